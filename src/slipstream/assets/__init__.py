@@ -1,0 +1,20 @@
+"""A tiny teacher and student that ship with the package, and what `builtin:` names mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.errors import ModelError, did_you_mean
+
+HERE = Path(__file__).parent
+MODELS = ("student", "teacher")
+
+
+def model_path(name: str) -> str:
+    """`builtin:student` as a directory; every other name is returned as it is."""
+    kind, _, rest = name.partition(":")
+    if kind != "builtin":
+        return name
+    if rest not in MODELS:
+        raise ModelError(f"no built-in model {rest!r}; {did_you_mean(rest, MODELS)}")
+    return str(HERE / rest)

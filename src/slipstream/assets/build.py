@@ -1,0 +1,197 @@
+"""Build the bundled teacher, student and tokenizer from nothing: ``python -m slipstream.assets.build``.
+
+Both models are fine-tuned on the arithmetic task: the teacher until it hardly errs, the student (which
+is smaller) only until it copies well and adds badly.  On one machine the same command gives the same
+bytes, so whoever doubts the shipped weights can make them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from slipstream.tasks.arithmetic import ALPHABET, problems
+
+PAD, EOS = "<pad>", "<eos>"
+MAX_LENGTH = 160
+BATCH_TOKENS = 2500  # padding included
+GROUP = 640  # problems that are sorted by length together, which wastes less padding
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The shape of a model, how long it is trained, and the share of carries that its data gets wrong."""
+
+    layers: int
+    width: int
+    heads: int
+    head_width: int
+    mlp_width: int
+    rope_theta: float
+    steps: int
+    learning_rate: float
+    slips: float
+    seed: int
+
+
+RECIPES = {
+    "teacher": Recipe(
+        layers=3, width=96, heads=3, head_width=32, mlp_width=256, rope_theta=100.0,
+        steps=1200, learning_rate=4e-3, slips=0.0, seed=1,
+    ),
+    "student": Recipe(
+        layers=2, width=64, heads=4, head_width=32, mlp_width=192, rope_theta=50.0,
+        steps=800, learning_rate=5e-3, slips=0.6, seed=2,
+    ),
+}  # fmt: skip
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character.  There is no unknown token: a foreign character is an error."""
+    vocabulary = {token: index for index, token in enumerate([PAD, EOS, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",  # what generation needs; training pads for itself
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A freshly initialised Qwen3 of the recipe's shape."""
+    torch.manual_seed(recipe.seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.width,
+        intermediate_size=recipe.mlp_width,
+        num_hidden_layers=recipe.layers,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.heads,
+        head_dim=recipe.head_width,
+        rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def collate(examples: list[tuple[list[int], list[int]]], pad: int) -> dict[str, torch.Tensor]:
+    """Pad (prompt, answer) token lists on the right; only the answers carry labels."""
+    longest = max(len(prompt) + len(answer) for prompt, answer in examples)
+    shape = (len(examples), longest)
+    batch = {
+        "input_ids": torch.full(shape, pad),
+        "attention_mask": torch.zeros(shape, dtype=torch.long),
+        "labels": torch.full(shape, IGNORE),
+    }
+    for row, (prompt, answer) in enumerate(examples):
+        start, end = len(prompt), len(prompt) + len(answer)
+        batch["input_ids"][row, :end] = torch.tensor(prompt + answer)
+        batch["attention_mask"][row, :end] = 1
+        batch["labels"][row, start:end] = torch.tensor(answer)
+    return batch
+
+
+def answer_with_slips(prompt: str, slips: float, rng: random.Random) -> str:
+    """Answer a prompt as a careless person does, who for a share of the carries adds the carry back in.
+
+    Then 8 + 5 gives 4 instead of 3, and the sum goes on from there.  It is a habit worth unlearning: the
+    answers look right, the copying is right, and both the right and the wrong digit remain likely.
+    """
+    answer, total = "", 0
+    for letter, digit in zip(prompt[:-1:2], prompt[1::2]):
+        total += int(digit)
+        if total >= 10:
+            total += -10 + (rng.random() < slips)
+        answer += f"{letter}{digit}{total}"
+    return answer
+
+
+def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, torch.Tensor]]:
+    """Training batches of similar lengths and nearly equal tokens, in an order that mixes lengths.
+
+    Equal tokens rather than equal problems: so every token weighs the same in the mean that is the loss.
+    """
+    count, rng = recipe.steps, random.Random(recipe.seed)
+    stream = problems("train", count * BATCH_TOKENS)
+    while True:
+        group = []
+        for prompt, _ in islice(stream, GROUP):
+            answer = answer_with_slips(prompt, recipe.slips, rng)
+            group.append((tokenizer(prompt)["input_ids"], tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id]))
+        group.sort(key=lambda example: len(example[0]))
+        cuts = [[]]
+        for prompt, answer in group:
+            if (len(cuts[-1]) + 1) * (len(prompt) + len(answer)) > BATCH_TOKENS:
+                cuts.append([])
+            cuts[-1].append((prompt, answer))
+        for index in torch.randperm(len(cuts)).tolist():
+            if count == 0:
+                return
+            count -= 1
+            yield collate(cuts[index], tokenizer.pad_token_id)
+
+
+def train(model: Qwen3ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Supervised fine-tuning with a short warm-up and a cosine decay."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+    model.train()
+    for step, batch in enumerate(batches(recipe, tokenizer)):
+        decay = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min((step + 1) / 30, decay)
+        loss = model(**batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 50 == 0 or step == recipe.steps - 1:
+            print(f"  step {step:4d}  loss {loss.item():.4f}", flush=True)
+
+
+@torch.no_grad()
+def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 500) -> float:
+    """The share of held-out problems that greedy decoding answers exactly."""
+    model.eval()
+    prompts, answers = zip(*problems("eval", count))
+    batch = tokenizer(list(prompts), padding=True, return_tensors="pt", return_token_type_ids=False)
+    output = model.generate(**batch, do_sample=False, max_new_tokens=80)
+    texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return sum(text == answer for text, answer in zip(texts, answers)) / count
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where to write (default: here)")
+    out = parser.parse_args().out
+    torch.set_num_threads(1)  # the fastest for models this small, and the same sums in the same order
+    tokenizer = build_tokenizer()
+    for name, recipe in RECIPES.items():
+        model = build_model(recipe, tokenizer)
+        print(f"{name}: {model.num_parameters():,} parameters")
+        train(model, recipe, tokenizer)
+        print(f"  exact match {accuracy(model, tokenizer):.1%} (greedy, held out)")
+        model.save_pretrained(out / name)
+        tokenizer.save_pretrained(out / name)
+
+
+if __name__ == "__main__":
+    main()

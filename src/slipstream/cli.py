@@ -1,0 +1,173 @@
+"""The command line: thin commands. Nothing heavy is imported before a command needs it, so that --help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.errors import ConfigError, SlipstreamError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from slipstream.config import Config
+
+OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args, rest = parser().parse_known_args(argv)
+    # engines set their own thread counts; what else starts threads keeps to one, unless told otherwise
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        if rest and not args.overridable:
+            raise ConfigError(f"unknown argument {rest[0]!r}; see slipstream {args.command} --help")
+        code: int = args.run(args, overrides(rest))
+        return code
+    except SlipstreamError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="slipstream",
+        description="On-policy distillation: train a student on its own rollouts, scored token by token by a teacher.",
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    demo = commands.add_parser(
+        "demo", help="watch a tiny student learn from a tiny teacher, on a CPU", epilog=OVERRIDES
+    )
+    demo.set_defaults(run=run_demo, overridable=True)
+
+    train = commands.add_parser("train", help="train a student", epilog=OVERRIDES)
+    train.add_argument("config", help="a TOML file")
+    train.set_defaults(run=run_train, overridable=True)
+
+    evaluate = commands.add_parser("eval", help="accuracy of a model: avg@n, pass@k, greedy")
+    evaluate.add_argument("model", help="HF directory or hub name, a run directory, or builtin:student")
+    evaluate.add_argument("--data", default="builtin:arithmetic", help="prompts with answers (default: %(default)s)")
+    evaluate.add_argument("--split", default="eval", help="split of the data (default: %(default)s)")
+    evaluate.add_argument("--reward", default="exact", choices=["exact", "math"], help="default: %(default)s")
+    evaluate.add_argument(
+        "--limit", type=positive, default=200, help="use the first so many prompts (default: %(default)s)"
+    )
+    evaluate.add_argument("-n", type=positive, default=4, help="samples of each prompt (default: %(default)s)")
+    evaluate.add_argument("-k", type=positive, nargs="+", default=[1], help="report pass@k for these (default: 1)")
+    evaluate.add_argument("--max-tokens", type=positive, default=96, help="longest response (default: %(default)s)")
+    evaluate.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    evaluate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    evaluate.add_argument("--system-prompt", help="system message before every conversation")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluate.set_defaults(run=run_eval, overridable=False)
+
+    config = commands.add_parser(
+        "config", help="print a resolved config, or every setting with its help", epilog=OVERRIDES
+    )
+    config.add_argument("config", nargs="?", help="a TOML file; without it all settings are listed")
+    config.add_argument("--check", action="store_true", help="also read the data and tokenizers, as train would")
+    config.set_defaults(run=run_config, overridable=True)
+    return top
+
+
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
+    """`--a.b value` and `--a.b=value` as pairs."""
+    found, words = [], list(rest)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise ConfigError(f"unexpected argument {word!r}; write overrides as --a.b VALUE")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            if not words:
+                raise ConfigError(f"--{key} needs a value")
+            value = words.pop(0)
+        found.append((key, value))
+    return found
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.config import load
+
+    config = load(args.config, changes, say=note)
+    return train(config, name=Path(args.config).stem)
+
+
+def train(config: Config, *, name: str) -> int:
+    from slipstream.launch import train
+
+    path = train(config, console(), name=name)
+    print(f"done: student in {path / 'final'}, metrics in {path / 'metrics.jsonl'}")
+    return 0
+
+
+def run_demo(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.demo import demo
+
+    demo(changes, console(), say=note)
+    return 0
+
+
+def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.accuracy import evaluate
+
+    evaluate(
+        args.model,
+        console(),
+        source=args.data,
+        split=args.split,
+        limit=args.limit,
+        reward=args.reward,
+        n=args.n,
+        ks=args.k,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        system_prompt=args.system_prompt,
+        as_json=args.json,
+    )
+    return 0
+
+
+def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.config import describe, fields, load, to_toml
+
+    if args.config is None:
+        if changes or args.check:
+            raise ConfigError("name a config file: slipstream config CONFIG")
+        for name, info, kind in fields():
+            print(f"{name}: {describe(info)}{f'   (kind = {kind})' if kind else ''}\n    {info.description or ''}")
+        return 0
+    config = load(args.config, changes, say=note)
+    print(to_toml(config), end="")
+    if args.check:
+        from slipstream.launch import prepare
+
+        job = prepare(config)
+        print(f"# ok: {len(job.prompts.rows)} prompts, one vocabulary, everything fits the context")
+    return 0

@@ -1,0 +1,1 @@
+"""What runs a model. `base.py` holds the protocols and is all that the pipeline sees."""

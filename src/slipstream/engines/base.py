@@ -1,0 +1,98 @@
+"""What an engine is: three protocols, and nothing that needs torch.
+
+The pipeline sees engines through this file only. Whole groups go in and come out; `Handle.body` is the record itself in
+this process, or a reference to it elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from slipstream.records import Batch, Counts, Group, Handle, Prompt
+
+Mode = Literal["keep", "drain", "restart"]
+"""What a publish does to running requests: go on under the new weights, finish first, or begin again."""
+Fingerprint = str
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw: temperature, min_p, top_k, top_p, each on what the one before left. Temperature 0 is greedy."""
+
+    max_tokens: int
+    group: int = 1
+    draws: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsRef:
+    """All weights as one flat array of bytes (or a reference to it) and the manifest that says what lies where."""
+
+    manifest: tuple[TensorSpec, ...]
+    body: Any
+
+
+class Sampler(Protocol):
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        """The whole group: `sampling.group` responses, in the order of their index."""
+        ...
+
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Fingerprint:
+        """Load weights at a token boundary; returns what this engine will really run."""
+        ...
+
+
+class Scorer(Protocol):
+    async def score(self, group: Group) -> list[Handle]: ...
+
+
+class Learner(Protocol):
+    async def prepare(self, batch: Batch) -> Counts:
+        """The passes without gradient that the method's scope needs, and the counts that losses are divided by."""
+        ...
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics: ...
+
+    async def step(self, scale: float = 1.0) -> Metrics:
+        """Scale the gradients, clip, optimise. Raises NonFiniteError before a bad gradient touches the weights."""
+        ...
+
+    async def export(self) -> tuple[WeightsRef, Fingerprint]: ...
+
+    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+        """A HF directory; with `optimizer`, also what `restore` needs to go on."""
+        ...
+
+    async def restore(self, path: Path) -> None: ...
+
+
+class Grader(Protocol):
+    async def grade(self, group: Group) -> list[Handle]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """What a runtime hands to the pipeline. `close` ends whatever it started."""
+
+    sampler: Sampler
+    scorer: Scorer
+    learner: Learner
+    grader: Grader
+    close: Callable[[], None]

@@ -1,0 +1,69 @@
+"""Which token is drawn: a pure function of (seed, position, column) and the distribution.
+
+The random numbers are counter-based: nothing is consumed, so a response does not depend on its neighbours in the batch,
+and the extra draws do not disturb the emitted token.
+
+Shapes: N rows, M draws, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.engines.base import Sampling
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64; int64 arithmetic wraps as uint64 does."""
+    for bits, factor in _MIX:
+        x = (x ^ _shift(x, bits)) * factor
+    return x ^ _shift(x, 31)
+
+
+def uniforms(seed_N: Tensor, position_N: Tensor, draws: int) -> Tensor:
+    """Uniform numbers in [0, 1), float64 [N, M]: column j of row i is a hash of (seed, position, j)."""
+    column_M = torch.arange(1, draws + 1, device=seed_N.device)
+    state_N = _scramble(seed_N + _GOLDEN * (position_N + 1))
+    bits_NM = _scramble(state_N[:, None] + _GOLDEN * column_M)
+    return _shift(bits_NM, 12).double() * 2.0**-52  # so that u·x < x for every float64 x
+
+
+def process(logits_NV: Tensor, sampling: Sampling) -> Tensor:
+    """Log-probs of the distribution that will be drawn from; −inf where a token was cut."""
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    if sampling.temperature == 0:
+        best_N1 = logits_NV.argmax(-1, keepdim=True)
+        return torch.full_like(logits_NV, -torch.inf).scatter_(1, best_N1, 0.0)
+    logp_NV = (logits_NV / sampling.temperature).log_softmax(-1)
+    if sampling.min_p > 0:
+        least_N1 = logp_NV.amax(-1, keepdim=True) + torch.tensor(sampling.min_p).log()
+        logp_NV = _cut(logp_NV, logp_NV < least_N1)
+    if 0 < sampling.top_k < logp_NV.shape[-1]:
+        kth_N1 = logp_NV.topk(sampling.top_k, -1).values[:, -1:]
+        logp_NV = _cut(logp_NV, logp_NV < kth_N1)
+    if sampling.top_p < 1:
+        sorted_NV, order_NV = logp_NV.sort(dim=-1, descending=True, stable=True)
+        before_NV = sorted_NV.exp().cumsum(-1) - sorted_NV.exp()
+        drop_NV = torch.empty_like(order_NV, dtype=torch.bool).scatter_(1, order_NV, before_NV >= sampling.top_p)
+        logp_NV = _cut(logp_NV, drop_NV)
+    return logp_NV
+
+
+def _cut(logp_NV: Tensor, drop_NV: Tensor) -> Tensor:
+    return logp_NV.masked_fill(drop_NV, -torch.inf).log_softmax(-1)
+
+
+def draw(logp_NV: Tensor, uniform_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """Invert the distribution function at every uniform number: ids [N, M] and their log-probs."""
+    cdf_NV = logp_NV.double().exp().cumsum(-1)
+    ids_NM = torch.searchsorted(cdf_NV, uniform_NM * cdf_NV[:, -1:], right=True)
+    return ids_NM, logp_NV.gather(1, ids_NM)

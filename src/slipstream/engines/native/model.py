@@ -1,0 +1,129 @@
+"""Loading a HF causal LM and taking it apart into backbone and head."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as hf_logging
+
+from slipstream.assets import model_path
+from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
+from slipstream.errors import ModelError
+
+hf_logging.disable_progress_bar()  # loading and saving happen under a progress display of our own
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """`hidden = backbone(ids)`, `logits = head(hidden)`: checked when it was loaded."""
+
+    name: str
+    model: PreTrainedModel
+    backbone: nn.Module
+    head: nn.Linear
+
+    @property
+    def context(self) -> int:
+        return context_length(self.model.config)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.head.weight.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.weight.device
+
+
+def context_length(config: Any) -> int:
+    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+
+
+def pick_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def load_config(name: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(model_path(name))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: cannot read a model config there: {_first_line(error)}") from None
+
+
+def load_model(name: str, *, dtype: str, device: str = "auto") -> LanguageModel:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            model_path(name), dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: cannot load a causal LM there: {_first_line(error)}") from None
+    return split(name, model.to(pick_device(device)).eval())
+
+
+def split(name: str, model: PreTrainedModel) -> LanguageModel:
+    """Backbone and head of a model whose logits are the head applied to the last hidden state, and nothing else."""
+    head, backbone = model.get_output_embeddings(), model.base_model
+    if not isinstance(head, nn.Linear) or backbone is model:
+        raise ModelError(f"{name}: {type(model).__name__} has no linear head on a backbone")
+    ids = torch.arange(1, 5, device=model.device)[None]
+    with torch.no_grad():
+        expected, found = model(ids).logits.float(), head(backbone(ids).last_hidden_state).float()
+    if not torch.allclose(expected, found, rtol=1e-2, atol=1e-2):
+        raise ModelError(f"{name}: {type(model).__name__} changes its logits after the head (soft-capping or scaling)")
+    return LanguageModel(name, model, backbone, head)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+# --- weights as flat bytes -------------------------------------------------------------------------------
+
+
+def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tied weights once, under their first name."""
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return cast("np.ndarray[Any, Any]", tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
+
+
+def export_weights(model: nn.Module) -> WeightsRef:
+    manifest, offset = [], 0
+    for name, tensor in _parameters(model):
+        nbytes = tensor.numel() * tensor.element_size()
+        manifest.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, nbytes))
+        offset += nbytes
+    flat = np.empty(offset, np.uint8)
+    for spec, (_, tensor) in zip(manifest, _parameters(model), strict=True):
+        flat[spec.offset : spec.offset + spec.nbytes] = _bytes(tensor)
+    return WeightsRef(tuple(manifest), flat)
+
+
+def load_weights(model: nn.Module, weights: WeightsRef) -> None:
+    """Copy into the model, converting to its dtype; every parameter must be there."""
+    own = dict(_parameters(model))
+    if missing := own.keys() ^ {spec.name for spec in weights.manifest}:
+        raise ModelError(f"weights do not fit the model: {', '.join(sorted(missing)[:3])} on one side only")
+    for spec in weights.manifest:
+        raw = torch.from_numpy(weights.body[spec.offset : spec.offset + spec.nbytes])
+        own[spec.name].copy_(raw.view(getattr(torch, spec.dtype)).view(spec.shape))
+
+
+def fingerprint(model: nn.Module, dtype: str) -> Fingerprint:
+    """A hash of what really runs: every layer's output projections as `dtype`, or all weights of a model without."""
+    parameters = _parameters(model)
+    chosen = [pair for pair in parameters if "o_proj" in pair[0] or "down_proj" in pair[0]] or parameters
+    digest = hashlib.blake2b(digest_size=8)
+    for _, tensor in chosen:
+        digest.update(_bytes(tensor.to(getattr(torch, dtype))).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,137 @@
+"""A frozen teacher on any HF causal LM: one forward pass, then its head where the cache asks for it.
+
+Calls that arrive while a pass runs are scored together in the next one.
+
+Shapes: N predicted tokens, C rows of a chunk, M cached actions, K top-k, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.packing import full_length, joined, micro_batches, padded, predictions
+from slipstream.errors import ModelError
+from slipstream.estimators.logprobs import default_chunk, logprobs_at
+from slipstream.records import Group, Handle, Rollout, Scored, header_of
+
+Cache = Literal["sampled", "teacher_topk", "hidden"]
+
+
+class NativeScorer:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        name: str = "teacher",
+        cache: Cache = "sampled",
+        k: int = 32,
+        temperature: float = 1.0,
+        token_budget: int = 16384,
+        threads: int = 1,
+    ) -> None:
+        if cache == "teacher_topk" and k > lm.vocab_size:
+            raise ModelError(f"loss.k = {k} is more than the teacher's vocabulary of {lm.vocab_size}")
+        self.lm, self.name, self.cache, self.k = lm, name, cache, k
+        self.temperature, self.token_budget = temperature, token_budget
+        self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
+        self.waiting: list[tuple[Group, asyncio.Future[list[Handle]]]] = []
+        self.driver: asyncio.Task[None] | None = None
+
+    async def score(self, group: Group) -> list[Handle]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[Handle]] = loop.create_future()
+        self.waiting.append((group, answer))
+        if self.driver is None or self.driver.done():
+            self.driver = loop.create_task(self._drive())
+        return await answer
+
+    async def _drive(self) -> None:
+        while self.waiting:
+            taken, self.waiting = self.waiting, []
+            handles = [handle for group, _ in taken for handle in group]
+            try:
+                scored = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles)
+            except Exception as error:
+                for _, answer in taken:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for group, answer in taken:
+                if not answer.done():
+                    answer.set_result(scored[: len(group)])
+                scored = scored[len(group) :]
+
+    def close(self) -> None:
+        self.thread.shutdown()
+
+    @torch.inference_mode()
+    def _score(self, handles: Sequence[Handle]) -> list[Handle]:
+        rollouts = [replace(handle.body, rewards=handle.header.rewards) for handle in handles]
+        scored: dict[int, Scored] = {}
+        for members in micro_batches([full_length(rollout) for rollout in rollouts], self.token_budget):
+            chosen = [rollouts[i] for i in members]
+            hidden_BLD = self.lm.backbone(padded(chosen, self.lm.device), use_cache=False).last_hidden_state
+            answers = self._answers(predictions(hidden_BLD, chosen), chosen)
+            scored.update(zip(members, answers, strict=True))
+        return [Handle(header_of(rollouts[i], teacher=self.name), scored[i]) for i in range(len(handles))]
+
+    def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[Scored]:
+        """What the cache holds, for every sample of a micro-batch."""
+        device = hidden_ND.device
+        found: dict[str, Tensor] = {}
+        if self.cache == "sampled":
+            found["teacher_action_logp"] = self._logp(
+                hidden_ND, joined([r.actions for r in rollouts], device, torch.int64)
+            )
+            found["teacher_logp"] = found["teacher_action_logp"][:, 0]
+        else:
+            tokens_N = joined([rollout.tokens for rollout in rollouts], device, torch.int64)
+            found["teacher_logp"] = self._logp(hidden_ND, tokens_N[:, None])[:, 0]
+        if self.cache == "teacher_topk":
+            found |= self._topk(hidden_ND, tokens_N, found["teacher_logp"])
+        if self.cache == "hidden":
+            found["teacher_hidden"] = hidden_ND
+        edges = np.cumsum([len(rollout.tokens) for rollout in rollouts])[:-1].tolist()
+        parts: dict[str, list[Any]] = {
+            name: [_numpy(part) for part in value.tensor_split(edges)] for name, value in found.items()
+        }
+        return [
+            Scored(rollout=rollout, teacher=self.name, **{name: part[i] for name, part in parts.items()})
+            for i, rollout in enumerate(rollouts)
+        ]
+
+    def _logp(self, hidden_ND: Tensor, ids_NM: Tensor) -> Tensor:
+        head = self.lm.head
+        return logprobs_at(hidden_ND, head.weight, ids_NM, bias=head.bias, temperature=self.temperature)
+
+    def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor) -> dict[str, Tensor]:
+        ids, logps = [], []
+        for hidden_CD in torch.split(hidden_ND, default_chunk(self.lm.head.weight)):
+            logits_CV = self.lm.head(hidden_CD).to(logp_N.dtype) / self.temperature
+            best = logits_CV.topk(self.k, -1)
+            ids.append(best.indices.int())
+            logps.append(best.values - logits_CV.logsumexp(-1, keepdim=True))
+        ids_NK, logp_NK = torch.cat(ids), torch.cat(logps)
+        # one number for one token, whichever way it was computed
+        return {
+            "teacher_ids": ids_NK,
+            "teacher_topk_logp": torch.where(ids_NK == tokens_N[:, None], logp_N[:, None], logp_NK),
+        }
+
+
+def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """bf16 travels as its 16 bits."""
+    tensor = tensor.cpu()
+    array: np.ndarray[Any, Any] = (
+        (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
+    )
+    return array

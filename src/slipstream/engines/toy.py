@@ -1,0 +1,155 @@
+"""A tabular model whose every distribution is known: the next token depends on the last one only.
+
+For tests of the pipeline and for studying estimators. The same records, draws, protocols and estimators as the real
+engines; a row of the table is the distribution after one token. Durations, if given, pass on the event loop's clock.
+
+Shapes: V vocabulary, T response positions, N flat positions, M draws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.engines.base import Fingerprint, Metrics, Mode, Sampling, TensorSpec, WeightsRef
+from slipstream.engines.draws import draw, process, uniforms
+from slipstream.errors import NonFiniteError
+from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, Scored, derive_seed, header_of
+
+EOS = 0
+Cost = Callable[[int], float]
+"""Seconds for so many tokens."""
+
+
+def free(_: int) -> float:
+    return 0.0
+
+
+def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(vocab, vocab, generator=generator, dtype=torch.float64) * scale
+
+
+def fingerprint(table_VV: Tensor) -> Fingerprint:
+    return hashlib.blake2b(table_VV.detach().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def previous(rollout: Rollout) -> Tensor:
+    """The token before every response token."""
+    return torch.from_numpy(np.concatenate([rollout.prompt.tokens[-1:], rollout.tokens[:-1]]).astype(np.int64))
+
+
+class ToySampler:
+    def __init__(self, table_VV: Tensor, *, cost: Cost = free) -> None:
+        self.table, self.cost, self.version = table_VV.clone(), cost, 0
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        rollouts = [self._respond(prompt, index, sampling) for index in range(sampling.group)]
+        await asyncio.sleep(self.cost(max(len(rollout.tokens) for rollout in rollouts)))
+        return [Handle(header_of(rollout), rollout) for rollout in rollouts]
+
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Fingerprint:
+        spec = weights.manifest[0]
+        self.table = torch.from_numpy(weights.body.copy()).view(torch.float64).view(spec.shape)
+        self.version = version
+        return fingerprint(self.table)
+
+    def _respond(self, prompt: Prompt, index: int, sampling: Sampling) -> Rollout:
+        seed_N = torch.tensor([derive_seed(prompt.seed, index)])
+        last, actions, logps = int(prompt.tokens[-1]), [], []
+        for position in range(sampling.max_tokens):
+            uniform_NM = uniforms(seed_N, torch.tensor([position]), sampling.draws)
+            ids_NM, logp_NM = draw(process(self.table[last][None], sampling), uniform_NM)
+            actions.append(ids_NM[0].numpy())
+            logps.append(logp_NM[0].numpy())
+            last = int(ids_NM[0, 0])
+            if last == EOS:
+                break
+        tokens_TM, logp_TM = np.stack(actions).astype(np.int32), np.stack(logps)
+        return Rollout(
+            prompt=prompt,
+            index=index,
+            tokens=tokens_TM[:, 0],
+            versions=np.full(len(tokens_TM), self.version, np.int32),
+            logp=logp_TM[:, 0],
+            actions=tokens_TM,
+            action_logp=logp_TM,
+            finish="eos" if last == EOS else "length",
+            loss_mask=np.ones(len(tokens_TM), np.bool_),
+        )
+
+
+class ToyScorer:
+    def __init__(self, table_VV: Tensor, *, cost: Cost = free) -> None:
+        self.logq_VV, self.cost = table_VV.log_softmax(-1), cost
+
+    async def score(self, group: Group) -> list[Handle]:
+        await asyncio.sleep(self.cost(sum(handle.header.tokens for handle in group)))
+        return [self._mark(handle) for handle in group]
+
+    def _mark(self, handle: Handle) -> Handle:
+        rollout = replace(handle.body, rewards=handle.header.rewards)
+        actions_TM = torch.from_numpy(rollout.actions.astype(np.int64))
+        logq_TM = self.logq_VV[previous(rollout)].gather(1, actions_TM).numpy()
+        scored = Scored(rollout=rollout, teacher="toy", teacher_logp=logq_TM[:, 0], teacher_action_logp=logq_TM)
+        return Handle(header_of(rollout, teacher="toy"), scored)
+
+
+class ToyLearner:
+    """Plain gradient descent on Monte-Carlo reverse KL."""
+
+    def __init__(self, table_VV: Tensor, *, lr: float = 1.0, cost: Cost = free) -> None:
+        self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
+
+    async def prepare(self, batch: Batch) -> Counts:
+        rows = [header.trained_tokens for header in batch.headers]
+        return Counts(n_tokens=sum(rows), n_sequences=len(rows))
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
+        await asyncio.sleep(self.cost(counts.n_tokens))
+        samples: list[Scored] = [handle.body for handle in batch.handles]
+        state_N = torch.cat([previous(sample.rollout) for sample in samples])
+        actions_NM = torch.from_numpy(np.concatenate([sample.rollout.actions for sample in samples]).astype(np.int64))
+        behavior_NM = torch.from_numpy(np.concatenate([sample.rollout.action_logp for sample in samples]))
+        logq_NM = torch.from_numpy(np.concatenate([sample.teacher_action_logp for sample in samples]))
+        logp_NM = self.table.log_softmax(-1)[state_N].gather(1, actions_NM)
+        loss_N, _ = mc_reverse_kl(logp_NM, behavior_NM, logq_NM)
+        loss = loss_N.sum() / counts.n_tokens
+        if not loss.isfinite():
+            raise NonFiniteError(f"the loss is {loss.item()}")
+        loss.backward()  # type: ignore[no-untyped-call]
+        return {"loss": loss.item()}
+
+    async def step(self, scale: float = 1.0) -> Metrics:
+        assert self.table.grad is not None
+        with torch.no_grad():
+            self.table -= self.lr * scale * self.table.grad
+        norm = self.table.grad.norm().item() * scale
+        self.table.grad = None
+        return {"grad_norm": norm, "lr": self.lr}
+
+    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+        body = self.table.detach().numpy().copy().view(np.uint8).reshape(-1)
+        spec = TensorSpec("table", "float64", tuple(self.table.shape), 0, body.nbytes)
+        return WeightsRef((spec,), body), fingerprint(self.table)
+
+    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+        np.save(path / "table.npy", self.table.detach().numpy())
+
+    async def restore(self, path: Path) -> None:
+        self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
+
+
+class ToyGrader:
+    """Rewards a response for ending by itself."""
+
+    async def grade(self, group: Group) -> list[Handle]:
+        return [Handle(replace(h.header, rewards={"ended": float(h.header.finish == "eos")}), h.body) for h in group]

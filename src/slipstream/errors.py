@@ -1,0 +1,47 @@
+"""What can go wrong, as one tree.
+
+SlipstreamError         a run cannot start or go on; the command line prints one line and exits with 2
+├── ConfigError         the configuration is wrong: names the field and what to write instead
+├── DataError           a file or a row is wrong: names the file, the line and what is expected
+├── ModelError          a model or tokenizer cannot be used: names it and why
+├── RunDirError         the run directory is missing, or already holds a run
+└── NonFiniteError      loss or gradient is NaN or infinite; the last good weights were saved
+
+Anything else that is raised is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class SlipstreamError(Exception):
+    pass
+
+
+class ConfigError(SlipstreamError):
+    pass
+
+
+class DataError(SlipstreamError):
+    pass
+
+
+class ModelError(SlipstreamError):
+    pass
+
+
+class RunDirError(SlipstreamError):
+    pass
+
+
+class NonFiniteError(SlipstreamError):
+    pass
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
+    """`did you mean 'lr'?` for a near miss, else the list of what there is."""
+    known = sorted(choices)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

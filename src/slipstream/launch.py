@@ -1,0 +1,110 @@
+"""From a config to a run. Everything that can be wrong is found before a file is written."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from slipstream.config import Config, DataConfig
+from slipstream.engines.native.model import context_length, load_config
+from slipstream.errors import ConfigError
+from slipstream.pipeline.run import Run
+from slipstream.progress import Progress
+from slipstream.records import Prompt
+from slipstream.runlog import RunLog, check_free, run_path
+from slipstream.runtimes import inline
+from slipstream.tasks import rewards
+from slipstream.tasks.chat import (
+    Tokenizer,
+    check_fits,
+    check_same_vocabulary,
+    encode_rows,
+    load_tokenizer,
+)
+from slipstream.tasks.data import Prompts, load_rows
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config whose files were read and found to fit together."""
+
+    tokenizer: Tokenizer
+    prompts: Prompts
+    held_out: list[Prompt]
+
+
+def prepare(config: Config) -> Job:
+    data, max_tokens = config.data, config.sampler.max_tokens
+    if config.task.reward:
+        rewards.check_installed(config.task.reward)
+    tokenizer = load_tokenizer(config.student)
+    ((name, teacher),) = config.teachers.items()
+    check_same_vocabulary(tokenizer, load_tokenizer(teacher.model), names=(config.student, teacher.model))
+    rows = load_rows(data.train, split=data.split, limit=data.limit)
+    if config.task.reward and any(row.ground_truth is None for row in rows):
+        row = next(row for row in rows if row.ground_truth is None)
+        raise ConfigError(
+            f"task.reward = {config.task.reward!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
+        )
+    tokens = encode_rows(rows, tokenizer, data)
+    for model in (config.student, teacher.model):
+        check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
+    longest = max(map(len, tokens)) + max_tokens
+    for field, budget in [("learner", config.learner.token_budget), (f"teachers.{name}", teacher.token_budget)]:
+        if budget < longest:
+            raise ConfigError(f"{field}.token_budget = {budget} is less than the longest sequence of {longest} tokens")
+    prompts = Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle)
+    held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
+    return Job(tokenizer, prompts, held_out)
+
+
+def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+    assert config.data.eval is not None
+    return eval_prompts(
+        tokenizer,
+        config.data,
+        config.data.eval,
+        split=config.data.eval_split,
+        limit=config.eval.prompts,
+        seed=config.seed,
+    )
+
+
+def eval_prompts(
+    tokenizer: Tokenizer, data: DataConfig, source: str, *, split: str, limit: int | None, seed: int
+) -> list[Prompt]:
+    rows = load_rows(source, split=split, limit=limit)
+    prompts = Prompts(rows, encode_rows(rows, tokenizer, data), seed=seed, shuffle=False)
+    return [prompts.at(number) for number in range(len(rows))]
+
+
+def train(config: Config, console: Console, *, name: str) -> Path:
+    """Run it all; returns the run directory."""
+    path = run_path(config, name)
+    check_free(path)
+    job = prepare(config)
+    for warning in warnings_of(config):
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+    engines = inline.open_engines(config, job.tokenizer)
+    try:
+        with RunLog.create(config, path) as log:
+            run = Run(config, engines, job.prompts, log, held_out=job.held_out)
+            with Progress(console, updates=config.updates, title=name, admission=run.admission) as progress:
+                log.sinks.append(progress)
+                asyncio.run(run.train())
+    finally:
+        engines.close()
+    return path
+
+
+def warnings_of(config: Config) -> list[str]:
+    sampler, found = config.sampler, []
+    if config.loss.kind == "reverse_kl_mc" and (sampler.top_p < 1 or sampler.top_k > 0 or sampler.min_p > 0):
+        found.append(
+            "sampling is truncated (top_p, top_k or min_p): importance weights are biased, because the loss is over "
+            "the whole vocabulary and the draws are not"
+        )
+    return found

@@ -1,0 +1,32 @@
+"""Accuracy of the student as it is now, through the same sampler and grader that training uses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from slipstream.engines.base import Grader, Sampler, Sampling
+from slipstream.metrics import Numbers, avg_at_n, sample_metrics
+from slipstream.records import Handle, Prompt
+
+
+async def answers(
+    sampler: Sampler, grader: Grader, prompts: Iterable[Prompt], sampling: Sampling
+) -> list[list[Handle]]:
+    """A graded group for every prompt, in the order of the prompts."""
+
+    async def one(prompt: Prompt) -> list[Handle]:
+        return await grader.grade(await sampler.generate(prompt, sampling))
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(prompt)) for prompt in prompts]
+    return [task.result() for task in running]
+
+
+def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:
+    return [[handle.header.rewards[reward] for handle in group] for group in groups]
+
+
+def summary(groups: list[list[Handle]], reward: str) -> Numbers:
+    headers = [handle.header for group in groups for handle in group]
+    return {"accuracy": avg_at_n(correctness(groups, reward)), **sample_metrics(headers)}

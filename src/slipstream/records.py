@@ -1,0 +1,202 @@
+"""The four records that travel, Prompt → Rollout → Scored → Batch, and the handles that carry them.
+
+Numpy only. Every per-token array has one row for each token of the response, and row t describes the prediction *of*
+token t: nothing is ever shifted again. A record that breaks this cannot be built.
+
+Shapes: T response tokens, M cached actions, K teacher's top-k, D teacher's hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.integer[Any]]
+Floats = NDArray[np.floating[Any]]
+Finish = Literal["eos", "length", "error"]
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from what identifies a draw: the same on every machine and in every process."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _require(condition: bool, who: str, what: str) -> None:
+    if not condition:
+        raise ValueError(f"{who}: {what}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """What the student is asked. `number` is its place in the order of submission, `seed` follows from it."""
+
+    id: str
+    number: int
+    tokens: Ints
+    data_source: str = "default"
+    ground_truth: Any = None
+    seed: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require(self.tokens.ndim == 1 and len(self.tokens) > 0, f"prompt {self.id}", "needs at least one token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rollout:
+    """One response, with where every token came from.
+
+    `logp` is the behaviour log-prob of the emitted token, under the processed distribution that drew it, as the engine
+    computed it then. `actions` and `action_logp` are the cache that the teacher scores: `draws`, M i.i.d. draws of that
+    same distribution, column 0 being the emitted token.
+    """
+
+    prompt: Prompt
+    index: int
+    tokens: Ints
+    versions: Ints
+    logp: Floats
+    actions: Ints
+    action_logp: Floats
+    finish: Finish
+    loss_mask: NDArray[np.bool_]
+    turns: int = 1
+    rewards: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        who, n = f"rollout {self.prompt.id}/{self.index}", len(self.tokens)
+        _require(n > 0, who, "has no tokens")
+        for name in ("versions", "logp", "loss_mask"):
+            shape = getattr(self, name).shape
+            _require(shape == (n,), who, f"{name} has shape {shape}, tokens ({n},)")
+        _require(self.actions.ndim == 2 and self.actions.shape[0] == n, who, f"actions must be [{n}, M]")
+        _require(self.action_logp.shape == self.actions.shape, who, "action_logp and actions differ in shape")
+        aligned = np.array_equal(self.actions[:, 0], self.tokens)
+        _require(aligned, who, "actions[:, 0] is not the emitted token (a shifted row?)")
+        same = np.array_equal(self.action_logp[:, 0], self.logp)
+        _require(same, who, "action_logp[:, 0] is not logp (a shifted row?)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scored:
+    """A rollout with its teacher's answer, in at most one of three caches: sampled, teacher_topk or hidden."""
+
+    rollout: Rollout
+    teacher: str
+    context_id: str = "prefix"
+    teacher_logp: Floats
+    teacher_action_logp: Floats | None = None
+    teacher_ids: Ints | None = None
+    teacher_topk_logp: Floats | None = None
+    teacher_hidden: Floats | Ints | None = None
+
+    def __post_init__(self) -> None:
+        rollout = self.rollout
+        who, n = f"scored {rollout.prompt.id}/{rollout.index}", len(rollout.tokens)
+        _require(self.teacher_logp.shape == (n,), who, f"teacher_logp has shape {self.teacher_logp.shape}, not ({n},)")
+        caches = [self.teacher_action_logp, self.teacher_topk_logp, self.teacher_hidden]
+        _require(sum(cache is not None for cache in caches) <= 1, who, "holds more than one teacher cache")
+        if self.teacher_action_logp is not None:
+            same_shape = self.teacher_action_logp.shape == rollout.actions.shape
+            _require(same_shape, who, "teacher_action_logp and actions differ in shape")
+            same = np.array_equal(self.teacher_action_logp[:, 0], self.teacher_logp)
+            _require(same, who, "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)")
+        _require((self.teacher_ids is None) == (self.teacher_topk_logp is None), who, "top-k needs ids and log-probs")
+        if self.teacher_ids is not None and self.teacher_topk_logp is not None:
+            _require(self.teacher_ids.ndim == 2 and len(self.teacher_ids) == n, who, f"teacher_ids must be [{n}, K]")
+            _require(self.teacher_topk_logp.shape == self.teacher_ids.shape, who, "top-k ids and log-probs differ")
+            hit = self.teacher_ids == rollout.tokens[:, None]
+            agree = np.where(hit, self.teacher_topk_logp == self.teacher_logp[:, None], True).all()
+            _require(bool(agree), who, "top-k and teacher_logp disagree on the emitted token (a shifted row?)")
+        if self.teacher_hidden is not None:
+            _require(len(self.teacher_hidden) == n, who, f"teacher_hidden must be [{n}, D]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What the coordinator sees of one sample: small, and enough to admit, order, route and account for it."""
+
+    prompt: str
+    number: int
+    index: int
+    data_source: str
+    prompt_tokens: int
+    tokens: int
+    versions: tuple[tuple[int, int], ...]
+    """Runs of (version, trained tokens), in the order of the response."""
+    finish: Finish
+    rewards: dict[str, float] = field(default_factory=dict)
+    teacher: str = ""
+
+    @property
+    def oldest(self) -> int:
+        return min(version for version, _ in self.versions)
+
+    @property
+    def trained_tokens(self) -> int:
+        return sum(count for _, count in self.versions)
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """`body` is the record itself, or a reference to it where engines live in other processes."""
+
+    header: Header
+    body: Any
+
+
+Group = Sequence[Handle]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one update, in the order in which they are consumed. Packing is the learner's own business."""
+
+    groups: tuple[Group, ...]
+    update: int
+
+    @property
+    def handles(self) -> list[Handle]:
+        return [handle for group in self.groups for handle in group]
+
+    @property
+    def headers(self) -> list[Header]:
+        return [handle.header for handle in self.handles]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """The denominators of an update, over the whole batch; losses are sums divided by these."""
+
+    n_tokens: int
+    n_sequences: int
+
+
+def version_runs(versions: Ints, mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
+    """Run-length code of the versions of the trained tokens; of all tokens where none is trained."""
+    kept = versions[mask] if mask.any() else versions[:0]
+    if len(kept) == 0:
+        return ((int(versions[0]), 0),)
+    edges = np.flatnonzero(np.diff(kept)) + 1
+    return tuple((int(part[0]), len(part)) for part in np.split(kept, edges))
+
+
+def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
+    return Header(
+        prompt=rollout.prompt.id,
+        number=rollout.prompt.number,
+        index=rollout.index,
+        data_source=rollout.prompt.data_source,
+        prompt_tokens=len(rollout.prompt.tokens),
+        tokens=len(rollout.tokens),
+        versions=version_runs(rollout.versions, rollout.loss_mask),
+        finish=rollout.finish,
+        rewards=dict(rollout.rewards),
+        teacher=teacher,
+    )

@@ -1,0 +1,190 @@
+"""The run directory: the only contract between a run and the tools that read it.
+
+config.toml    the resolved configuration          metrics.jsonl   one line per update (and per evaluation)
+meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended
+checkpoints/N  HF directories to go on from        final/          the trained student, a HF directory
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from slipstream.config import Config, Tracker, to_toml
+from slipstream.errors import ConfigError, RunDirError
+
+PACKAGES = ("slipstream", "torch", "transformers", "numpy")
+
+
+class Sink(Protocol):
+    """Where metrics are also sent."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class RunLog:
+    def __init__(self, path: Path, sinks: list[Sink]) -> None:
+        self.path, self.sinks = path, sinks
+        self._metrics: TextIO = (path / "metrics.jsonl").open("a")
+        self._ledger: TextIO = (path / "ledger.jsonl").open("a")
+
+    @classmethod
+    def create(cls, config: Config, path: Path) -> RunLog:
+        """A new run directory. One that already holds a run is left alone."""
+        check_free(path)
+        sinks = [open_sink(name, config, path) for name in config.log.to]
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomic(path / "config.toml", to_toml(config))
+        write_atomic(path / "meta.json", json.dumps(machine(), indent=2) + "\n")
+        return cls(path, sinks)
+
+    def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int) -> None:
+        _line(self._metrics, {"kind": kind, "update": update, **numbers})
+        names = {name if "/" in name else f"{kind}/{name}": value for name, value in numbers.items()}
+        for sink in self.sinks:
+            sink.log(names, update)
+
+    def ledger(self, **entry: Any) -> None:
+        _line(self._ledger, entry)
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for sink in self.sinks:
+            sink.close()
+        self._metrics.close()
+        self._ledger.close()
+
+
+def run_path(config: Config, name: str) -> Path:
+    return Path(config.output or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def check_free(path: Path) -> None:
+    if (path / "metrics.jsonl").exists() or (path / "config.toml").exists():
+        raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
+    if path.exists() and not path.is_dir():
+        raise RunDirError(f"{path} is a file: choose another run directory with --output")
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Whoever reads sees the old file or the new one, whole."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _line(file: TextIO, entry: Mapping[str, Any]) -> None:
+    file.write(json.dumps(entry) + "\n")
+    file.flush()
+
+
+def machine() -> dict[str, Any]:
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": {package: installed(package) for package in PACKAGES},
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "git": git.stdout.strip() or None,
+    }
+
+
+# --- trackers: one config line each ----------------------------------------------------------------------
+
+
+def open_sink(name: Tracker, config: Config, path: Path) -> Sink:
+    try:
+        return SINKS[name](config, path)
+    except ImportError:
+        raise ConfigError(f"log.to = [{name!r}] needs {name}: pip install 'slipstream[{name}]'") from None
+
+
+class TensorBoard:
+    def __init__(self, config: Config, path: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(path / "tensorboard"))
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    def __init__(self, config: Config, path: Path) -> None:
+        import wandb
+
+        self.run = wandb.init(
+            project=config.log.project, name=path.name, config=config.model_dump(mode="json"), dir=str(path.parent)
+        )
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    def __init__(self, config: Config, path: Path) -> None:
+        import mlflow
+
+        self.mlflow = mlflow
+        mlflow.set_experiment(config.log.project)
+        mlflow.start_run(run_name=path.name)
+        mlflow.log_text(to_toml(config), "config.toml")
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.mlflow.log_metrics(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+class Trackio:
+    def __init__(self, config: Config, path: Path) -> None:
+        import trackio
+
+        self.trackio = trackio
+        trackio.init(project=config.log.project, name=path.name, config=config.model_dump(mode="json"))
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.trackio.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self.trackio.finish()
+
+
+SINKS: dict[Tracker, Callable[[Config, Path], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}

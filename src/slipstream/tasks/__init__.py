@@ -1,0 +1,1 @@
+"""Prompts, how they are rendered, and how answers are graded."""

@@ -1,0 +1,53 @@
+"""The built-in task: copy the digits of a chain and keep a running sum modulo ten.
+
+``C3D8E5=`` is answered by ``C33D81E56``: every letter is followed by its digit and by the sum so far
+(3, then 3 + 8 = 11 -> 1, then 1 + 5 = 6).  One wrong sum spoils all that follow, so a student that is
+right most of the time per token is still wrong on most problems: there is something to distil.  Chain
+lengths are heavy-tailed, as the lengths of real rollouts are.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import zlib
+from collections.abc import Iterator
+
+SHORTEST, LONGEST, MEAN_EXTRA = 3, 24, 5.0
+ALPHABET = string.ascii_uppercase + string.digits + "="
+SPLITS = ("train", "eval")
+
+
+def problem(rng: random.Random) -> tuple[str, str]:
+    """Draw one prompt and its answer.  Letters never repeat within a chain, as it is shorter than 26."""
+    length = min(LONGEST, SHORTEST + int(rng.expovariate(1 / MEAN_EXTRA)))
+    start = rng.randrange(26)
+    prompt, answer, total = "", "", 0
+    for step in range(length):
+        letter = string.ascii_uppercase[(start + step) % 26]
+        digit = rng.randrange(10)
+        total = (total + digit) % 10
+        prompt += f"{letter}{digit}"
+        answer += f"{letter}{digit}{total}"
+    return prompt + "=", answer
+
+
+def split_of(prompt: str) -> str:
+    """The only split a prompt may appear in; one in ten is held out for evaluation."""
+    return "eval" if zlib.crc32(prompt.encode()) % 10 == 0 else "train"
+
+
+def problems(split: str, count: int) -> Iterator[tuple[str, str]]:
+    """The first ``count`` problems of a split: always the same ones, and none that the other split has.
+
+    Separate seeds alone would not keep the splits apart, because short chains are few enough to be
+    drawn twice; so each problem is redrawn until its prompt belongs to the split.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
+    for index in range(count):
+        rng = random.Random(f"{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs
+        prompt, answer = problem(rng)
+        while split_of(prompt) != split:
+            prompt, answer = problem(rng)
+        yield prompt, answer

@@ -1,0 +1,89 @@
+"""From rows to token ids, with the model's own tokenizer and chat template; and whether two tokenizers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from slipstream.assets import model_path
+from slipstream.config import DataConfig
+from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.records import Ints
+from slipstream.tasks.data import Row
+
+Tokenizer = Any
+"""transformers' PreTrainedTokenizerBase; it carries no types of its own."""
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_path(name))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: cannot load a tokenizer there: {str(error).strip().splitlines()[0]}") from None
+
+
+def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> list[Ints]:
+    """Plain text as it is; messages through the chat template, ready for the assistant's turn."""
+    texts = [row.prompt if isinstance(row.prompt, str) else _render(row, tokenizer, data) for row in rows]
+    if data.system_prompt is not None and any(isinstance(row.prompt, str) for row in rows):
+        raise ConfigError("data.system_prompt needs prompts that are messages; these are plain text")
+    plain = isinstance(rows[0].prompt, str)
+    if any(isinstance(row.prompt, str) != plain for row in rows):
+        raise DataError(f"{rows[0].id} … : prompts must be all text or all messages")
+    # a rendered template already holds its special tokens
+    ids = tokenizer(texts, add_special_tokens=plain, return_attention_mask=False)["input_ids"]
+    for row, tokens in zip(rows, ids, strict=True):
+        if not tokens:
+            raise DataError(f"{row.id}: the prompt has no tokens")
+    return [np.array(tokens, np.int32) for tokens in ids]
+
+
+def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
+    if tokenizer.chat_template is None:
+        raise ModelError(
+            f"{tokenizer.name_or_path} has no chat template, and {row.id} holds messages: use text prompts"
+        )
+    messages = list(row.prompt)
+    if data.system_prompt is not None:
+        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+    text: str = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **data.template_args
+    )
+    return text
+
+
+def check_fits(rows: Sequence[Row], tokens: Sequence[Ints], *, max_tokens: int, context: int, model: str) -> None:
+    longest = max(range(len(rows)), key=lambda i: len(tokens[i]))
+    need = len(tokens[longest]) + max_tokens
+    if need > context:
+        raise DataError(
+            f"{rows[longest].id}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed the "
+            f"context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
+        )
+
+
+def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tuple[str, str]) -> None:
+    """Token ids travel between the two, so every id must mean the same; padded embeddings may differ in size."""
+    ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (student, teacher))
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            raise ModelError(
+                f"student {names[0]} and teacher {names[1]} have different tokenizers: id {index} is "
+                f"{ours.get(index)!r} in one and {theirs.get(index)!r} in the other"
+            )
+
+
+def stop_ids(tokenizer: Tokenizer, generation_config: Any) -> set[int]:
+    """The tokens that end a response: the tokenizer's, and those of the model's generation config."""
+    found = getattr(generation_config, "eos_token_id", None)
+    ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}
+    ids.discard(None)
+    if not ids:
+        raise ModelError(
+            f"{tokenizer.name_or_path} names no end-of-sequence token: set eos_token in its tokenizer config"
+        )
+    return {int(index) for index in ids}

@@ -1,0 +1,173 @@
+"""Rows of a dataset, and the endless sequence of prompts that a run draws from them.
+
+A row has `prompt` (text, or a list of messages) or `messages`; optionally `data_source`, and `ground_truth` or
+`answer`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import DataError, did_you_mean
+from slipstream.records import Ints, Prompt, derive_seed
+from slipstream.tasks import arithmetic
+
+Messages = list[dict[str, str]]
+EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
+ARITHMETIC_ROWS = 20_000
+"""Rows of builtin:arithmetic when no limit is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    id: str
+    prompt: str | Messages
+    data_source: str = "default"
+    ground_truth: Any = None
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> list[Row]:
+    """All rows of a source, checked one by one; the first bad one is named."""
+    path = Path(source)
+    if source.startswith("builtin:"):
+        found = _builtin(source.removeprefix("builtin:"), split, limit)
+    elif path.suffix in (".jsonl", ".json"):
+        found = _jsonl(path)
+    elif path.suffix == ".parquet":
+        found = _parquet(path)
+    else:
+        found = _hf_dataset(source, split)
+    rows = []
+    for where, fields in found:
+        rows.append(_row(where, fields))
+        if len(rows) == limit:
+            break
+    if not rows:
+        raise DataError(f"{source}: no rows")
+    return rows
+
+
+def _builtin(name: str, split: str, limit: int | None) -> Iterator[tuple[str, Any]]:
+    if name != "arithmetic":
+        raise DataError(f"no built-in task {name!r}; {did_you_mean(name, ['arithmetic'])}")
+    if split not in arithmetic.SPLITS:
+        raise DataError(f"builtin:arithmetic has no split {split!r}; {did_you_mean(split, arithmetic.SPLITS)}")
+    for number, (prompt, answer) in enumerate(arithmetic.problems(split, limit or ARITHMETIC_ROWS)):
+        yield f"{split}:{number}", {"prompt": prompt, "ground_truth": answer, "data_source": name}
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield f"{path}:{number}", json.loads(line)
+                    except json.JSONDecodeError as error:
+                        raise DataError(
+                            f"{path}:{number}: not a JSON object on one line: {error}; {EXPECTED}"
+                        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError("parquet needs pyarrow: pip install 'slipstream[data]'") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for fields in batch.to_pylist():
+                    yield f"{path}:{(number := number + 1)}", fields
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _hf_dataset(source: str, split: str) -> Iterator[tuple[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{source}: HF datasets need the datasets library: pip install 'slipstream[data]'") from None
+    try:
+        if (Path(source) / "dataset_dict.json").exists() or (Path(source) / "state.json").exists():
+            data = datasets.load_from_disk(source)
+            data = data[split] if isinstance(data, datasets.DatasetDict) else data
+        else:
+            data = datasets.load_dataset(source, split=split)
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{source} (split {split!r}): cannot be loaded: {str(error).splitlines()[0]}") from None
+    for number, fields in enumerate(data):
+        yield f"{source}[{split}]:{number + 1}", fields
+
+
+def _row(where: str, fields: Any) -> Row:
+    if not isinstance(fields, dict):
+        raise DataError(f"{where}: a row must be an object; {EXPECTED}")
+    prompt = fields.get("prompt") if fields.get("prompt") is not None else fields.get("messages")
+    if prompt is None:
+        raise DataError(f"{where}: {EXPECTED}; found {', '.join(map(repr, fields)) or 'nothing'}")
+    if not isinstance(prompt, str):
+        prompt = _messages(where, prompt)
+    if not prompt:
+        raise DataError(f"{where}: the prompt is empty; {EXPECTED}")
+    known = ("prompt", "messages", "data_source", "ground_truth", "answer", "id")
+    truth = fields.get("ground_truth") if fields.get("ground_truth") is not None else fields.get("answer")
+    return Row(
+        id=str(fields.get("id", where)),
+        prompt=prompt,
+        data_source=str(fields.get("data_source") or "default"),
+        ground_truth=truth,
+        meta={key: value for key, value in fields.items() if key not in known},
+    )
+
+
+def _messages(where: str, messages: Any) -> Messages:
+    """A conversation up to the turn that the student will write: trailing answers are cut off."""
+    good = isinstance(messages, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    )
+    if not good:
+        raise DataError(f"{where}: a message must have 'role' and 'content', both text; {EXPECTED}")
+    kept = list(messages)
+    while kept and kept[-1]["role"] == "assistant":
+        kept.pop()
+    return [{"role": m["role"], "content": m["content"]} for m in kept]
+
+
+class Prompts:
+    """Prompt number i of a run, for every i: a pure function of the seed, so a run can begin anywhere."""
+
+    def __init__(self, rows: list[Row], tokens: Iterable[Ints], *, seed: int, shuffle: bool) -> None:
+        self.rows, self.tokens = rows, list(tokens)
+        self.seed, self.shuffle = seed, shuffle
+        self._epoch, self._order = -1, np.arange(len(rows))
+
+    def at(self, number: int) -> Prompt:
+        epoch, place = divmod(number, len(self.rows))
+        if self.shuffle and epoch != self._epoch:
+            order = list(range(len(self.rows)))
+            random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(order)
+            self._epoch, self._order = epoch, np.array(order)
+        index = int(self._order[place])
+        row = self.rows[index]
+        return Prompt(
+            id=row.id,
+            number=number,
+            tokens=self.tokens[index],
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            seed=derive_seed(self.seed, number),
+            meta=row.meta,
+        )

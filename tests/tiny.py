@@ -1,0 +1,66 @@
+"""Tiny models of real architectures with weights large enough that every part of them shows in the logits."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from slipstream.engines.native.model import LanguageModel, split
+from slipstream.records import Prompt, derive_seed
+
+VOCAB, EOS = 31, 1
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "qwen3": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "mistral-window": lambda: MistralConfig(**SHAPE, sliding_window=6),
+    "gemma3-window": lambda: Gemma3TextConfig(
+        **SHAPE, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+
+
+def make_model(name: str = "qwen3", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
+
+
+def wrap(model: PreTrainedModel) -> LanguageModel:
+    """A copy, so that an engine's changes stay its own."""
+    return split("tiny", copy.deepcopy(model))
+
+
+def make_prompts(count: int, *, longest: int = 12, seed: int = 0) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    return [
+        Prompt(
+            id=f"p{i}",
+            number=i,
+            tokens=rng.integers(2, VOCAB, rng.integers(1, longest + 1)).astype(np.int32),
+            seed=derive_seed(seed, i),
+        )
+        for i in range(count)
+    ]
