@@ -12,7 +12,6 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from tiny import EOS, VOCAB, make_model, wrap
 
 from slipstream.config import Config, LearnerConfig, ReverseKLMC, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Engines
@@ -23,6 +22,7 @@ from slipstream.pipeline.run import Run
 from slipstream.runlog import RunLog, read_lines
 from slipstream.tasks.data import Prompts, Row
 from slipstream.tasks.rewards import PoolGrader
+from tiny import EOS, VOCAB, make_model, wrap
 
 UPDATES, BATCH, MAX_TOKENS, M, LR = 4, 6, 12, 5, 1e-2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from slipstream.config import DataConfig
@@ -98,8 +99,6 @@ def evaluate(
     tokenizer = load_tokenizer(model)
     data = DataConfig(system_prompt=system_prompt)
     prompts = eval_prompts(tokenizer, data, source, split=split, limit=limit, seed=seed)
-    if missing := [prompt for prompt in prompts if prompt.ground_truth is None]:
-        raise DataError(f"{missing[0].id}: has neither 'ground_truth' nor 'answer' to grade against")
     grader = PoolGrader(reward, decoder(tokenizer))
     try:
         sampling = Sampling(max_tokens=max_tokens, group=n, temperature=temperature)
@@ -111,7 +110,8 @@ def evaluate(
         print(json.dumps({"model": model, "prompts": len(prompts), "temperature": temperature, **scores}))
         return
     table = Table(
-        title=f"{model}: {len(prompts)} prompts of {source} ({split}), T = {temperature:g}", title_justify="left"
+        title=escape(f"{model}: {len(prompts)} prompts of {source} ({split}), T = {temperature:g}"),
+        title_justify="left",
     )
     for name in scores:
         table.add_column(name, justify="right")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from slipstream.errors import ConfigError, SlipstreamError
 
@@ -19,18 +20,28 @@ if TYPE_CHECKING:
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
 
 
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as all of us do."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args, rest = parser().parse_known_args(argv)
     # engines set their own thread counts; what else starts threads keeps to one, unless told otherwise
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        args, rest = parser().parse_known_args(argv)
         if rest and not args.overridable:
             raise ConfigError(f"unknown argument {rest[0]!r}; see slipstream {args.command} --help")
         code: int = args.run(args, overrides(rest))
         return code
     except SlipstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", *str(error).splitlines(), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -38,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="slipstream",
         description="On-policy distillation: train a student on its own rollouts, scored token by token by a teacher.",
     )
@@ -64,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("-n", type=positive, default=4, help="samples of each prompt (default: %(default)s)")
     evaluate.add_argument("-k", type=positive, nargs="+", default=[1], help="report pass@k for these (default: 1)")
     evaluate.add_argument("--max-tokens", type=positive, default=96, help="longest response (default: %(default)s)")
-    evaluate.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    evaluate.add_argument("--temperature", type=not_negative, default=1.0, help="default: %(default)s")
     evaluate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     evaluate.add_argument("--system-prompt", help="system message before every conversation")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
@@ -82,6 +93,12 @@ def parser() -> argparse.ArgumentParser:
 def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def not_negative(text: str) -> float:
+    if not 0 <= (value := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is negative or not finite")
     return value
 
 

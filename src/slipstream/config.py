@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -20,10 +21,12 @@ from slipstream.errors import ConfigError, did_you_mean
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Epsilon = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class DataConfig(Section):
@@ -43,6 +46,14 @@ class DataConfig(Section):
     """Put this system message before every conversation; needs a chat template."""
     template_args: dict[str, Any] = {}
     """Arguments of the chat template, for example enable_thinking = false."""
+
+    @field_validator("template_args")
+    @classmethod
+    def _in_toml(cls, args: dict[str, Any]) -> dict[str, Any]:
+        for name, value in args.items():
+            if value is None:
+                raise ValueError(f"{name} cannot be none: leave it out")
+        return args
 
 
 class TeacherConfig(Section):
@@ -79,11 +90,12 @@ class ReverseKLMC(Section):
     """Reverse KL on M draws of the student at every position, importance-corrected: the default."""
 
     kind: Literal["reverse_kl_mc"] = "reverse_kl_mc"
+    """Reverse KL on draws of the student."""
     m: int = Field(16, ge=1)
     """Draws at every position, the emitted token among them."""
     advantage: Literal["current", "behavior"] = "current"
     """Recompute log q − log p under the current student, or keep that of the policy that drew the token."""
-    clip: float | tuple[float, float] | None = None
+    clip: Epsilon | tuple[Epsilon, Epsilon] | None = None
     """PPO clip ε or [low, high]; none by default."""
     importance: bool = True
     """Weight draws by p_current / p_behaviour; off only to see what that costs."""
@@ -107,6 +119,7 @@ class ForwardKL(Section):
     """Forward KL on the teacher's top-k tokens, or on the whole vocabulary by way of the teacher's hidden states."""
 
     kind: Literal["forward_kl"] = "forward_kl"
+    """Forward KL on what the teacher finds likely."""
     cache: Literal["teacher_topk", "hidden"] = "teacher_topk"
     """What the teacher sends: its k best tokens, or its last hidden state, which is exact."""
     k: int = Field(32, ge=1)
@@ -135,7 +148,7 @@ class LearnerConfig(Section):
     """Samples of one update; a multiple of sampler.group."""
     lr: float = Field(1e-5, gt=0)
     """Peak learning rate of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's betas."""
     weight_decay: float = Field(0.0, ge=0)
     """AdamW's weight decay."""
@@ -162,6 +175,7 @@ class Sync(Section):
     """Strictly on-policy: roll out a batch, score it, learn from it, publish, begin again."""
 
     kind: Literal["sync"] = "sync"
+    """What may run at the same time: here, nothing."""
 
 
 class EvalConfig(Section):
@@ -235,6 +249,8 @@ class Config(Section):
             raise ValueError(f"learner.batch_size = {batch} is not a multiple of sampler.group = {group}")
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
+        if self.eval.every and self.eval.n > self.sampler.slots:
+            raise ValueError(f"eval.n = {self.eval.n} needs sampler.slots of at least {self.eval.n}")
         if self.eval.every and self.data.eval is None:
             raise ValueError("eval.every needs held-out prompts: set data.eval")
         if self.eval.every and self.task.reward is None:
@@ -253,11 +269,13 @@ def load(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, say: An
 
 def read(path: str | Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory; name its config.toml") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
@@ -265,12 +283,25 @@ def read(path: str | Path) -> dict[str, Any]:
 def parse(
     tree: dict[str, Any], overrides: Sequence[tuple[str, str]] = (), *, where: str = "config", say: Any = print
 ) -> Config:
-    for key, text in overrides:
-        tree = _override(tree, key.split("."), _value(text), say)
+    tree, notes = _with_kinds(tree), list[str]()
+    # kinds come first, so that a kind cannot discard what was written next to it
+    for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
+        tree = _override(tree, key.split("."), _value(text), notes.append)
     try:
-        return Config.model_validate(tree)
+        # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
+        config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in error.errors()[:3])) from None
+    for note in notes:
+        say(note)
+    return config
+
+
+def _with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which every section of several kinds names its own: the default, where the file does not say."""
+    kinds = {name: info.default.kind for name, info in Config.model_fields.items() if hasattr(info.default, "kind")}
+    below = {name: tree.get(name, {}) for name in kinds}
+    return tree | {name: {"kind": kinds[name], **own} for name, own in below.items() if isinstance(own, dict)}
 
 
 def _value(text: str) -> Any:
@@ -281,7 +312,7 @@ def _value(text: str) -> Any:
         return None if text == "none" else text
 
 
-def _override(tree: dict[str, Any], path: list[str], value: Any, say: Any) -> dict[str, Any]:
+def _override(tree: dict[str, Any], path: list[str], value: Any, say: Callable[[str], None]) -> dict[str, Any]:
     """A copy of the tree with one value replaced. A new `kind` discards the settings of the old one, and says so."""
     head, *rest = path
     if rest:
@@ -299,16 +330,13 @@ def _override(tree: dict[str, Any], path: list[str], value: Any, say: Any) -> di
 
 def _explain(detail: ErrorDetails) -> str:
     """One line: where, what, and what to write instead."""
-    path = [str(part) for part in detail["loc"]]
-    section = _section_at(path[:-1])
-    path = [part for part in path if part not in _KINDS]
-    dotted = ".".join(path)
+    names, holder = _locate(detail["loc"])
+    dotted = ".".join(names)
     match detail["type"]:
-        case "extra_forbidden":
-            known = section.model_fields if section else {}
-            return f"unknown key {dotted!r}; {did_you_mean(path[-1], known)}"
-        case "missing":
-            return f"{dotted!r} is missing"
+        case "extra_forbidden" if holder:
+            return f"unknown key {dotted!r}; {did_you_mean(names[-1], holder.model_fields)}"
+        case "missing" if holder:
+            return f"{dotted!r} is missing: {holder.model_fields[names[-1]].description}"
         case "union_tag_invalid":
             kinds = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
             return f"{dotted}.kind: {did_you_mean(detail['ctx']['tag'], kinds)}"
@@ -318,27 +346,32 @@ def _explain(detail: ErrorDetails) -> str:
             return f"{dotted}: {detail['msg'].lower()}, got {detail['input']!r}"
 
 
+def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
+    """The dotted name at a pydantic location, and the section that holds it; none for a part of a value."""
+    names: list[str] = []
+    holder: type[Section] | None = None
+    here: Any = Config
+    for part in map(str, loc):
+        members = _members(here)
+        if get_origin(here) is dict and members:
+            names.append(part)
+            here = members[0]
+        elif len(members) > 1:
+            here = next(member for member in members if member.model_fields["kind"].default == part)
+        elif members:
+            holder = members[0]
+            names.append(part)
+            here = holder.model_fields[part].annotation if part in holder.model_fields else None
+        else:
+            holder = None
+    return names, holder
+
+
 def _members(annotation: Any) -> list[type[Section]]:
     """The sections that an annotation may hold: one, those of a union, or the values of a dict."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for arg in get_args(annotation) for section in _members(arg)]
-
-
-_KINDS = {
-    kind: section for section in _members(LossConfig) for kind in get_args(section.model_fields["kind"].annotation)
-}
-
-
-def _section_at(path: Sequence[str]) -> type[Section] | None:
-    section: type[Section] | None = Config
-    for part in path:
-        if part in _KINDS:
-            section = _KINDS[part]
-        elif section is not None and part in section.model_fields:
-            members = _members(section.model_fields[part].annotation)
-            section = members[0] if members else None
-    return section
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
@@ -363,11 +396,24 @@ def to_toml(config: Config) -> str:
 
 
 def describe(info: FieldInfo) -> str:
-    """`type, default` of one setting, in a line."""
-    kind = str(info.annotation)
-    if get_origin(info.annotation) is Literal:
-        kind = " | ".join(get_args(info.annotation))
-    elif isinstance(info.annotation, type):
-        kind = info.annotation.__name__
-    kind = kind.replace("typing.", "").replace("slipstream.config.", "").replace("NoneType", "none")
-    return kind if info.is_required() else f"{kind} = {json.dumps(info.default)}"
+    """`type = default` of one setting, as it is written in TOML; `none` for what can only be left out."""
+    kind = _type_name(info.annotation)
+    if info.is_required():
+        return kind
+    return f"{kind} = {'none' if info.default is None else json.dumps(info.default)}"
+
+
+def _type_name(annotation: Any) -> str:
+    args = get_args(annotation)
+    match get_origin(annotation):
+        case origin if origin is Literal:
+            return " | ".join(map(str, args))
+        case origin if origin in (Union, UnionType):
+            return " | ".join(map(_type_name, args))
+        case origin if origin is Annotated:
+            return _type_name(args[0])
+        case origin if origin is tuple:
+            return f"[{', '.join('…' if arg is ... else _type_name(arg) for arg in args)}]"
+        case origin if origin is dict:
+            return "table"
+    return "none" if annotation is NoneType else str(annotation.__name__)

@@ -40,6 +40,11 @@ class NonFiniteError(SlipstreamError):
     pass
 
 
+def first_line(error: BaseException) -> str:
+    """What went wrong in a library, short enough for a line of ours."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """`did you mean 'lr'?` for a near miss, else the list of what there is."""
     known = sorted(choices)

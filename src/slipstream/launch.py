@@ -10,11 +10,11 @@ from rich.console import Console
 
 from slipstream.config import Config, DataConfig
 from slipstream.engines.native.model import context_length, load_config
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from slipstream.pipeline.run import Run
 from slipstream.progress import Progress
 from slipstream.records import Prompt
-from slipstream.runlog import RunLog, check_free, run_path
+from slipstream.runlog import RunLog, check_free, check_trackers, run_path
 from slipstream.runtimes import inline
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import (
@@ -38,6 +38,7 @@ class Job:
 
 def prepare(config: Config) -> Job:
     data, max_tokens = config.data, config.sampler.max_tokens
+    check_trackers(config.log.to)
     if config.task.reward:
         rewards.check_installed(config.task.reward)
     tokenizer = load_tokenizer(config.student)
@@ -62,21 +63,24 @@ def prepare(config: Config) -> Job:
 
 
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
-    assert config.data.eval is not None
-    return eval_prompts(
-        tokenizer,
-        config.data,
-        config.data.eval,
-        split=config.data.eval_split,
-        limit=config.eval.prompts,
-        seed=config.seed,
+    data, student = config.data, config.student
+    assert data.eval is not None
+    prompts = eval_prompts(
+        tokenizer, data, data.eval, split=data.eval_split, limit=config.eval.prompts, seed=config.seed
     )
+    tokens, context = [prompt.tokens for prompt in prompts], context_length(load_config(student))
+    check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
+    return prompts
 
 
 def eval_prompts(
     tokenizer: Tokenizer, data: DataConfig, source: str, *, split: str, limit: int | None, seed: int
 ) -> list[Prompt]:
+    """Prompts whose answers can be graded, in the order of the rows."""
     rows = load_rows(source, split=split, limit=limit)
+    for row in rows:
+        if row.ground_truth is None:
+            raise DataError(f"{row.id}: has neither 'ground_truth' nor 'answer' to grade against")
     prompts = Prompts(rows, encode_rows(rows, tokenizer, data), seed=seed, shuffle=False)
     return [prompts.at(number) for number in range(len(rows))]
 

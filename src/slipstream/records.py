@@ -32,6 +32,11 @@ def _require(condition: bool, who: str, what: str) -> None:
         raise ValueError(f"{who}: {what}")
 
 
+def _rows_of(array: NDArray[Any], n: int) -> bool:
+    """[n, at least one]"""
+    return array.ndim == 2 and array.shape[0] == n and array.shape[1] > 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
     """What the student is asked. `number` is its place in the order of submission, `seed` follows from it."""
@@ -71,11 +76,12 @@ class Rollout:
 
     def __post_init__(self) -> None:
         who, n = f"rollout {self.prompt.id}/{self.index}", len(self.tokens)
-        _require(n > 0, who, "has no tokens")
+        _require(self.tokens.ndim == 1 and n > 0, who, f"tokens has shape {self.tokens.shape}, needs at least one")
         for name in ("versions", "logp", "loss_mask"):
             shape = getattr(self, name).shape
             _require(shape == (n,), who, f"{name} has shape {shape}, tokens ({n},)")
-        _require(self.actions.ndim == 2 and self.actions.shape[0] == n, who, f"actions must be [{n}, M]")
+        _require(self.loss_mask.dtype == np.bool_, who, f"loss_mask is {self.loss_mask.dtype}, must be bool")
+        _require(_rows_of(self.actions, n), who, f"actions has shape {self.actions.shape}, must be [{n}, M]")
         _require(self.action_logp.shape == self.actions.shape, who, "action_logp and actions differ in shape")
         aligned = np.array_equal(self.actions[:, 0], self.tokens)
         _require(aligned, who, "actions[:, 0] is not the emitted token (a shifted row?)")
@@ -107,15 +113,17 @@ class Scored:
             _require(same_shape, who, "teacher_action_logp and actions differ in shape")
             same = np.array_equal(self.teacher_action_logp[:, 0], self.teacher_logp)
             _require(same, who, "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)")
-        _require((self.teacher_ids is None) == (self.teacher_topk_logp is None), who, "top-k needs ids and log-probs")
+        paired = (self.teacher_ids is None) == (self.teacher_topk_logp is None)
+        _require(paired, who, "teacher_ids and teacher_topk_logp need each other")
         if self.teacher_ids is not None and self.teacher_topk_logp is not None:
-            _require(self.teacher_ids.ndim == 2 and len(self.teacher_ids) == n, who, f"teacher_ids must be [{n}, K]")
-            _require(self.teacher_topk_logp.shape == self.teacher_ids.shape, who, "top-k ids and log-probs differ")
+            _require(_rows_of(self.teacher_ids, n), who, f"teacher_ids must be [{n}, K]")
+            same_shape = self.teacher_topk_logp.shape == self.teacher_ids.shape
+            _require(same_shape, who, "teacher_topk_logp and teacher_ids differ in shape")
             hit = self.teacher_ids == rollout.tokens[:, None]
             agree = np.where(hit, self.teacher_topk_logp == self.teacher_logp[:, None], True).all()
-            _require(bool(agree), who, "top-k and teacher_logp disagree on the emitted token (a shifted row?)")
+            _require(bool(agree), who, "teacher_topk_logp is not teacher_logp on the emitted token (a shifted row?)")
         if self.teacher_hidden is not None:
-            _require(len(self.teacher_hidden) == n, who, f"teacher_hidden must be [{n}, D]")
+            _require(_rows_of(self.teacher_hidden, n), who, f"teacher_hidden must be [{n}, D]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +187,8 @@ class Counts:
 
 
 def version_runs(versions: Ints, mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """Run-length code of the versions of the trained tokens; of all tokens where none is trained."""
-    kept = versions[mask] if mask.any() else versions[:0]
+    """Run-length code of the versions of the trained tokens; the first version, zero times, where none is trained."""
+    kept = versions[mask]
     if len(kept) == 0:
         return ((int(versions[0]), 0),)
     edges = np.flatnonzero(np.diff(kept)) + 1

@@ -7,13 +7,15 @@ checkpoints/N  HF directories to go on from        final/          the trained s
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -42,15 +44,20 @@ class RunLog:
     def create(cls, config: Config, path: Path) -> RunLog:
         """A new run directory. One that already holds a run is left alone."""
         check_free(path)
-        sinks = [open_sink(name, config, path) for name in config.log.to]
-        path.mkdir(parents=True, exist_ok=True)
-        write_atomic(path / "config.toml", to_toml(config))
+        check_trackers(config.log.to)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            write_atomic(path / "config.toml", to_toml(config))
+        except OSError as error:
+            raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
         write_atomic(path / "meta.json", json.dumps(machine(), indent=2) + "\n")
-        return cls(path, sinks)
+        return cls(path, [SINKS[name](config, path) for name in config.log.to])
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int) -> None:
         _line(self._metrics, {"kind": kind, "update": update, **numbers})
-        names = {name if "/" in name else f"{kind}/{name}": value for name, value in numbers.items()}
+        names = {
+            name if kind == "train" and "/" in name else f"{kind}/{name}": value for name, value in numbers.items()
+        }
         for sink in self.sinks:
             sink.log(names, update)
 
@@ -81,7 +88,7 @@ def check_free(path: Path) -> None:
 def write_atomic(path: Path, text: str) -> None:
     """Whoever reads sees the old file or the new one, whole."""
     beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text)
+    beside.write_text(text, "utf-8")
     beside.replace(path)
 
 
@@ -101,7 +108,12 @@ def machine() -> dict[str, Any]:
         except PackageNotFoundError:
             return None
 
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    def commit() -> str | None:
+        if shutil.which("git") is None:
+            return None
+        git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
+        return git.stdout.strip() or None
+
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
@@ -109,18 +121,17 @@ def machine() -> dict[str, Any]:
         "packages": {package: installed(package) for package in PACKAGES},
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "git": git.stdout.strip() or None,
+        "git": commit(),
     }
 
 
 # --- trackers: one config line each ----------------------------------------------------------------------
 
 
-def open_sink(name: Tracker, config: Config, path: Path) -> Sink:
-    try:
-        return SINKS[name](config, path)
-    except ImportError:
-        raise ConfigError(f"log.to = [{name!r}] needs {name}: pip install 'slipstream[{name}]'") from None
+def check_trackers(names: Iterable[Tracker]) -> None:
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"log.to = [{name!r}] needs {name}: pip install 'slipstream[{name}]'")
 
 
 class TensorBoard:

@@ -46,12 +46,12 @@ class Recipe:
 
 RECIPES = {
     "teacher": Recipe(
-        layers=3, width=96, heads=3, head_width=32, mlp_width=256, rope_theta=100.0,
-        steps=1200, learning_rate=4e-3, slips=0.0, seed=1,
+        layers=3, width=96, heads=4, head_width=32, mlp_width=192, rope_theta=50.0,
+        steps=1200, learning_rate=4e-3, slips=0.0, seed=2,
     ),
     "student": Recipe(
         layers=2, width=64, heads=4, head_width=32, mlp_width=192, rope_theta=50.0,
-        steps=800, learning_rate=5e-3, slips=0.6, seed=2,
+        steps=800, learning_rate=5e-3, slips=0.6, seed=4,
     ),
 }  # fmt: skip
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from slipstream.assets import model_path
 from slipstream.config import DataConfig
-from slipstream.errors import ConfigError, DataError, ModelError
-from slipstream.records import Ints
+from slipstream.errors import ConfigError, DataError, ModelError, first_line
+from slipstream.records import Ints, Prompt
 from slipstream.tasks.data import Row
 
 Tokenizer = Any
@@ -20,10 +20,11 @@ Tokenizer = Any
 def load_tokenizer(name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
+    path = model_path(name)
     try:
-        return AutoTokenizer.from_pretrained(model_path(name))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: cannot load a tokenizer there: {str(error).strip().splitlines()[0]}") from None
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ModelError(f"{name}: cannot load a tokenizer there: {first_line(error)}") from None
 
 
 def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> list[Ints]:
@@ -35,7 +36,11 @@ def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> 
     if any(isinstance(row.prompt, str) != plain for row in rows):
         raise DataError(f"{rows[0].id} … : prompts must be all text or all messages")
     # a rendered template already holds its special tokens
-    ids = tokenizer(texts, add_special_tokens=plain, return_attention_mask=False)["input_ids"]
+    try:
+        ids = tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)["input_ids"]
+    except Exception as error:  # tokenizers raises Exception itself
+        where = f"{rows[0].id} …"
+        raise DataError(f"{where}: {tokenizer.name_or_path} cannot encode these prompts: {first_line(error)}") from None
     for row, tokens in zip(rows, ids, strict=True):
         if not tokens:
             raise DataError(f"{row.id}: the prompt has no tokens")
@@ -43,6 +48,8 @@ def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> 
 
 
 def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
+    from jinja2 import TemplateError
+
     if tokenizer.chat_template is None:
         raise ModelError(
             f"{tokenizer.name_or_path} has no chat template, and {row.id} holds messages: use text prompts"
@@ -50,13 +57,17 @@ def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
     messages = list(row.prompt)
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
-    text: str = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False, **data.template_args
-    )
-    return text
+    try:
+        return str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **data.template_args)
+        )
+    except TemplateError as error:
+        raise DataError(f"{row.id}: the chat template refuses these messages: {first_line(error)}") from None
 
 
-def check_fits(rows: Sequence[Row], tokens: Sequence[Ints], *, max_tokens: int, context: int, model: str) -> None:
+def check_fits(
+    rows: Sequence[Row | Prompt], tokens: Sequence[Ints], *, max_tokens: int, context: int, model: str
+) -> None:
     longest = max(range(len(rows)), key=lambda i: len(tokens[i]))
     need = len(tokens[longest]) + max_tokens
     if need > context:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.errors import DataError, did_you_mean
+from slipstream.errors import DataError, did_you_mean, first_line
 from slipstream.records import Ints, Prompt, derive_seed
 from slipstream.tasks import arithmetic
 
@@ -92,7 +92,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
                 for fields in batch.to_pylist():
                     yield f"{path}:{(number := number + 1)}", fields
     except (OSError, pyarrow.ArrowInvalid) as error:
-        raise DataError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+        raise DataError(f"{path}: cannot be read: {first_line(error)}") from None
 
 
 def _hf_dataset(source: str, split: str) -> Iterator[tuple[str, Any]]:
@@ -103,11 +103,14 @@ def _hf_dataset(source: str, split: str) -> Iterator[tuple[str, Any]]:
     try:
         if (Path(source) / "dataset_dict.json").exists() or (Path(source) / "state.json").exists():
             data = datasets.load_from_disk(source)
-            data = data[split] if isinstance(data, datasets.DatasetDict) else data
+            if isinstance(data, datasets.DatasetDict):
+                if split not in data:
+                    raise DataError(f"{source} has no split {split!r}; {did_you_mean(split, data)}")
+                data = data[split]
         else:
             data = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{source} (split {split!r}): cannot be loaded: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(f"{source} (split {split!r}): cannot be loaded: {first_line(error)}") from None
     for number, fields in enumerate(data):
         yield f"{source}[{split}]:{number + 1}", fields
 
@@ -125,7 +128,7 @@ def _row(where: str, fields: Any) -> Row:
     known = ("prompt", "messages", "data_source", "ground_truth", "answer", "id")
     truth = fields.get("ground_truth") if fields.get("ground_truth") is not None else fields.get("answer")
     return Row(
-        id=str(fields.get("id", where)),
+        id=str(fields["id"]) if fields.get("id") is not None else where,
         prompt=prompt,
         data_source=str(fields.get("data_source") or "default"),
         ground_truth=truth,

@@ -1,12 +1,14 @@
 """How answers are graded, and the processes in which that happens.
 
 A verifier may loop or crash on what a model writes, so it runs in processes of its own, one answer at a time, each
-under a deadline. An answer that takes longer counts as wrong, and `timeout` says so.
+under a deadline. An answer that takes longer counts as wrong, and `timeout` says so; one that kills its process counts
+as wrong, and `crash` says so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
@@ -27,7 +29,9 @@ def math(text: str, truth: Any) -> float:
     """Mathematically the same, by math-verify. Its own deadlines are off: ours holds for all verifiers."""
     from math_verify import parse, verify
 
-    gold = parse(str(truth), parsing_timeout=None) or parse(f"${truth}$", parsing_timeout=None)
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its deadlines are off
+    # as LaTeX first: read as prose, 2^{10} is its first number, 2
+    gold = parse(f"${truth}$", parsing_timeout=None) or parse(str(truth), parsing_timeout=None)
     return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
 
 
@@ -42,23 +46,38 @@ def check_installed(reward: str) -> None:
             raise ConfigError("task.reward = 'math' needs math-verify: pip install 'slipstream[math]'") from None
 
 
+class OutOfTime(BaseException):
+    """Not an Exception: verifiers catch those (math-verify at thirty places) and go on."""
+
+
 def grade_texts(reward: str, texts: Sequence[str], truth: Any, timeout: float) -> list[dict[str, float]]:
     """Runs in a grading process, on its main thread: the alarm interrupts whatever Python code is at work."""
-    signal.signal(signal.SIGALRM, _out_of_time)
-    graded = []
-    for text in texts:
+    before = signal.signal(signal.SIGALRM, _out_of_time)
+    try:
+        return [_grade(reward, text, truth, timeout) for text in texts]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def _grade(reward: str, text: str, truth: Any, timeout: float) -> dict[str, float]:
+    try:
         signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
-            graded.append({reward: REWARDS[reward](text, truth)})
-        except TimeoutError:
-            graded.append({reward: 0.0, "timeout": 1.0})
+            return {reward: REWARDS[reward](text, truth)}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-    return graded
+    except OutOfTime:
+        return {reward: 0.0, "timeout": 1.0}
 
 
 def _out_of_time(*_: object) -> None:
-    raise TimeoutError
+    raise OutOfTime
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    """Spawned, as a fork would copy the threads' locks of torch and tokenizers; Ctrl-C is the parent's to handle."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(processes, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
 
 
 class PoolGrader:
@@ -67,34 +86,49 @@ class PoolGrader:
     def __init__(
         self, reward: str | None, decode: Callable[[Any], str], *, processes: int = 1, timeout: float = 30.0
     ) -> None:
-        self.reward, self.decode, self.timeout = reward, decode, timeout
+        self.reward, self.decode, self.processes, self.timeout = reward, decode, processes, timeout
         self.pool: ProcessPoolExecutor | None = None
         if reward is not None:
             check_installed(reward)
-            # spawn: a fork would copy the threads' locks of torch and tokenizers
-            self.pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
+            self.pool = _pool(processes)
             self.pool.submit(int)  # the first worker starts while the models load
 
     async def grade(self, group: Group) -> list[Handle]:
-        if self.pool is None or self.reward is None:
+        if self.pool is None:
             return list(group)
-        rollouts = [handle.body for handle in group]
-        texts = [self.decode(rollout.tokens) for rollout in rollouts]
-        truth = rollouts[0].prompt.ground_truth
-        work = asyncio.get_running_loop().run_in_executor(
-            self.pool, grade_texts, self.reward, texts, truth, self.timeout
-        )
+        pool, rollouts = self.pool, [handle.body for handle in group]
+        texts, truth = [self.decode(rollout.tokens) for rollout in rollouts], rollouts[0].prompt.ground_truth
         try:
-            graded = await work
+            graded = await self._graded(pool, texts, truth)
         except BrokenProcessPool:
-            raise SlipstreamError(
-                f"a grading process died (out of memory?) on prompt {rollouts[0].prompt.id}, or this script starts a run "
-                "without `if __name__ == '__main__':`"
-            ) from None
+            if self.pool is pool:
+                self.pool = _pool(self.processes)
+            graded = [await self._graded_alone(text, truth) for text in texts]
         return [
             Handle(replace(handle.header, rewards=rewards), handle.body)
             for handle, rewards in zip(group, graded, strict=True)
         ]
+
+    async def _graded(self, pool: ProcessPoolExecutor, texts: Sequence[str], truth: Any) -> list[dict[str, float]]:
+        assert self.reward is not None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(pool, grade_texts, self.reward, texts, truth, self.timeout)
+
+    async def _graded_alone(self, text: str, truth: Any) -> dict[str, float]:
+        """After a process died, and took with it all that its pool had in hand: was it this answer?"""
+        assert self.reward is not None
+        with _pool(1) as pool:
+            try:
+                await asyncio.wrap_future(pool.submit(int))
+            except BrokenProcessPool:
+                raise SlipstreamError(
+                    "no grading process can start: a script that starts a run needs `if __name__ == '__main__':`"
+                ) from None
+            try:
+                (rewards,) = await self._graded(pool, [text], truth)
+            except BrokenProcessPool:
+                return {self.reward: 0.0, "crash": 1.0}
+            return rewards
 
     def close(self) -> None:
         if self.pool is not None:

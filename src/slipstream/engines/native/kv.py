@@ -70,15 +70,21 @@ class Step:
             values[self.start : stop, :, :q] = value_NJQD
         return keys[self.start : stop, :, : self.length], values[self.start : stop, :, : self.length]
 
-    def mask(self, window: int | None, heads: int) -> Tensor:
-        """Which positions each row sees, [N, 1, heads·Q, L]: the queries of grouped heads lie one after the other."""
-        if (window, heads) not in self.masks:
+    def mask(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
+        """What each row does not see, as −inf: [N, 1, heads·Q, L]. The queries of grouped heads lie one after the other.
+
+        The same for every layer with the same window, and additive, because a mask of booleans is converted anew in
+        every layer.
+        """
+        key = (window, heads)
+        if key not in self.masks:
             at_L = torch.arange(self.length, device=self.positions_NQ.device)
-            seen_NQL = at_L <= self.positions_NQ[:, :, None]
+            hidden_NQL = at_L > self.positions_NQ[:, :, None]
             if window is not None:
-                seen_NQL &= at_L > self.positions_NQ[:, :, None] - window
-            self.masks[window, heads] = seen_NQL.repeat(1, heads, 1)[:, None]
-        return self.masks[window, heads]
+                hidden_NQL |= at_L <= self.positions_NQ[:, :, None] - window
+            mask_NQL = torch.zeros(hidden_NQL.shape, dtype=dtype, device=at_L.device)
+            self.masks[key] = mask_NQL.masked_fill_(hidden_NQL, -torch.inf).repeat(1, heads, 1)[:, None]
+        return self.masks[key]
 
 
 def attend(
@@ -103,7 +109,7 @@ def attend(
         query_NHQD.reshape(n, j, h // j * q, d),
         keys_NJLD,
         values_NJLD,
-        attn_mask=slots_step.mask(sliding_window, h // j),
+        attn_mask=slots_step.mask(sliding_window, h // j, query_NHQD.dtype),
         scale=scaling,
     )
     return out.reshape(n, h, q, -1).transpose(1, 2), None

@@ -249,11 +249,11 @@ class NativeSampler:
         next_N = tape.last_S[start:stop] + 1
         t_N = next_N - tape.prompt_S[start:stop]
         token_N = torch.empty_like(t_N)
-        kinds = {row.request.sampling: None for row in rows}
+        kinds = {row.request.sampling for row in rows}
         for sampling in kinds:
-            pick = slice(None)
+            pick: slice | Tensor = slice(None)
             if len(kinds) > 1:
-                pick = torch.tensor([i for i, row in enumerate(rows) if row.request.sampling == sampling])  # type: ignore[assignment]
+                pick = torch.tensor([i for i, row in enumerate(rows) if row.request.sampling == sampling])
             at = torch.arange(start, stop, device=t_N.device)[pick]
             uniform_NM = uniforms(tape.seed_S[at], t_N[pick], sampling.draws)
             ids_NM, logp_NM = draw(process(logits_NV[pick], sampling), uniform_NM)

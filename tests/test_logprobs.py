@@ -1,0 +1,160 @@
+"""The chunked head against the dense log-softmax: values, gradients, padding, memory layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.estimators.logprobs import (
+    Metrics,
+    fused_loss,
+    logprobs_and_entropy_at,
+    logprobs_at,
+    merge_metrics,
+)
+
+N, H, V, M = 11, 5, 17, 4
+
+
+def make(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(N, H).to(dtype), torch.randn(V, H).to(dtype), torch.randn(V).to(dtype)
+    ids = torch.randint(0, V, (N, M))
+    ids[0] = 3  # the same id four times in a row
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), ids
+
+
+def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    logits = hidden @ weight.T + (bias if bias is not None else 0)
+    return (logits / temperature).log_softmax(-1)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_values_and_gradients_equal_the_dense_path(chunk: int | None, temperature: float, with_bias: bool) -> None:
+    hidden, weight, bias, ids = make()
+    offset = bias if with_bias else None
+    inputs = [hidden, weight] + ([bias] if with_bias else [])
+    upstream, upstream_entropy = torch.randn(N, M, dtype=torch.float64), torch.randn(N, dtype=torch.float64)
+
+    logp, entropy = logprobs_and_entropy_at(hidden, weight, ids, bias=offset, temperature=temperature, chunk=chunk)
+    found = torch.autograd.grad((logp * upstream).sum() + (entropy * upstream_entropy).sum(), inputs)
+
+    full = dense(hidden, weight, offset, temperature)
+    full_entropy = -(full.exp() * full).sum(-1)
+    torch.testing.assert_close(logp, full.gather(1, ids))
+    torch.testing.assert_close(entropy, full_entropy)
+    expected = torch.autograd.grad(
+        (full.gather(1, ids) * upstream).sum() + (full_entropy * upstream_entropy).sum(), inputs
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradcheck() -> None:
+    hidden, weight, bias, ids = make()
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: logprobs_and_entropy_at(h, w, ids, bias=b, temperature=1.3, chunk=3), (hidden, weight, bias)
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_padding_ids_give_zero_and_no_gradient(chunk: int | None) -> None:
+    hidden, weight, _, ids = make()
+    ids[2], ids[5, 1:] = -1, -1
+    logp = logprobs_at(hidden, weight, ids, chunk=chunk)
+    assert (logp[ids < 0] == 0).all()
+    (logp[2].sum() * 7 + logp[5, 1:].sum()).backward()
+    assert (hidden.grad == 0).all() and (weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("whole_vocabulary", [False, True])
+def test_fused_loss_equals_the_dense_loss(chunk: int | None, temperature: float, whole_vocabulary: bool) -> None:
+    """A loss that is not linear in the log-probs, scaled by what comes from above."""
+    hidden, weight, bias, ids = make()
+    target = torch.randn(N, V if whole_vocabulary else M, dtype=torch.float64)
+
+    def loss_fn(logp: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+        loss = ((logp - target[rows]) ** 2).sum()
+        return loss, {"loss": loss.detach(), "top_max": logp.detach().max()}
+
+    loss, metrics = fused_loss(
+        hidden, weight, None if whole_vocabulary else ids, loss_fn, bias=bias, temperature=temperature, chunk=chunk
+    )
+    found = torch.autograd.grad(3 * loss, (hidden, weight, bias))
+
+    full = dense(hidden, weight, bias, temperature)
+    seen = full if whole_vocabulary else full.gather(1, ids)
+    expected_loss = ((seen - target) ** 2).sum()
+    torch.testing.assert_close(loss, expected_loss)
+    torch.testing.assert_close(metrics["loss"], expected_loss.detach())
+    torch.testing.assert_close(metrics["top_max"], seen.detach().max())
+    for ours, theirs in zip(found, torch.autograd.grad(3 * expected_loss, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_fused_loss_ignores_padding_ids() -> None:
+    hidden, weight, _, ids = make()
+    ids[:, 2:] = -1
+
+    def loss_fn(logp: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+        return (logp * 2).sum(), {}
+
+    loss, _ = fused_loss(hidden, weight, ids, loss_fn, chunk=4)
+    expected = 2 * dense(hidden, weight, None, 1.0).gather(1, ids[:, :2]).sum()
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(expected, (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tied_weights_gather_both_gradients() -> None:
+    """The same matrix as embedding and head, as small models have it."""
+    _, weight, _, ids = make()
+    tokens = torch.randint(0, V, (N,))
+    logprobs_at(weight[tokens].tanh(), weight, ids, chunk=3).sum().backward()
+    copy = weight.detach().clone().requires_grad_()
+    dense(copy[tokens].tanh(), copy, None, 1.0).gather(1, ids).sum().backward()
+    torch.testing.assert_close(weight.grad, copy.grad)
+
+
+def test_low_precision_is_computed_in_float32_from_the_logits_on() -> None:
+    hidden, weight, _, ids = make(torch.bfloat16)
+    logp = logprobs_at(hidden, weight, ids)
+    assert logp.dtype == torch.float32
+    expected = (hidden @ weight.T).float().log_softmax(-1).gather(1, ids)
+    torch.testing.assert_close(logp, expected)
+    logp.sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16 and hidden.grad.isfinite().all()
+
+
+def test_extreme_logits_stay_finite() -> None:
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    logp = logprobs_at(hidden, torch.tensor([[1.0], [-1.0], [0.0]]), torch.tensor([[0, 1], [0, 1]]))
+    assert logp.tolist() == [[0.0, -20000.0], [-20000.0, 0.0]]
+    logp.sum().backward()
+    assert hidden.grad.isfinite().all()
+
+
+def test_wrong_shapes_are_named() -> None:
+    hidden, weight, bias, ids = make()
+    with pytest.raises(ValueError, match=r"hidden \(11, 5\) and weight \(17, 4\)"):
+        logprobs_at(hidden, weight[:, :4], ids)
+    with pytest.raises(ValueError, match=r"ids \(3, 4\) must be \[N, M\]"):
+        logprobs_at(hidden, weight, ids[:3])
+    with pytest.raises(ValueError, match="bias"):
+        logprobs_at(hidden, weight, ids, bias=bias[:3])
+    with pytest.raises(ValueError, match="temperature"):
+        logprobs_at(hidden, weight, ids, temperature=0.0)
+
+
+def test_metrics_merge_by_their_names() -> None:
+    into: Metrics = {}
+    for a, b, c in [(1.0, 2.0, 3.0), (4.0, 1.0, 2.0)]:
+        merge_metrics(into, {"x": torch.tensor(a), "x_max": torch.tensor(b), "x_min": torch.tensor(c)})
+    assert {name: value.item() for name, value in into.items()} == {"x": 5.0, "x_max": 2.0, "x_min": 2.0}

@@ -1,0 +1,332 @@
+"""Native scorer and learner against dense computations on the same models."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slipstream.config import ForwardKL, LearnerConfig, LossConfig, ReverseKLMC
+from slipstream.engines.base import Sampling
+from slipstream.engines.native.learner import NativeLearner, learning_rate
+from slipstream.engines.native.model import export_weights, fingerprint, load_weights, split
+from slipstream.engines.native.packing import MOST_PADDED, micro_batches
+from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.errors import ModelError, NonFiniteError
+from slipstream.estimators.divergence import dense, forward_kl_topk
+from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.records import Batch, Handle, Scored
+from tiny import EOS, VOCAB, make_model, make_prompts, wrap
+
+T = TypeVar("T")
+
+
+def run(work: Awaitable[T]) -> T:
+    async def main() -> T:
+        return await work
+
+    return asyncio.run(main())
+
+
+def roll_out(model: PreTrainedModel, *, draws: int = 3, count: int = 7) -> list[list[Handle]]:
+    async def work() -> list[list[Handle]]:
+        sampler = NativeSampler(wrap(model), slots=16, stop_ids={EOS})
+        sampling = Sampling(max_tokens=15, group=2, draws=draws)
+        groups = await asyncio.gather(*[sampler.generate(p, sampling) for p in make_prompts(count)])
+        sampler.close()
+        return groups
+
+    return run(work())
+
+
+def score(model: PreTrainedModel, groups: list[list[Handle]], **options: Any) -> list[list[Handle]]:
+    async def work() -> list[list[Handle]]:
+        scorer = NativeScorer(wrap(model), **options)
+        scored = await asyncio.gather(*[scorer.score(group) for group in groups])
+        scorer.close()
+        return scored
+
+    return run(work())
+
+
+def logits_of(model: PreTrainedModel, scored: Scored) -> Tensor:
+    rollout = scored.rollout
+    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))
+    return model(ids[None]).logits[0, len(rollout.prompt.tokens) - 1 : -1]
+
+
+# --- scorer -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_budget", [30, 10_000])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@torch.no_grad()
+def test_sampled_cache_is_the_teachers_log_prob_of_every_draw(token_budget: int, temperature: float) -> None:
+    student, teacher = make_model(seed=0), make_model("llama", seed=1)
+    groups = roll_out(student)
+    scored = score(teacher, groups, token_budget=token_budget, temperature=temperature)
+    assert [[h.header.index for h in g] for g in scored] == [[0, 1]] * len(groups)
+    for handle in (handle for group in scored for handle in group):
+        sample: Scored = handle.body
+        logq = (logits_of(teacher, sample) / temperature).log_softmax(-1)
+        expected = logq.gather(1, torch.from_numpy(sample.rollout.actions).long()).numpy()
+        np.testing.assert_allclose(sample.teacher_action_logp, expected, atol=2e-5)
+
+
+@torch.no_grad()
+def test_topk_cache_holds_the_teachers_best_and_the_emitted_token() -> None:
+    student, teacher = make_model(seed=0), make_model(seed=1)
+    for handle in (h for group in score(teacher, roll_out(student), cache="teacher_topk", k=6) for h in group):
+        sample: Scored = handle.body
+        logq = logits_of(teacher, sample).log_softmax(-1)
+        best = logq.topk(6, -1)
+        assert sample.teacher_ids is not None and sample.teacher_topk_logp is not None
+        np.testing.assert_array_equal(sample.teacher_ids, best.indices.numpy())
+        np.testing.assert_allclose(sample.teacher_topk_logp, best.values.numpy(), atol=2e-5)
+        emitted = logq.gather(1, torch.from_numpy(sample.rollout.tokens).long()[:, None])[:, 0]
+        np.testing.assert_allclose(sample.teacher_logp, emitted.numpy(), atol=2e-5)
+
+
+@torch.no_grad()
+def test_hidden_cache_gives_back_the_whole_distribution() -> None:
+    student, teacher = make_model(seed=0), make_model(seed=1)
+    for handle in (h for group in score(teacher, roll_out(student), cache="hidden") for h in group):
+        sample: Scored = handle.body
+        logits = teacher.get_output_embeddings()(torch.from_numpy(sample.teacher_hidden))
+        torch.testing.assert_close(logits, logits_of(teacher, sample), atol=1e-4, rtol=1e-4)
+
+
+def test_rewards_of_the_header_enter_the_record() -> None:
+    groups = [[Handle(replace(h.header, rewards={"exact": 1.0}), h.body) for h in g] for g in roll_out(make_model())]
+    assert score(make_model(), groups)[0][0].body.rollout.rewards == {"exact": 1.0}
+
+
+def test_a_top_k_larger_than_the_vocabulary_is_refused() -> None:
+    with pytest.raises(ModelError, match=f"loss.k = 99 is more than the teacher's vocabulary of {VOCAB}"):
+        NativeScorer(wrap(make_model()), cache="teacher_topk", k=99)
+
+
+def test_a_failing_forward_reaches_everyone_who_waits() -> None:
+    async def work() -> list[object]:
+        scorer = NativeScorer(wrap(make_model()))
+
+        def fail(*_: object) -> None:
+            raise MemoryError("no room")
+
+        scorer.lm.backbone.register_forward_pre_hook(fail)
+        return await asyncio.gather(*[scorer.score(g) for g in roll_out_groups], return_exceptions=True)
+
+    roll_out_groups = roll_out(make_model(), count=3)
+    assert [type(error) for error in run(work())] == [MemoryError] * 3
+
+
+# --- learner ----------------------------------------------------------------------------------------------------------
+
+
+def dense_loss(student: PreTrainedModel, teacher: PreTrainedModel, sample: Scored, loss: LossConfig) -> Tensor:
+    """The loss of every position of a sample, from full log-softmaxes."""
+    logits, teacher_logits = logits_of(student, sample), logits_of(teacher, sample).detach()
+    logp, logq = (logits / loss.temperature).log_softmax(-1), (teacher_logits / loss.temperature).log_softmax(-1)
+    match loss:
+        case ReverseKLMC():
+            ids = torch.from_numpy(sample.rollout.actions).long()
+            behavior = torch.from_numpy(sample.rollout.action_logp)
+            options = {"advantage": loss.advantage, "clip": loss.clip, "ratio_cap": loss.ratio_cap}
+            return mc_reverse_kl(
+                logp.gather(1, ids), behavior, logq.gather(1, ids), importance=loss.importance, **options
+            )[0]
+        case ForwardKL(cache="hidden"):
+            return dense(logp, logq, kind="forward")
+        case ForwardKL():
+            best = logq.topk(loss.k, -1)
+            kl = forward_kl_topk(
+                logp.gather(1, best.indices), best.values, tail=loss.tail, renormalise=loss.renormalise
+            )
+            return kl
+
+
+LOSSES: list[LossConfig] = [
+    ReverseKLMC(m=3),
+    ReverseKLMC(m=3, temperature=0.7),
+    ReverseKLMC(m=3, clip=(0.2, 0.3), advantage="behavior"),
+    ReverseKLMC(m=3, ratio_cap=1.2),
+    ReverseKLMC(m=3, importance=False),
+    ForwardKL(k=5),
+    ForwardKL(k=5, tail=True, temperature=2.0),
+    ForwardKL(k=5, renormalise=True),
+    ForwardKL(cache="hidden", temperature=1.5),
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("token_budget", [30, 10_000])
+def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfig, token_budget: int) -> None:
+    """Stale samples: they were drawn by another model than the one that learns."""
+    dtype = torch.float64
+    behind, student, teacher = (make_model(seed=seed, dtype=dtype) for seed in range(3))
+    options: dict[str, Any] = {"temperature": loss.temperature}
+    if isinstance(loss, ForwardKL):
+        options |= {"cache": loss.cache, "k": loss.k}
+    groups = score(teacher, roll_out(behind), **options)
+    masked: Scored = groups[0][0].body
+    masked.rollout.loss_mask[: len(masked.rollout.tokens) // 2] = False
+
+    teacher_head = wrap(teacher).head
+    learner = NativeLearner(
+        wrap(student),
+        loss=loss,
+        config=LearnerConfig(token_budget=token_budget, dtype="float64"),
+        updates=1,
+        teacher_head=teacher_head,
+    )
+    n_tokens = sum(int(handle.body.rollout.loss_mask.sum()) for group in groups for handle in group)
+    batch = Batch(tuple(groups), 1)
+    headers = {id(h): h for g in groups for h in g}
+    assert len(headers) == 14
+
+    async def work() -> float:
+        counts = replace(await learner.prepare(batch), n_tokens=n_tokens)
+        return (await learner.accumulate(batch, counts))["loss"]
+
+    found = run(work())
+
+    reference = copy.deepcopy(student)
+    samples = [handle.body for group in groups for handle in group]
+    expected = sum(
+        (dense_loss(reference, teacher, s, loss) * torch.from_numpy(s.rollout.loss_mask)).sum() for s in samples
+    )
+    expected = expected / n_tokens
+    expected.backward()
+    assert found == pytest.approx(expected.item(), rel=1e-10)
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(learner.lm.model.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def make_learner(**config: Any) -> NativeLearner:
+    loss = ReverseKLMC(m=3)
+    return NativeLearner(wrap(make_model(seed=0)), loss=loss, config=LearnerConfig(**config), updates=10)
+
+
+def make_batch() -> Batch:
+    return Batch(tuple(score(make_model(seed=2), roll_out(make_model(seed=0)))), 1)
+
+
+async def update(learner: NativeLearner, batch: Batch) -> dict[str, float]:
+    counts = await learner.prepare(batch)
+    numbers = await learner.accumulate(batch, counts)
+    return numbers | await learner.step()
+
+
+def test_scale_multiplies_the_gradient_before_clipping() -> None:
+    """Accumulating with unit counts and scaling once is dividing by the counts."""
+    batch, whole, scaled = make_batch(), make_learner(), make_learner()
+
+    async def work() -> tuple[float, float]:
+        counts = await whole.prepare(batch)
+        await whole.accumulate(batch, counts)
+        await scaled.accumulate(batch, replace(counts, n_tokens=1))
+        return (await whole.step())["grad_norm"], (await scaled.step(1 / counts.n_tokens))["grad_norm"]
+
+    one, other = run(work())
+    assert one == pytest.approx(other, rel=1e-5)
+
+
+def test_not_finite_losses_and_gradients_stop_before_the_weights_change() -> None:
+    learner, batch = make_learner(), make_batch()
+    before = fingerprint(learner.lm.model, "float32")
+
+    async def work() -> None:
+        bad: Scored = batch.groups[0][0].body
+        assert bad.teacher_action_logp is not None
+        kept = bad.teacher_action_logp.copy()
+        bad.teacher_action_logp[:] = np.nan
+        with pytest.raises(NonFiniteError, match="the loss of update 1 is nan"):
+            await update(learner, batch)
+        bad.teacher_action_logp[:] = kept
+        with pytest.raises(NonFiniteError, match="the gradient norm of update 1 is inf"):
+            counts = await learner.prepare(batch)
+            await learner.accumulate(batch, counts)
+            await learner.step(float("inf"))
+        assert fingerprint(learner.lm.model, "float32") == before
+        assert np.isfinite((await update(learner, batch))["loss"]), "nothing bad is left in the gradients"
+
+    run(work())
+
+
+def test_weights_travel_as_bytes_and_fingerprints_tell_them_apart() -> None:
+    source, target = make_model(seed=0), make_model(seed=1)
+    assert fingerprint(source, "float32") != fingerprint(target, "float32")
+    with torch.no_grad():
+        load_weights(target, export_weights(source))
+    assert fingerprint(source, "float32") == fingerprint(target, "float32")
+    for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_weights_of_another_architecture_are_refused() -> None:
+    with pytest.raises(ModelError, match="weights do not fit the model"):
+        load_weights(make_model("qwen3"), export_weights(make_model("llama")))
+
+
+def test_a_checkpoint_goes_on_where_it_was_and_is_a_hf_directory(tmp_path: Path) -> None:
+    batch, first, second = make_batch(), make_learner(lr=1e-2), make_learner(lr=1e-2)
+
+    async def work() -> None:
+        await update(first, batch)
+        await first.save(tmp_path)
+        await second.restore(tmp_path)
+        await update(first, batch)
+        await update(second, batch)
+
+    run(work())
+    for ours, theirs in zip(first.lm.model.parameters(), second.lm.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert first.steps == second.steps == 2
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    config = LearnerConfig(lr=1.0, warmup=4, decay="cosine")
+    rates = [learning_rate(config, step, 12) for step in range(12)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0 and rates[8] == pytest.approx(0.5) and 0 < rates[11] < 0.05
+    assert learning_rate(config, 99, 12) == pytest.approx(0.0)
+    assert learning_rate(LearnerConfig(lr=2.0), 50, 12) == 2.0
+
+
+def test_a_model_that_changes_its_logits_after_the_head_is_refused() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 20)
+    inner = model.forward
+
+    def capped(*args: Any, **kwargs: Any) -> Any:
+        out = inner(*args, **kwargs)
+        out.logits = 5 * torch.tanh(out.logits / 5)
+        return out
+
+    model.forward = capped
+    with pytest.raises(ModelError, match="changes its logits after the head"):
+        split("capped", model)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=80), st.integers(50, 400))
+def test_micro_batches_hold_everything_once_within_both_bounds(lengths: list[int], budget: int) -> None:
+    batches = list(micro_batches(lengths, budget))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        padded = len(batch) * max(lengths[i] for i in batch)
+        assert padded <= budget or len(batch) == 1
+        assert padded <= MOST_PADDED * sum(lengths[i] for i in batch)
