@@ -3,9 +3,10 @@
     python3 -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 && /tmp/trl/bin/pip install trl==1.16.0
     python benchmarks/peers.py --trl-python /tmp/trl/bin/python [--updates 20] [--repeats 3] [--threads 1]
 
-Both roll out 64 prompts per update at temperature 1 (at most 80 tokens), score them with the teacher, and take one AdamW
-step on the reverse KL in float32; both clocks cover the updates after the first three. They take turns, and each runs in a
-process of its own. The losses differ in one thing: TRL sums over the whole vocabulary, Slipstream over 16 draws.
+Both roll out 64 prompts per update at temperature 1 (at most 80 tokens), score them with the teacher, and take one
+AdamW step on the reverse KL in float32; both clocks cover the updates after the first three. They take turns, and each
+runs in a process of its own. The losses differ in one thing: TRL sums over the whole vocabulary, Slipstream over 16
+draws.
 """
 
 from __future__ import annotations
@@ -48,9 +49,7 @@ def main() -> None:
                     f"{name:10} {found['samples_per_s']:7.1f} samples/s {found['tokens_per_s']:9,.0f} tok/s", flush=True
                 )
                 speeds[name].append(found["samples_per_s"])
-    print(
-        f"\nmedians of {args.repeats}, {args.threads} thread(s), {args.updates - WARM_UP} updates of {BATCH} samples each"
-    )
+    print(f"\nmedians of {args.repeats}, {args.threads} thread(s), {args.updates - WARM_UP} updates of {BATCH} samples")
     for name, values in speeds.items():
         print(f"{name:10} {statistics.median(values):7.1f} samples/s   [{min(values):.1f} … {max(values):.1f}]")
     ratios = [a / b for a, b in zip(speeds["slipstream"], speeds["trl"], strict=True)]

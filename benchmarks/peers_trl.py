@@ -18,6 +18,7 @@ import json
 import os
 import tempfile
 import time
+from pathlib import Path
 
 WARM_UP = 3
 
@@ -65,8 +66,7 @@ def load(path):
     return model
 
 
-with open(args.prompts) as file:
-    prompts = [json.loads(line)["prompt"] for line in file]
+prompts = [json.loads(line)["prompt"] for line in Path(args.prompts).read_text().splitlines()]
 clock = Clock()
 with tempfile.TemporaryDirectory() as output_dir:
     trainer = trl.DistillationTrainer(

@@ -2,10 +2,10 @@
 
     python benchmarks/sampler.py [--model builtin:student] [--prompts 512] [--repeats 5]
 
-Both sample at temperature 1 until the end token. HF generates left-padded batches of 64 in the order of the prompts; in a
-second form the prompts are sorted by length first, which a training loop cannot do without bias but which shows how much
-of the difference is padding and how much is the step. Tokens are those up to and including the end token. The three take
-turns; medians and ranges over the repeats.
+Both sample at temperature 1 until the end token. HF generates left-padded batches of 64 in the order of the prompts; in
+a second form the prompts are sorted by length first, which a training loop cannot do without bias but which shows how
+much of the difference is padding and how much is the step. Tokens are those up to and including the end token. The
+three take turns; medians and ranges over the repeats.
 """
 
 from __future__ import annotations

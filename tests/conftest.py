@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HOME": str(Path(__file__).parents[1] / ".pytest_cache" / "huggingface"),
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 import string
-from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -21,6 +27,8 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 {% if add_generation_prompt %}{{ "<assistant>" }}{% if quiet %}{{ "!" }}{% endif %}{% endif %}"""
 
 torch.set_num_threads(1)
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.load_profile("same")
 
 
 def build_tokenizer(*, alphabet: str = string.printable, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:

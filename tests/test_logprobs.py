@@ -30,7 +30,7 @@ def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: floa
     return (logits / temperature).log_softmax(-1)
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize("chunk", [None, 1, 20, 60, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_values_and_gradients_equal_the_dense_path(chunk: int | None, temperature: float, with_bias: bool) -> None:
@@ -56,11 +56,11 @@ def test_values_and_gradients_equal_the_dense_path(chunk: int | None, temperatur
 def test_gradcheck() -> None:
     hidden, weight, bias, ids = make()
     assert torch.autograd.gradcheck(
-        lambda h, w, b: logprobs_and_entropy_at(h, w, ids, bias=b, temperature=1.3, chunk=3), (hidden, weight, bias)
+        lambda h, w, b: logprobs_and_entropy_at(h, w, ids, bias=b, temperature=1.3, chunk=40), (hidden, weight, bias)
     )
 
 
-@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("chunk", [None, 40])
 def test_padding_ids_give_zero_and_no_gradient(chunk: int | None) -> None:
     hidden, weight, _, ids = make()
     ids[2], ids[5, 1:] = -1, -1
@@ -70,7 +70,7 @@ def test_padding_ids_give_zero_and_no_gradient(chunk: int | None) -> None:
     assert (hidden.grad == 0).all() and (weight.grad == 0).all()
 
 
-@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("chunk", [None, 1, 40])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("whole_vocabulary", [False, True])
 def test_fused_loss_equals_the_dense_loss(chunk: int | None, temperature: float, whole_vocabulary: bool) -> None:
@@ -104,7 +104,7 @@ def test_fused_loss_ignores_padding_ids() -> None:
     def loss_fn(logp: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
         return (logp * 2).sum(), {}
 
-    loss, _ = fused_loss(hidden, weight, ids, loss_fn, chunk=4)
+    loss, _ = fused_loss(hidden, weight, ids, loss_fn, chunk=40)
     expected = 2 * dense(hidden, weight, None, 1.0).gather(1, ids[:, :2]).sum()
     torch.testing.assert_close(loss, expected)
     for ours, theirs in zip(
@@ -117,7 +117,7 @@ def test_tied_weights_gather_both_gradients() -> None:
     """The same matrix as embedding and head, as small models have it."""
     _, weight, _, ids = make()
     tokens = torch.randint(0, V, (N,))
-    logprobs_at(weight[tokens].tanh(), weight, ids, chunk=3).sum().backward()
+    logprobs_at(weight[tokens].tanh(), weight, ids, chunk=40).sum().backward()
     copy = weight.detach().clone().requires_grad_()
     dense(copy[tokens].tanh(), copy, None, 1.0).gather(1, ids).sum().backward()
     torch.testing.assert_close(weight.grad, copy.grad)

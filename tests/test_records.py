@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def test_records_of_any_size_with_any_one_cache_can_be_built(
 
 def test_a_prompt_without_tokens_is_rejected() -> None:
     for tokens in (np.zeros(0, np.int32), np.zeros((1, 2), np.int32)):
-        with pytest.raises(ValueError, match="^prompt p: needs at least one token"):
+        with pytest.raises(ValueError, match=r"^prompt p: needs at least one token"):
             Prompt(id="p", number=0, tokens=tokens)
 
 
@@ -97,7 +98,7 @@ SHAPE_CHANGES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "one row less": lambda array: array[:-1],
     "one row more": lambda array: np.concatenate([array, array[-1:]]),
     "one dimension more": lambda array: array[..., None],
-    "no dimension": lambda array: array.reshape(-1)[0],
+    "no dimension": lambda array: array.ravel()[:1].reshape(()),
 }
 
 
@@ -194,7 +195,7 @@ def test_version_runs_decode_to_the_versions_of_the_trained_tokens(tokens: list[
     assert sum(count for _, count in runs) == mask.sum()
     decoded = np.repeat([version for version, _ in runs], [count for _, count in runs])
     np.testing.assert_array_equal(decoded, versions[mask])
-    assert all(left[0] != right[0] for left, right in zip(runs, runs[1:], strict=False)), "runs are as long as can be"
+    assert all(left[0] != right[0] for left, right in pairwise(runs)), "runs are as long as can be"
 
 
 def test_version_runs_on_numbers() -> None:

@@ -151,10 +151,9 @@ def dense_loss(student: PreTrainedModel, teacher: PreTrainedModel, sample: Score
             return dense(logp, logq, kind="forward")
         case ForwardKL():
             best = logq.topk(loss.k, -1)
-            kl = forward_kl_topk(
+            return forward_kl_topk(
                 logp.gather(1, best.indices), best.values, tail=loss.tail, renormalise=loss.renormalise
             )
-            return kl
 
 
 LOSSES: list[LossConfig] = [

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from slipstream.config import DataConfig
@@ -109,10 +108,9 @@ def evaluate(
     if as_json:
         print(json.dumps({"model": model, "prompts": len(prompts), "temperature": temperature, **scores}))
         return
-    table = Table(
-        title=escape(f"{model}: {len(prompts)} prompts of {source} ({split}), T = {temperature:g}"),
-        title_justify="left",
-    )
+    title = f"{model}: {len(prompts)} prompts of {source} ({split}), T = {temperature:g}"
+    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    table = Table()
     for name in scores:
         table.add_column(name, justify="right")
     table.add_row(*(f"{score:.1%}" for score in scores.values()))

@@ -198,9 +198,15 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     to: tuple[Tracker, ...] = ()
-    """Also send the metrics there: any of tensorboard, wandb, mlflow, trackio."""
+    """Also send the metrics there: any of tensorboard, wandb, mlflow, trackio; one name or a list."""
     project: str = "slipstream"
     """Project name for trackers that have one."""
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _one_or_several(cls, to: Any) -> Any:
+        names = [to] if isinstance(to, str) else to
+        return tuple(names) if isinstance(names, list) else names
 
 
 class RuntimeConfig(Section):

@@ -17,7 +17,8 @@ from slipstream.runtimes.inline import decoder
 from slipstream.tasks.chat import load_tokenizer
 from slipstream.tasks.rewards import PoolGrader
 
-PROMPTS, SAMPLES, SHOWN = 200, 2, 4
+PROMPTS, SAMPLES = 200, 2
+SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one line of a terminal
 
 
 def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str], None]) -> None:
@@ -40,6 +41,7 @@ def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str
             highlight=False,
         )
         (teacher,) = config.teachers.values()
+        console.print(f"measuring teacher and student on {PROMPTS} held-out prompts", highlight=False)
         expert, before = examine(teacher.model), examine(config.student)
         path = train(config, console, name="demo")
         after = examine(str(path / "final"))
@@ -53,11 +55,12 @@ def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str
         table.add_row(name, f"{found.avg:.1%}", f"{found.greedy:.1%}", f"{found.avg / expert.avg:.0%}")
     console.print(table)
 
-    samples = Table(title="\nGreedy answers", title_justify="left")
+    samples = Table(title="\nGreedy answers that were wrong before", title_justify="left")
     for column in ("prompt", "before", "after", "right answer"):
         samples.add_column(column, overflow="fold")
     text = decoder(tokenizer)
-    for index in sorted(range(PROMPTS), key=lambda i: (before.best[i].header.rewards["exact"], i))[:SHOWN]:
+    wrong = [i for i in range(PROMPTS) if before.best[i].header.rewards["exact"] < 1]
+    for index in [i for i in wrong if len(prompts[i].tokens) <= LONGEST_SHOWN][:SHOWN]:
         prompt, answers = prompts[index], (before.best[index], after.best[index])
         marked = [marks(text(handle.body.tokens), str(prompt.ground_truth)) for handle in answers]
         samples.add_row(text(prompt.tokens), *marked, str(prompt.ground_truth))

@@ -46,7 +46,8 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """`did you mean 'lr'?` for a near miss, else the list of what there is."""
+    """`did you mean 'lr'?` for a near miss or spelled-out initials, else the list of what there is."""
     known = sorted(choices)
-    near = difflib.get_close_matches(name, known, n=1)
+    initials = "".join(word[:1] for word in name.split("_"))
+    near = [initials] if initials in known else difflib.get_close_matches(name, known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

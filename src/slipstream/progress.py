@@ -26,7 +26,7 @@ class Progress:
         self.update, self.numbers = 0, dict[str, float]()
         self.losses: list[float] = []
         self.began = time.monotonic()
-        self.live = Live(get_renderable=self.panel, console=console, refresh_per_second=4, transient=True)
+        self.live = Live(get_renderable=self.panel, console=console, refresh_per_second=4)
 
     def __enter__(self) -> Progress:
         self.began = time.monotonic()

@@ -75,7 +75,7 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        who, n = f"rollout {self.prompt.id}/{self.index}", len(self.tokens)
+        who, n = f"rollout {self.prompt.id}/{self.index}", self.tokens.size
         _require(self.tokens.ndim == 1 and n > 0, who, f"tokens has shape {self.tokens.shape}, needs at least one")
         for name in ("versions", "logp", "loss_mask"):
             shape = getattr(self, name).shape

@@ -1,7 +1,7 @@
 """Divergences between student and teacher at one position, computed from what a cache holds.
 
-Each returns one loss per row; nothing is summed over rows. Differentiable in `logp`, the student's log-probs; log-probs
-are floored at −1e4 on entry.
+Each returns one loss per position; nothing is summed over positions (token scope). Differentiable in `logp`, the
+student's log-probs; log-probs are floored at −1e4 on entry.
 
 Shapes: N positions, K support, V vocabulary.
 """
@@ -13,9 +13,39 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import floored, same_shape
+from slipstream.estimators.numerics import RATIO_BOUND, floored, same_shape, unknown
 
 DenseKind = Literal["forward", "reverse", "jsd"]
+KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
+KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
+    """The reverse KL from one drawn token.  (Schulman 2020, "Approximating KL Divergence"; kinds and clamps as verl's.)
+
+    k1 log p − log q; abs |k1|; k2 ½k1²; k3 e^u − u − 1 with u = −k1 clamped to ±20 and the result to ±10; k1+ and k3+
+    have the value of k1 and k3 and the gradient of k2. kl, mse and low_var_kl are k1, k2 and k3.
+    For tokens drawn from p: the mean of k1 and of k3 is KL(p‖q), while the mean gradient is that of KL(p‖q) for k2, k1+
+    and k3+, of KL(q‖p) for k3, and none at all for k1. Stale draws bias all of them: `mc_reverse_kl` corrects that.
+    Use k1+ or k3+ as a loss on the emitted token, k1 as a reward.
+    """
+    same_shape(logp=logp, logq=logq)
+    logp, logq = floored(logp), floored(logq)
+    kind = KL_ALIASES.get(kind, kind)
+    match kind:
+        case "k1":
+            return logp - logq
+        case "abs":
+            return (logp - logq).abs()
+        case "k2":
+            return 0.5 * (logp - logq) ** 2
+        case "k3":
+            u = (logq - logp).clamp(-RATIO_BOUND, RATIO_BOUND)
+            return (torch.expm1(u) - u).clamp(-10, 10)
+        case "k1+" | "k3+":
+            carrier = kl_estimate(logp, logq, kind="k2")
+            return kl_estimate(logp, logq, kind=kind[:-1]).detach() + (carrier - carrier.detach())
+    raise unknown("KL estimate", kind, [*KL_KINDS, *KL_ALIASES])
 
 
 def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, renormalise: bool = False) -> Tensor:
@@ -26,20 +56,40 @@ def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, ren
     student = teacher a stationary point. Teacher-weighted, so robust to stale rollouts.
     """
     same_shape(logp=logp_NK, logq=logq_NK)
-    if tail and renormalise:
-        raise ValueError("tail and renormalise exclude each other: keep one of them")
-    logp_NK, logq_NK = floored(logp_NK), floored(logq_NK)
-    if renormalise:
-        logp_NK, logq_NK = logp_NK.log_softmax(-1), logq_NK.log_softmax(-1)
-    if tail:
-        logp_NK, logq_NK = _with_tail(logp_NK), _with_tail(logq_NK)
-    return (logq_NK.exp() * (logq_NK - logp_NK)).sum(-1)
+    logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
+    return _kl(logq_NK, logp_NK)
+
+
+def reverse_kl_topk(
+    logp_NK: Tensor,
+    logq_NK: Tensor,
+    *,
+    behavior_logp: Tensor | None = None,
+    tail: bool = False,
+    renormalise: bool = True,
+) -> Tensor:
+    """KL(p‖q) on the student's top-k: Σ_S p̃ (log p̃ − log q̃).  (AsyncOPD, 2606.24143, Eq. 10; "+RW" there.)
+
+    p̃ and q̃ are conditioned on S (`renormalise`), or completed by a bucket with the remaining mass (`tail`, which needs
+    renormalise=False); without either, p = q is not at rest. With `behavior_logp` [N, K] the "plain" form without
+    reweighting, −Σ_S sg(p̃_old Ã) log p̃ with Ã = log q̃ − log p̃: the same gradient on-policy, biased when stale.
+    Low variance for fresh rollouts; when stale, S misses tokens that only the current student likes, and no weight
+    on S brings their teacher scores back: prefer `mc_reverse_kl` then.
+    """
+    same_shape(logp=logp_NK, logq=logq_NK, behavior_logp=logp_NK if behavior_logp is None else behavior_logp)
+    logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
+    if behavior_logp is None:
+        return _kl(logp_NK, logq_NK)
+    old_NK = _completed(behavior_logp, tail=tail, renormalise=renormalise)
+    return -((old_NK.exp() * (logq_NK - logp_NK)).detach() * logp_NK).sum(-1)
 
 
 def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.5) -> Tensor:
     """The divergence over the whole vocabulary: forward KL(q‖p), reverse KL(p‖q), or the generalised JSD.
 
     jsd (Agarwal et al., 2306.13649): β·KL(q‖m) + (1−β)·KL(p‖m) with m = βq + (1−β)p; β = 0 is forward, β = 1 reverse.
+    For caches that hold the whole distribution (hidden, dense), or a top-k completed by `with_tail`: exact, whoever
+    drew the tokens.
     """
     same_shape(logp=logp_NV, logq=logq_NV)
     logp_NV, logq_NV = floored(logp_NV), floored(logq_NV)
@@ -56,14 +106,63 @@ def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.
             weights = torch.tensor([beta, 1 - beta], dtype=logp_NV.dtype, device=logp_NV.device).log()
             logm_NV = torch.logaddexp(logq_NV + weights[0], logp_NV + weights[1])
             return beta * _kl(logq_NV, logm_NV) + (1 - beta) * _kl(logp_NV, logm_NV)
-    raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(get_args(DenseKind))}")
+    raise unknown("kind of divergence", kind, get_args(DenseKind))
+
+
+def with_tail(logp_NK: Tensor) -> Tensor:
+    """One more column: the log of the mass outside the support, at least the smallest normal number."""
+    logp_NK = floored(logp_NK)
+    rest_N = (1 - logp_NK.exp().sum(-1)).clamp(min=torch.finfo(logp_NK.dtype).tiny)
+    return torch.cat([logp_NK, rest_N.log()[:, None]], -1)
+
+
+# --- what the support holds: logged, never differentiated -------------------------------------------------------------
+
+
+def support_mass(logp_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
+    """How much of student and of teacher lies on the support, per position; low masses mean that k is too small.
+
+    Give it log-probs as the models said them, before any clamp. Each mass stands under three names, since metrics merge
+    by name: as the mean, as `…_min` and as `…_max`.
+    """
+    same_shape(logp=logp_NK, logq=logq_NK)
+    masses = {"student_mass": logp_NK.detach().exp().sum(-1), "teacher_mass": logq_NK.detach().exp().sum(-1)}
+    return {name + suffix: mass_N for name, mass_N in masses.items() for suffix in ("", "_min", "_max")}
+
+
+def overlap_ratio(student_ids_NK: Tensor, teacher_ids_NK: Tensor) -> Tensor:
+    """|TopK_q ∩ TopK_p| / k per position: near 1 when student and teacher consider the same tokens."""
+    return _shared(student_ids_NK, teacher_ids_NK).float().mean(-1)
+
+
+def overlap_token_advantage(
+    student_ids_NK: Tensor, teacher_ids_NK: Tensor, logp_NK: Tensor, logq_NK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The mean of −q (log q − log p) over the tokens that both top-k sets hold; log-probs are at the teacher's ids.
+
+    Returns it per position (0 where nothing is shared) and where something is: verl averages over those positions only.
+    """
+    same_shape(teacher_ids=teacher_ids_NK, logp=logp_NK, logq=logq_NK)
+    shared_NK = _shared(student_ids_NK, teacher_ids_NK)
+    logp_NK, logq_NK = floored(logp_NK.detach()), floored(logq_NK.detach())
+    advantage_NK = (logq_NK.exp() * (logp_NK - logq_NK)).masked_fill(~shared_NK, 0.0)
+    return advantage_NK.sum(-1) / shared_NK.sum(-1).clamp(min=1), shared_NK.any(-1)
+
+
+def _shared(student_ids_NK: Tensor, teacher_ids_NK: Tensor) -> Tensor:
+    """Which of the teacher's ids the student's top-k holds too; −1 is padding and shared by nobody."""
+    same_shape(student_ids=student_ids_NK, teacher_ids=teacher_ids_NK)
+    return (teacher_ids_NK[:, :, None] == student_ids_NK[:, None, :]).any(-1) & (teacher_ids_NK >= 0)
 
 
 def _kl(loga: Tensor, logb: Tensor) -> Tensor:
     return (loga.exp() * (loga - logb)).sum(-1)
 
 
-def _with_tail(logp_NK: Tensor) -> Tensor:
-    """One more column: the log of the mass outside the support, at least the smallest normal number."""
-    rest_N = (1 - logp_NK.exp().sum(-1)).clamp(min=torch.finfo(logp_NK.dtype).tiny)
-    return torch.cat([logp_NK, rest_N.log()[:, None]], -1)
+def _completed(logp_NK: Tensor, *, tail: bool, renormalise: bool) -> Tensor:
+    """As it stands, conditioned on the support, or with the remaining mass as one more column."""
+    if tail and renormalise:
+        raise ValueError("tail and renormalise exclude each other: keep one of them")
+    if renormalise:
+        return floored(logp_NK).log_softmax(-1)
+    return with_tail(logp_NK) if tail else floored(logp_NK)

@@ -1,11 +1,12 @@
 """Log-probs of a language model's head at chosen ids, without ever holding an N×V tensor.
 
-Rows are worked on in chunks. `logprobs_at` is an ordinary differentiable function and recomputes the logits of a chunk
-in its backward pass. `fused_loss` takes the loss of a chunk as a function and does forward and backward of the head in
-one sweep: the losses are sums over given counts (so nothing global is needed) and nothing is recomputed.
+`logprobs_at` is an ordinary differentiable function. It walks over the vocabulary in tiles, keeping a running
+log-sum-exp, and computes the tiles again in its backward pass: every column of the weight is read once per pass.
+`fused_loss` takes the loss of a few rows as a function and does forward and backward of the head for those rows in one
+sweep over all columns: losses are sums over given counts, so nothing global is needed and nothing is computed twice.
 
-Shapes: N rows, C rows of a chunk, M ids per row, V vocabulary, H hidden. Arithmetic is in the dtype of `hidden`,
-float32 from the logits on if that is lower.
+Shapes: N rows, C rows of a chunk, M ids per row, V vocabulary, W columns of a tile, H hidden. Products are in the
+dtype of `hidden`; what follows, and every sum over tiles, is in float32 if that is lower.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_ELEMENTS = 1 << 24
-"""Logits held at a time when no chunk is given."""
+HELD = 1 << 24
+"""Logits held at a time, unless told otherwise."""
+BLOCK = 4096
+"""Most rows of a tile."""
 
 Metrics = dict[str, Tensor]
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
@@ -35,11 +38,10 @@ def logprobs_at(
 ) -> Tensor:
     """log softmax((hidden · weightᵀ + bias) / temperature) at `ids`, differentiable in hidden, weight and bias.
 
-    An id may stand twice in a row. Where an id is −1 (padding) the result is 0 and so is its gradient.
+    An id may stand twice in a row. Where an id is −1 (padding) the result is 0 and so is its gradient. `chunk` is how
+    many logits are held at a time.
     """
-    logp_NM, _ = logprobs_and_entropy_at(
-        hidden_NH, weight_VH, ids_NM, bias=bias, temperature=temperature, chunk=chunk, entropy=False
-    )
+    logp_NM, _ = _apply(hidden_NH, weight_VH, ids_NM, bias, temperature, chunk, entropy=False)
     return logp_NM
 
 
@@ -51,15 +53,9 @@ def logprobs_and_entropy_at(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     chunk: int | None = None,
-    entropy: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_at`, and the entropy of every row's distribution (zeros with entropy=False)."""
-    _check(hidden_NH, weight_VH, ids_NM, bias, temperature)
-    rows = chunk or default_chunk(weight_VH)
-    logp_NM, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias, ids_NM, temperature, rows, entropy
-    )
-    return logp_NM, entropy_N
+    """`logprobs_at`, and the entropy of every row's distribution; differentiable in both."""
+    return _apply(hidden_NH, weight_VH, ids_NM, bias, temperature, chunk, entropy=True)
 
 
 def fused_loss(
@@ -75,11 +71,11 @@ def fused_loss(
     """The sum of `loss_fn` over chunks of rows, with the gradients of the head already computed.
 
     For losses of token scope: the loss of a row may not depend on other rows. `loss_fn` sees log-probs at the ids, or
-    over the whole vocabulary where `ids` is None.
+    over the whole vocabulary where `ids` is None. `chunk` is how many logits are held at a time.
     """
     _check(hidden_NH, weight_VH, ids_NM, bias, temperature)
     metrics: Metrics = {}
-    rows = chunk or default_chunk(weight_VH)
+    rows = max(1, (chunk or HELD) // len(weight_VH))
     loss = _FusedHead.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, bias, ids_NM, loss_fn, temperature, rows, metrics
     )
@@ -99,17 +95,29 @@ def merge_metrics(into: Metrics, new: Metrics) -> None:
             into[name] = into[name] + value
 
 
-def default_chunk(weight_VH: Tensor) -> int:
-    return max(1, CHUNK_ELEMENTS // weight_VH.shape[0])
+def _apply(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NM: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    chunk: int | None,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    _check(hidden_NH, weight_VH, ids_NM, bias, temperature)
+    logp_NM, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, bias, ids_NM, temperature, chunk or HELD, entropy
+    )
+    return logp_NM, entropy_N
 
 
 def _check(
     hidden_NH: Tensor, weight_VH: Tensor, ids_NM: Tensor | None, bias: Tensor | None, temperature: float
 ) -> None:
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
-        raise ValueError(
-            f"hidden {tuple(hidden_NH.shape)} and weight {tuple(weight_VH.shape)} must be [N, H] and [V, H]"
-        )
+        shapes = f"hidden {tuple(hidden_NH.shape)} and weight {tuple(weight_VH.shape)}"
+        raise ValueError(f"{shapes} must be [N, H] and [V, H]")
     if ids_NM is not None and (ids_NM.ndim != 2 or len(ids_NM) != len(hidden_NH)):
         raise ValueError(f"ids {tuple(ids_NM.shape)} must be [N, M] with N = {len(hidden_NH)}")
     if bias is not None and bias.shape != weight_VH.shape[:1]:
@@ -118,42 +126,74 @@ def _check(
         raise ValueError(f"temperature must be positive, got {temperature}")
 
 
-def _chunks(n: int, rows: int) -> Iterator[slice]:
-    return (slice(start, min(start + rows, n)) for start in range(0, n, rows))
+def _slices(n: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits_CV = hidden_CH @ weight_VH.T
-    if logits_CV.dtype in (torch.bfloat16, torch.float16):
-        logits_CV = logits_CV.float()
-    if bias is not None:
-        logits_CV += bias
-    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
+def _tiles(n: int, v: int, held: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) of at most `held` logits; all columns of a block of rows follow each other."""
+    for rows in _slices(n, min(BLOCK, held)):
+        for columns in _slices(v, max(1, held // (rows.stop - rows.start))):
+            yield rows, columns
 
 
-def _gather(logits_CV: Tensor, lse_C: Tensor, ids_CM: Tensor) -> Tensor:
-    logp_CM = logits_CV.gather(1, ids_CM.clamp(min=0)) - lse_C[:, None]
-    return logp_CM.masked_fill_(ids_CM < 0, 0.0)
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
-class _HeadGrads:
-    """Gradients of the head's inputs, gathered chunk by chunk from the gradient at the logits."""
+def _logits(hidden_CH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, temperature: float) -> Tensor:
+    logits_CW = (hidden_CH @ weight_WH.T).to(_wide(hidden_CH))
+    if bias_W is not None:
+        logits_CW += bias_W
+    return logits_CW if temperature == 1.0 else logits_CW.div_(temperature)
+
+
+def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Ids as columns of a tile, and which of them lie in it."""
+    inside_CM = (ids_CM >= columns.start) & (ids_CM < columns.stop)
+    return (ids_CM - columns.start).clamp(0, columns.stop - columns.start - 1), inside_CM
+
+
+class _Grads:
+    """Gradients of the head's inputs, summed over tiles of the gradient at the logits."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
-        self.hidden = torch.zeros_like(hidden_NH) if needs[0] else None
-        self.weight = torch.zeros_like(weight_VH) if needs[1] else None
-        self.bias = torch.zeros_like(bias) if bias is not None and needs[2] else None
+        def zeros(like: Tensor) -> Tensor:
+            return torch.zeros_like(like, dtype=_wide(like))
 
-    def add(self, at: slice, grad_CV: Tensor, hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> None:
+        self.inputs = (hidden_NH, weight_VH, bias)
+        self.hidden = zeros(hidden_NH) if needs[0] else None
+        self.weight = zeros(weight_VH) if needs[1] else None
+        self.bias = zeros(bias) if bias is not None and needs[2] else None
+
+    def add(self, rows: slice, columns: slice, grad_CW: Tensor, temperature: float) -> None:
+        hidden_CH, weight_WH = self.inputs[0][rows], self.inputs[1][columns]
         if temperature != 1.0:
-            grad_CV = grad_CV.div_(temperature)
+            grad_CW = grad_CW.div_(temperature)
         if self.bias is not None:
-            self.bias += grad_CV.sum(0)
-        grad_CV = grad_CV.to(hidden_CH.dtype)
+            self.bias[columns] += grad_CW.sum(0)
+        grad_CW = grad_CW.to(hidden_CH.dtype)
         if self.hidden is not None:
-            torch.mm(grad_CV, weight_VH, out=self.hidden[at])
+            _add_product(self.hidden[rows], grad_CW, weight_WH)
         if self.weight is not None:
-            self.weight.addmm_(grad_CV.T, hidden_CH)
+            _add_product(self.weight[columns], grad_CW.T, hidden_CH)
+
+    def done(self) -> tuple[Tensor | None, ...]:
+        found = (self.hidden, self.weight, self.bias)
+        return tuple(
+            None if grad is None or like is None else grad.to(like.dtype)
+            for grad, like in zip(found, self.inputs, strict=True)
+        )
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into += left · right; in float32 for lower inputs, as rounding every product would bias the sum."""
+    if into.dtype == left.dtype:
+        into.addmm_(left, right)
+    elif into.is_cuda:
+        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+    else:
+        into.addmm_(left.to(into.dtype), right.to(into.dtype))
 
 
 class _Head(torch.autograd.Function):
@@ -165,39 +205,49 @@ class _Head(torch.autograd.Function):
         bias: Tensor | None,
         ids_NM: Tensor,
         temperature: float,
-        rows: int,
+        held: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-        logp_NM = hidden_NH.new_empty(ids_NM.shape, dtype=dtype)
-        lse_N = hidden_NH.new_empty(len(hidden_NH), dtype=dtype)
-        entropy_N = hidden_NH.new_zeros(len(hidden_NH), dtype=dtype)
-        for at in _chunks(len(hidden_NH), rows):
-            logits_CV = _logits(hidden_NH[at], weight_VH, bias, temperature)
-            lse_N[at] = logits_CV.logsumexp(1)
-            logp_NM[at] = _gather(logits_CV, lse_N[at], ids_NM[at])
+        dtype, n = _wide(hidden_NH), len(hidden_NH)
+        at_NM = hidden_NH.new_zeros(ids_NM.shape, dtype=dtype)
+        lse_N = hidden_NH.new_full((n,), -torch.inf, dtype=dtype)
+        mean_N = hidden_NH.new_zeros(n, dtype=dtype)
+        """Mean logit under the distribution so far."""
+        for rows, columns in _tiles(n, len(weight_VH), held):
+            bias_W = None if bias is None else bias[columns]
+            logits_CW = _logits(hidden_NH[rows], weight_VH[columns], bias_W, temperature)
+            local_CM, inside_CM = _local(ids_NM[rows], columns)
+            at_NM[rows] = torch.where(inside_CM, logits_CW.gather(1, local_CM), at_NM[rows])
+            tile_C = logits_CW.logsumexp(1)
+            both_C = torch.logaddexp(lse_N[rows], tile_C)
             if entropy:
-                logp_CV = logits_CV.sub_(lse_N[at, None])
-                entropy_N[at] = -(logp_CV.exp() * logp_CV).sum(1)
+                inner_C = ((logits_CW - tile_C[:, None]).exp_() * logits_CW).sum(1)
+                mean_N[rows] = (lse_N[rows] - both_C).exp() * mean_N[rows] + (tile_C - both_C).exp() * inner_C
+            lse_N[rows] = both_C
+        entropy_N = lse_N - mean_N if entropy else mean_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
-        ctx.temperature, ctx.rows, ctx.entropy = temperature, rows, entropy
-        return logp_NM, entropy_N
+        ctx.temperature, ctx.held, ctx.entropy = temperature, held, entropy
+        return (at_NM - lse_N[:, None]).masked_fill_(ids_NM < 0, 0.0), entropy_N
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_logp_NM, grad_entropy_N = outputs
         hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N = ctx.saved_tensors
-        grads = _HeadGrads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
+        grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
         grad_logp_NM = grad_logp_NM.masked_fill(ids_NM < 0, 0.0)
-        for at in _chunks(len(hidden_NH), ctx.rows):
-            logp_CV = _logits(hidden_NH[at], weight_VH, bias, ctx.temperature).sub_(lse_N[at, None])
-            p_CV = logp_CV.exp()
-            grad_CV = p_CV * -grad_logp_NM[at].sum(1, keepdim=True)
-            grad_CV.scatter_add_(1, ids_NM[at].clamp(min=0), grad_logp_NM[at])
+        total_N1 = grad_logp_NM.sum(1, keepdim=True)
+        for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.held):
+            bias_W = None if bias is None else bias[columns]
+            logits_CW = _logits(hidden_NH[rows], weight_VH[columns], bias_W, ctx.temperature)
+            logp_CW = logits_CW.sub_(lse_N[rows, None])
+            factor_CW = -total_N1[rows]
             if ctx.entropy:
-                grad_CV -= p_CV * (logp_CV + entropy_N[at, None]) * grad_entropy_N[at, None]
-            grads.add(at, grad_CV, hidden_NH[at], weight_VH, ctx.temperature)
-        return grads.hidden, grads.weight, grads.bias, None, None, None, None
+                factor_CW = factor_CW - (logp_CW + entropy_N[rows, None]) * grad_entropy_N[rows, None]
+            grad_CW = logp_CW.exp_().mul_(factor_CW)
+            local_CM, inside_CM = _local(ids_NM[rows], columns)
+            grad_CW.scatter_add_(1, local_CM, grad_logp_NM[rows] * inside_CM)
+            grads.add(rows, columns, grad_CW, ctx.temperature)
+        return *grads.done(), None, None, None, None
 
 
 class _FusedHead(torch.autograd.Function):
@@ -210,33 +260,32 @@ class _FusedHead(torch.autograd.Function):
         ids_NM: Tensor | None,
         loss_fn: ChunkLoss,
         temperature: float,
-        rows: int,
+        size: int,
         metrics: Metrics,
     ) -> Tensor:
-        dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
-        loss = hidden_NH.new_zeros((), dtype=dtype)
-        grads = _HeadGrads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
-        for at in _chunks(len(hidden_NH), rows):
-            logits_CV = _logits(hidden_NH[at], weight_VH, bias, temperature)
-            lse_C = logits_CV.logsumexp(1)
-            logp_CV = logits_CV.sub_(lse_C[:, None])
-            if ids_NM is None:
-                seen = logp_CV.clone()
-            else:
-                seen = logp_CV.gather(1, ids_NM[at].clamp(min=0)).masked_fill_(ids_NM[at] < 0, 0.0)
+        loss = hidden_NH.new_zeros((), dtype=_wide(hidden_NH))
+        grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
+        for rows in _slices(len(hidden_NH), size):
+            logits_CV = _logits(hidden_NH[rows], weight_VH, bias, temperature)
+            logp_CV = logits_CV.sub_(logits_CV.logsumexp(1, keepdim=True))
+            ids_CM = None if ids_NM is None else ids_NM[rows]
+            seen = logp_CV.clone() if ids_CM is None else logp_CV.gather(1, ids_CM.clamp(min=0))
+            if ids_CM is not None:
+                seen.masked_fill_(ids_CM < 0, 0.0)
             with torch.enable_grad():
-                part, extra = loss_fn(seen.requires_grad_(), at)
+                part, extra = loss_fn(seen.requires_grad_(), rows)
             (grad_seen,) = torch.autograd.grad(part, seen)
             loss += part.detach()
             merge_metrics(metrics, extra)
-            if ids_NM is None:
-                grad_CV = logp_CV.exp_().mul_(-grad_seen.sum(1, keepdim=True)).add_(grad_seen)
+            if ids_CM is not None:
+                grad_seen = grad_seen.masked_fill(ids_CM < 0, 0.0)
+            grad_CV = logp_CV.exp_().mul_(-grad_seen.sum(1, keepdim=True))
+            if ids_CM is None:
+                grad_CV += grad_seen
             else:
-                grad_seen.masked_fill_(ids_NM[at] < 0, 0.0)
-                grad_CV = logp_CV.exp_().mul_(-grad_seen.sum(1, keepdim=True))
-                grad_CV.scatter_add_(1, ids_NM[at].clamp(min=0), grad_seen)
-            grads.add(at, grad_CV, hidden_NH[at], weight_VH, temperature)
-        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
+                grad_CV.scatter_add_(1, ids_CM.clamp(min=0), grad_seen)
+            grads.add(rows, slice(0, len(weight_VH)), grad_CV, temperature)
+        ctx.save_for_backward(*grads.done())
         return loss
 
     @staticmethod

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -25,3 +28,24 @@ def same_shape(**tensors: Tensor) -> torch.Size:
     if len(set(shapes.values())) != 1:
         raise ValueError(f"shapes differ: {', '.join(f'{name} {shape}' for name, shape in shapes.items())}")
     return next(iter(tensors.values())).shape
+
+
+def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
+    """The error for a name that is none of the choices: lists them and points at the nearest."""
+    names = list(choices)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(names)}{hint}")
+
+
+def blanked(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """The tensors with 0 wherever `keep` is 0: no gradient there, whatever stood there (NaN too).
+
+    `keep` has the leading dimensions of the tensors. All estimators that take no mask are 0 on zeros.
+    """
+    out = []
+    for tensor in tensors:
+        if tensor.shape[: keep.ndim] != keep.shape:
+            raise ValueError(f"keep {tuple(keep.shape)} must lead the shape {tuple(tensor.shape)}")
+        out.append(tensor.masked_fill((keep == 0).reshape(*keep.shape, *[1] * (tensor.ndim - keep.ndim)), 0.0))
+    return out

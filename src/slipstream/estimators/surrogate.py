@@ -1,7 +1,7 @@
 """Reverse KL on actions that the behaviour policy drew: surrogates whose gradient is what counts.
 
 Shapes: N positions, M cached actions. Log-probs are floored at −1e4 on entry and log-ratios clamped to ±20 before exp.
-Metrics have one value per position, detached.
+Metrics have one value per position, detached. Token scope, except `m2po`, whose mask needs the batch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import bounded_exp, floored, same_shape
+from slipstream.estimators.numerics import RATIO_BOUND, blanked, bounded_exp, floored, same_shape, unknown
 
-Clip = float | tuple[float, float] | None
+Epsilon = float | tuple[float, float]
+Clip = Epsilon | None
+Metrics = dict[str, Tensor]
 
 
 def mc_reverse_kl(
@@ -23,7 +25,7 @@ def mc_reverse_kl(
     clip: Clip = None,
     importance: bool = True,
     ratio_cap: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, Metrics]:
     """Multi-sample Monte-Carlo reverse KL: −1/M Σ ρ_i sg(A_i) over draws a_i ~ p_old.  (AsyncOPD, 2606.24143.)
 
     ρ = p_θ/p_old, A = log q − log p_θ recomputed under the current student (`advantage="current"`) or
@@ -35,36 +37,143 @@ def mc_reverse_kl(
     same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     if clip is not None and ratio_cap is not None:
         raise ValueError("clip and ratio_cap both bound the ratio: keep one of them")
+    if not importance and (clip is not None or ratio_cap is not None):
+        raise ValueError("importance=False has no ratio for clip or ratio_cap to bound: drop them")
     logp_NM, behavior_NM, logq_NM = floored(logp_NM), floored(behavior_logp_NM), floored(logq_NM)
     ratio_NM = bounded_exp(logp_NM - behavior_NM)
-    match advantage:
-        case "current":
-            advantage_NM = (logq_NM - logp_NM).detach()
-        case "behavior":
-            advantage_NM = logq_NM - behavior_NM
-        case _:
-            raise ValueError(f"advantage must be 'current' or 'behavior', got {advantage!r}")
+    advantage_NM = _advantage(advantage, logq_NM, current=logp_NM, behavior=behavior_NM)
 
-    clipped_NM = torch.zeros_like(ratio_NM)
+    bounded_NM = torch.zeros_like(ratio_NM, dtype=torch.bool)
     if not importance:
         loss_NM = -advantage_NM * logp_NM
     elif ratio_cap is not None:
+        bounded_NM = ratio_NM > ratio_cap
         weight_NM = ratio_NM.detach().clamp(max=ratio_cap)
-        clipped_NM = (ratio_NM.detach() > ratio_cap).to(ratio_NM.dtype)
         loss_NM = -weight_NM * advantage_NM * (logp_NM - logp_NM.detach()).exp()
     elif clip is not None:
-        low, high = clip if isinstance(clip, tuple) else (clip, clip)
-        plain_NM = ratio_NM * advantage_NM
-        bounded_NM = ratio_NM.clamp(1 - low, 1 + high) * advantage_NM
-        clipped_NM = (bounded_NM < plain_NM).to(ratio_NM.dtype)
-        loss_NM = -torch.minimum(plain_NM, bounded_NM)
+        gain_NM, bounded_NM = _ppo(ratio_NM, advantage_NM, clip)
+        loss_NM = -gain_NM
     else:
         loss_NM = -ratio_NM * advantage_NM
+    return loss_NM.mean(-1), _metrics(ratio_NM, advantage_NM, clip_fraction=bounded_NM)
 
+
+def decoupled_ppo(
+    logp_NM: Tensor,
+    behavior_logp_NM: Tensor,
+    proximal_logp_NM: Tensor,
+    logq_NM: Tensor,
+    *,
+    advantage: str = "behavior",
+    clip: Epsilon = 0.2,
+    weight_cap: float = 5.0,
+) -> tuple[Tensor, Metrics]:
+    """PPO around a proximal policy, weighted back to who drew: −1/M Σ sg(w) min(rA, clip(r)A).  (AReaL, 2505.24298.)
+
+    p_prox is the learner when the batch arrived; r = p_θ/p_prox carries the gradient and the clip, w = p_prox/p_old
+    corrects for staleness and is 0 where it exceeds `weight_cap`. A = log q − log p_old (`advantage="behavior"`, PPO's
+    convention), − log p_prox (`"proximal"`) or − sg(log p_θ) (`"current"`, the one whose mean gradient is the dense
+    reverse KL's while neither bound acts). For several optimizer steps on one batch, where the clip should measure the
+    step and not the staleness.
+    """
+    same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM, proximal_logp=proximal_logp_NM, logq=logq_NM)
+    logp_NM, logq_NM = floored(logp_NM), floored(logq_NM)
+    behavior_NM, proximal_NM = floored(behavior_logp_NM), floored(proximal_logp_NM)
+    ratio_NM = bounded_exp(logp_NM - proximal_NM)
+    weight_NM = bounded_exp(proximal_NM - behavior_NM).detach()
+    dropped_NM = weight_NM > weight_cap
+    weight_NM = weight_NM.masked_fill(dropped_NM, 0.0)
+    advantage_NM = _advantage(advantage, logq_NM, behavior=behavior_NM, proximal=proximal_NM, current=logp_NM)
+    gain_NM, clipped_NM = _ppo(ratio_NM, advantage_NM, clip)
+    metrics = _metrics(ratio_NM, advantage_NM, clip_fraction=clipped_NM, weight=weight_NM, dropped_fraction=dropped_NM)
+    return -(weight_NM * gain_NM).mean(-1), metrics
+
+
+def m2po(
+    logp_NM: Tensor,
+    behavior_logp_NM: Tensor,
+    logq_NM: Tensor,
+    *,
+    mask: Tensor | None = None,
+    budget: float = 0.04,
+) -> tuple[Tensor, Metrics]:
+    """`mc_reverse_kl` without the draws that `m2po_mask` takes out: −1/M Σ keep·ρ sg(A).  (M2PO, 2510.01161.)
+
+    Batch scope. On a cut batch take the mask of the whole batch once, by `m2po_mask`, and give it to the parts:
+    `m2po(…, mask=keep_NM[part], budget=math.inf)`. For stale data whose trouble is a heavy tail of ratios.
+    """
+    keep_NM, batch = m2po_mask(logp_NM, behavior_logp_NM, logq_NM, mask=mask, budget=budget)
+    loss_N, metrics = mc_reverse_kl(*blanked(keep_NM, logp_NM, behavior_logp_NM, logq_NM))
+    return loss_N, metrics | {name: value.to(loss_N.dtype).expand(loss_N.shape) for name, value in batch.items()}
+
+
+def m2po_mask(
+    logp_NM: Tensor,
+    behavior_logp_NM: Tensor,
+    logq_NM: Tensor,
+    *,
+    mask: Tensor | None = None,
+    budget: float = 0.04,
+) -> tuple[Tensor, Metrics]:
+    """What `m2po` needs of the whole batch before its first part is learned: which draws stay. No gradient.
+
+    `mask` [N] or [N, M] says which draws count at all. Metrics as of `second_moment_mask`.
+    """
+    same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
+    valid_NM = torch.ones_like(logp_NM, dtype=torch.bool) if mask is None else mask != 0
+    if valid_NM.ndim == 1:
+        valid_NM = valid_NM[:, None].expand_as(logp_NM)
+    logp_NM, behavior_NM, logq_NM = (floored(x.detach()) for x in blanked(valid_NM, logp_NM, behavior_logp_NM, logq_NM))
+    log_ratio_NM = (logp_NM - behavior_NM).clamp(-RATIO_BOUND, RATIO_BOUND)
+    return second_moment_mask(log_ratio_NM, logq_NM - logp_NM, valid_NM, budget=budget)
+
+
+def second_moment_mask(log_ratio: Tensor, advantage: Tensor, valid: Tensor, *, budget: float) -> tuple[Tensor, Metrics]:
+    """Take out harmful tokens, largest (log ρ)² first, until its mean over those kept is within the budget.  (M2PO.)
+
+    Harmful: the update drives the ratio further from 1 (A > 0 and ρ > 1, or A < 0 and ρ < 1). Equal ones leave
+    together, so the order of the batch decides nothing. If the budget cannot be met, all harmful ones are out and
+    `budget_missed` is 1. Any shape; metrics are of the whole batch (scalars).
+    """
+    same_shape(log_ratio=log_ratio, advantage=advantage, valid=valid)
+    square = log_ratio.masked_fill(~valid, 0.0).double().square()
+    harmful = valid & (advantage.sign() * log_ratio > 0)
+    harmless = valid & ~harmful
+    ascending = square[harmful].sort().values
+    # entry i: the i smallest harmful ones stay
+    sums = square[harmless].sum() + torch.cat([ascending.new_zeros(1), ascending.cumsum(0)])
+    counts = harmless.sum() + torch.arange(len(sums), device=sums.device)
+    met = (sums / counts.clamp(min=1) <= budget).nonzero()
+    stay = int(met[-1]) if len(met) else 0
+    keep = valid if stay == len(ascending) else harmless | (harmful & (square < ascending[stay]))
     metrics = {
-        "ratio": ratio_NM.detach().mean(-1),
-        "ratio_max": ratio_NM.detach().amax(-1),
-        "advantage": advantage_NM.detach().mean(-1),
-        "clip_fraction": clipped_NM.mean(-1),
+        "second_moment_before": _mean(square, valid),
+        "second_moment": _mean(square, keep),
+        "masked_fraction": _mean((~keep).double(), valid),
+        "budget_missed": torch.as_tensor(float(not len(met)), device=square.device),
     }
-    return loss_NM.mean(-1), metrics
+    return keep, metrics
+
+
+def _advantage(name: str, logq_NM: Tensor, **policies: Tensor) -> Tensor:
+    if name not in policies:
+        raise unknown("advantage", name, policies)
+    return (logq_NM - policies[name]).detach()
+
+
+def _ppo(ratio_NM: Tensor, advantage_NM: Tensor, clip: Epsilon) -> tuple[Tensor, Tensor]:
+    """min(ρA, clip(ρ)A), and where the clip decided."""
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    plain_NM = ratio_NM * advantage_NM
+    bounded_NM = ratio_NM.clamp(1 - low, 1 + high) * advantage_NM
+    return torch.minimum(plain_NM, bounded_NM), bounded_NM < plain_NM
+
+
+def _metrics(ratio_NM: Tensor, advantage_NM: Tensor, **more_NM: Tensor) -> Metrics:
+    ratio_NM = ratio_NM.detach()
+    means = {"ratio": ratio_NM, "advantage": advantage_NM, **more_NM}
+    return {name: x_NM.to(ratio_NM.dtype).mean(-1) for name, x_NM in means.items()} | {"ratio_max": ratio_NM.amax(-1)}
+
+
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    return values[where].sum() / where.sum().clamp(min=1)

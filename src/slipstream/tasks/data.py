@@ -109,7 +109,7 @@ def _hf_dataset(source: str, split: str) -> Iterator[tuple[str, Any]]:
                 data = data[split]
         else:
             data = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{source} (split {split!r}): cannot be loaded: {first_line(error)}") from None
     for number, fields in enumerate(data):
         yield f"{source}[{split}]:{number + 1}", fields

@@ -71,7 +71,7 @@ class Step:
         return keys[self.start : stop, :, : self.length], values[self.start : stop, :, : self.length]
 
     def mask(self, window: int | None, heads: int, dtype: torch.dtype) -> Tensor:
-        """What each row does not see, as −inf: [N, 1, heads·Q, L]. The queries of grouped heads lie one after the other.
+        """What each row does not see, as −inf: [N, 1, heads·Q, L]; queries of grouped heads lie one after the other.
 
         The same for every layer with the same window, and additive, because a mask of booleans is converted anew in
         every layer.

@@ -14,7 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from slipstream.assets import model_path
 from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 
 hf_logging.disable_progress_bar()  # loading and saving happen under a progress display of our own
 
@@ -48,6 +48,10 @@ def context_length(config: Any) -> int:
 def pick_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"runtime.device = {device!r} cannot be used: {_first_line(error)}") from None
     return torch.device(device)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import full_length, joined, micro_batches, padded, predictions
 from slipstream.errors import ModelError
-from slipstream.estimators.logprobs import default_chunk, logprobs_at
+from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.records import Group, Handle, Rollout, Scored, header_of
 
 Cache = Literal["sampled", "teacher_topk", "hidden"]
@@ -115,7 +115,7 @@ class NativeScorer:
 
     def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor) -> dict[str, Tensor]:
         ids, logps = [], []
-        for hidden_CD in torch.split(hidden_ND, default_chunk(self.lm.head.weight)):
+        for hidden_CD in torch.split(hidden_ND, max(1, HELD // self.lm.vocab_size)):
             logits_CV = self.lm.head(hidden_CD).to(logp_N.dtype) / self.temperature
             best = logits_CV.topk(self.k, -1)
             ids.append(best.indices.int())

@@ -1,0 +1,151 @@
+"""How fresh a buffered sample is, what that is worth, and when to throw the buffer away: f-OPD.
+
+Chen, Zhang and Wu, "f-OPD: Stabilizing Long-Horizon On-Policy Distillation with Freshness-Aware Control", Eq. 10 to 16.
+The defaults are ours, since the paper gives none. The baselines of its ablation are special values: lag-only weighting
+is alpha = beta = 0, no anchor is anchor = 0, no weighting is a weight of 1.
+
+Row scope: a score is of a whole sample. Shapes: B rows (samples), T positions, N flat positions, M cached actions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.estimators.aggregate import aggregate
+from slipstream.estimators.numerics import RATIO_BOUND, floored, same_shape
+
+
+def score(
+    lag: Tensor | float,
+    rollout_kl: Tensor | float,
+    supervision_kl: Tensor | float,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+) -> Tensor:
+    """f = exp(−α√D_roll − β√D_sup) / (lag + 1): 1 for a sample of this very policy.  (f-OPD, Eq. 11.)
+
+    Drifts are means over the aligned positions (`aligned_mean`); an infinite one marks a sample without any, whose
+    score is 0. Negative ones are rounding and count as 0. Scalars broadcast; no gradient. Where contexts are just
+    prefixes and the teacher is frozen, supervision_kl is 0.
+    """
+    lag, rollout_kl, supervision_kl = _tensor(lag), _tensor(rollout_kl), _tensor(supervision_kl)
+    shaped = {"lag": lag, "rollout_kl": rollout_kl, "supervision_kl": supervision_kl}
+    if shaped := {name: x for name, x in shaped.items() if x.ndim}:
+        same_shape(**shaped)
+    invalid = rollout_kl.isinf() | supervision_kl.isinf()
+    roll, sup = (x.masked_fill(x.isinf(), 0.0).clamp(min=0).sqrt() for x in (rollout_kl, supervision_kl))
+    return (torch.exp(-alpha * roll - beta * sup) / (lag + 1)).masked_fill(invalid, 0.0)
+
+
+def weight(f: Tensor, *, threshold: float = 0.02) -> Tensor:
+    """w = sg(relu(f − ξ)): the older, the less; nothing at or below the threshold.  (f-OPD, Eq. 13.)"""
+    return (f.detach() - threshold).clamp(min=0)
+
+
+def rollout_kl_from_cache(logp_NM: Tensor, behavior_logp_NM: Tensor) -> Tensor:
+    """KL(p_θ‖p_old) from draws of p_old: 1/M Σ (ρ log ρ − ρ + 1), each term ≥ 0. Differentiable.
+
+    Unbiased, in value and gradient, while no ratio is clamped and p_θ is processed exactly as p_old was (temperature,
+    kept ids); otherwise it is positive at zero lag. The alternative, replaying weight snapshots, is exact:
+    `dense(logp, logp_old, kind="reverse")`.
+    """
+    same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM)
+    log_ratio_NM = (floored(logp_NM) - floored(behavior_logp_NM)).clamp(-RATIO_BOUND, RATIO_BOUND)
+    # as ρ·x − (ρ − 1), x = log ρ: exact near ρ = 1 but for the last digit, which may fall below 0
+    return (log_ratio_NM.exp() * log_ratio_NM - torch.expm1(log_ratio_NM)).clamp(min=0).mean(-1)
+
+
+def aligned_mean(kl_BT: Tensor, aligned_BT: Tensor) -> Tensor:
+    """The drift of each sample: the mean over the positions where replay is valid, infinite where there is none."""
+    same_shape(kl=kl_BT, aligned=aligned_BT)
+    count_B = (aligned_BT != 0).sum(-1)
+    mean_B = kl_BT.masked_fill(aligned_BT == 0, 0.0).sum(-1) / count_B.clamp(min=1)
+    return mean_B.masked_fill(count_B == 0, torch.inf)
+
+
+def fopd_loss(
+    loss_BT: Tensor,
+    supervised_BT: Tensor,
+    rollout_kl_BT: Tensor,
+    replayed_BT: Tensor,
+    weight_B: Tensor,
+    *,
+    anchor: float = 0.1,
+    n_sequences: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """E_i[w_i (ℓ_i + λ D_roll,i)]: any distillation loss, weighted by freshness and anchored to the rollout policy.
+    (f-OPD, Eq. 16.)
+
+    ℓ_i is the mean of `loss` over the aligned positions of supervision, D_roll,i that of `rollout_kl` (differentiable)
+    over those of replay. Gated samples (w = 0) stay in the denominator: `n_sequences`, or the rows with any aligned
+    position. For long horizons and contexts that are rebuilt, where lag alone says too little. Metrics: scalars.
+    """
+    same_shape(loss=loss_BT, supervised=supervised_BT, rollout_kl=rollout_kl_BT, replayed=replayed_BT)
+    if weight_B.shape != loss_BT.shape[:1]:
+        raise ValueError(f"weight {tuple(weight_B.shape)} must be [B] with B = {len(loss_BT)}")
+    weight_B = weight_B.detach().to(loss_BT.dtype)
+    present_B = ((supervised_BT != 0) | (replayed_BT != 0)).any(-1)
+    if n_sequences is None:
+        n_sequences = max(float(present_B.sum()), 1.0)
+
+    def weighted_mean(x_BT: Tensor, aligned_BT: Tensor) -> Tensor:
+        return aggregate(x_BT * weight_B[:, None], aligned_BT, "seq-mean-token-mean", n_sequences=n_sequences)
+
+    distill, drift = weighted_mean(loss_BT, supervised_BT), weighted_mean(rollout_kl_BT, replayed_BT)
+    metrics = {
+        "distill": distill.detach(),
+        "anchor": anchor * drift.detach(),
+        "weight": weight_B[present_B].sum() / n_sequences,
+        "gated_fraction": ((weight_B == 0) & present_B).sum() / n_sequences,
+    }
+    return distill + anchor * drift, metrics
+
+
+@dataclass(frozen=True)
+class BufferLevel:
+    """Means over everything scored and not yet consumed: freshness, and |aligned positions| / length of both kinds."""
+
+    freshness: float
+    roll_coverage: float
+    sup_coverage: float
+
+
+def buffer_level(f_B: Tensor, roll_coverage_B: Tensor, sup_coverage_B: Tensor) -> BufferLevel:
+    """The buffer at a glance; an empty one has nothing stale in it.  (f-OPD, Eq. 14.)"""
+    same_shape(f=f_B, roll_coverage=roll_coverage_B, sup_coverage=sup_coverage_B)
+    if not len(f_B):
+        return BufferLevel(1.0, 1.0, 1.0)
+    return BufferLevel(*(x_B.double().mean().item() for x_B in (f_B, roll_coverage_B, sup_coverage_B)))
+
+
+def refresh_reason(
+    level: BufferLevel,
+    *,
+    steps_since: int | None,
+    kappa_f: float = 0.05,
+    kappa_roll: float = 0.5,
+    kappa_sup: float = 0.5,
+    cooldown: int = 200,
+) -> str | None:
+    """Why the buffer should be thrown away and rolled out anew, or None.  (f-OPD, Eq. 15.)
+
+    `steps_since` counts optimizer steps since the last refresh, None if there was none; there is at most one per
+    `cooldown`.
+    """
+    if steps_since is not None and steps_since < cooldown:
+        return None
+    if level.freshness <= kappa_f:
+        return f"mean freshness {level.freshness:.3g} <= {kappa_f}"
+    if level.roll_coverage < kappa_roll:
+        return f"mean rollout coverage {level.roll_coverage:.3g} < {kappa_roll}"
+    if level.sup_coverage < kappa_sup:
+        return f"mean supervision coverage {level.sup_coverage:.3g} < {kappa_sup}"
+    return None
+
+
+def _tensor(x: Tensor | float) -> Tensor:
+    return x.detach() if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64)

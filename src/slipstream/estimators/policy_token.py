@@ -1,0 +1,216 @@
+"""Policy losses of token scope, before any weighting or summing: the formulas behind `policy.policy_loss`.
+
+Each takes the log-probs of the emitted tokens under the current policy and under the old one, the advantages and the
+mask, and returns (loss, acted): the loss of every token, and at which tokens the trust region acted. They are called
+through `policy_loss`, which has floored the log-probs, put 0 where the mask is 0, and looked after dtypes and shapes.
+
+δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, sg stop-gradient, lo = clip_low, hi = clip_high.
+
+Shapes: B rows, T positions. `mask` is bool.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.estimators.numerics import blanked, bounded_exp, floored, same_shape
+
+Loss = tuple[Tensor, Tensor]
+
+
+def vanilla(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 3.0,
+) -> Loss:
+    """PPO's clipped surrogate with the dual clip.  (Schulman et al., 1707.06347; Ye et al., 1912.09729.)
+
+    max(−A r, −A clip(r, 1−lo, 1+hi)), and where A < 0 at most −A·dual_clip.
+    The default while rollouts are nearly on-policy; a token that left the region has no gradient.
+    """
+    loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
+    most_BT = torch.where(advantage_BT < 0, -advantage_BT * dual_clip, torch.inf)
+    return torch.minimum(loss_BT, most_BT), clipped_BT | (loss_BT > most_BT)
+
+
+def reinforce(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Loss:
+    """The plain policy gradient.  (REINFORCE, Williams 1992; GPG is the same loss on its own advantages.)
+
+    −A logπ.
+    On-policy, or when importance weights given from outside already hold the whole correction.
+    """
+    return -advantage_BT * logp_BT, nowhere(mask_BT)
+
+
+def cispo(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Loss:
+    """A clipped ratio as a constant weight, so that every token keeps a gradient.  (MiniMax-M1, 2506.13585.)
+
+    −sg(clip(r, 1−lo, 1+hi)) A logπ.
+    When clipping silences rare but decisive tokens; there is no trust region, so watch the KL.
+    """
+    ratio_BT = bounded_exp(logp_BT - old_BT).detach()
+    weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    return -weight_BT * advantage_BT * logp_BT, weight_BT != ratio_BT
+
+
+def sapo(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Loss:
+    """A sigmoid instead of the clip: the gradient fades smoothly as r leaves 1.  (SAPO, 2511.20347.)
+
+    −A σ(τ(r − 1))·4/τ with τ = tau_pos where A > 0, else tau_neg; the gradient at r = 1 is the plain one.
+    When the edge of PPO's clip makes training jumpy.
+    """
+    tau_BT = torch.full_like(advantage_BT, tau_neg).masked_fill(advantage_BT > 0, tau_pos)
+    gate_BT = torch.sigmoid(tau_BT * (bounded_exp(logp_BT - old_BT) - 1)) * 4 / tau_BT
+    return -advantage_BT * gate_BT, nowhere(mask_BT)
+
+
+def dppo_tv(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dppo_truncation: float = 20.0,
+) -> Loss:
+    """A trust region in probability instead of ratio: drop tokens whose probability moved too far.  (DPPO, 2602.04879.)
+
+    −A sg(min(r, dppo_truncation)) logπ, kept while π − π_old ≤ hi (A > 0) or π_old − π ≤ lo (A ≤ 0).
+    Under engine mismatch, where rare tokens have wild ratios and hardly any mass.
+    """
+    moved_BT = (logp_BT.exp() - old_BT.exp()).detach()
+    keep_BT = torch.where(advantage_BT > 0, moved_BT <= clip_high, -moved_BT <= clip_low)
+    return _truncated(logp_BT, old_BT, advantage_BT, keep_BT, dppo_truncation), ~keep_BT
+
+
+def dppo_kl(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dppo_truncation: float = 20.0,
+) -> Loss:
+    """As `dppo_tv`, by the KL of "this token or another" between old and current policy.  (DPPO, 2602.04879.)
+
+    D = π_old log(π_old/π) + (1−π_old) log((1−π_old)/(1−π)); dropped if D > hi and π > π_old (A > 0), or if D > lo and
+    π < π_old (A ≤ 0).
+    As `dppo_tv`, but stricter about tokens that were almost certain or almost impossible.
+    """
+    logp, old = logp_BT.detach(), old_BT
+    kl_BT = old.exp() * (old - logp) + (-torch.expm1(old)) * (_log_rest(old) - _log_rest(logp))
+    dropped_BT = torch.where(advantage_BT > 0, (kl_BT > clip_high) & (logp > old), (kl_BT > clip_low) & (logp < old))
+    return _truncated(logp_BT, old_BT, advantage_BT, ~dropped_BT, dppo_truncation), dropped_BT
+
+
+def dro(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, dro_beta: float = 0.5) -> Loss:
+    """The plain policy gradient with a quadratic pull back to the old policy.  (DRO, Richemond et al. 2024.)
+
+    −(A logπ − ½ dro_beta δ²).
+    Off-policy or offline data without importance ratios: nothing explodes and no token is silenced.
+    """
+    return -(advantage_BT * logp_BT - dro_beta / 2 * (logp_BT - old_BT).square()), nowhere(mask_BT)
+
+
+def decoupled_ppo(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    proximal_logp: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    weight_cap: float = 5.0,
+) -> Loss:
+    """PPO around a recent proximal policy, reweighted from the policy that drew the token.  (AReaL, 2505.24298.)
+
+    −sg(w)·min(r A, clip(r, 1−lo, 1+hi) A), r = π/π_prox, w = π_prox/π_old, and w = 0 where w > weight_cap.
+    π_old is the behaviour policy; `proximal_logp` [B, T] are the learner's log-probs when the batch arrived.
+    Asynchronous training: the clip measures what this update moved, not how old the sample is.
+    """
+    same_shape(logp=logp_BT, proximal_logp=proximal_logp)
+    (proximal_BT,) = blanked(mask_BT, floored(proximal_logp.detach().to(old_BT.dtype)))
+    weight_BT = bounded_exp(proximal_BT - old_BT)
+    dropped_BT = weight_BT > weight_cap
+    loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - proximal_BT), advantage_BT, clip_low, clip_high)
+    return weight_BT.masked_fill(dropped_BT, 0.0) * loss_BT, clipped_BT | dropped_BT
+
+
+def aspo(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = 3.0,
+) -> Loss:
+    """PPO with the ratio turned over for good tokens: those still improbable are lifted most.  (ASPO, 2510.06062.)
+
+    A > 0: −A sg(1/r²)·r, its value 1/r bounded by dual_clip and the gradient kept (their soft dual clip), so no clip of
+    r; A ≤ 0: `vanilla`.
+    When entropy collapses because probable good tokens are pushed further and rare ones are not.
+    """
+    bad_BT, clipped_BT = vanilla(
+        logp_BT, old_BT, advantage_BT, mask_BT, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
+    )
+    flipped_BT = bounded_exp(old_BT - logp_BT.detach())
+    good_BT = -advantage_BT * flipped_BT.clamp(max=dual_clip) * self_ratio(logp_BT)
+    good = advantage_BT > 0
+    return torch.where(good, good_BT, bad_BT), torch.where(good, flipped_BT > dual_clip, clipped_BT)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float) -> Loss:
+    """max(−A ratio, −A clip(ratio, 1−lo, 1+hi)), and where the clip won."""
+    plain_BT = -advantage_BT * ratio_BT
+    bounded_BT = -advantage_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(plain_BT, bounded_BT), bounded_BT > plain_BT
+
+
+def self_ratio(logp_BT: Tensor) -> Tensor:
+    """1, with the gradient ∇logπ."""
+    return (logp_BT - logp_BT.detach()).exp()
+
+
+def nowhere(mask_BT: Tensor) -> Tensor:
+    return torch.zeros_like(mask_BT)
+
+
+def _truncated(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, keep_BT: Tensor, truncation: float) -> Tensor:
+    weight_BT = bounded_exp(logp_BT.detach() - old_BT).clamp(max=truncation)
+    return -advantage_BT * weight_BT.masked_fill(~keep_BT, 0.0) * logp_BT
+
+
+def _log_rest(logp: Tensor) -> Tensor:
+    """log(1 − p), floored."""
+    return floored((-torch.expm1(logp.clamp(max=0.0))).log())

@@ -1,0 +1,368 @@
+"""The command line as a person meets it: instant help, one line for every mistake, and a run from beginning to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main, overrides, parser
+from slipstream.config import fields, parse
+from slipstream.errors import ConfigError
+from slipstream.runlog import read_lines
+
+COMMANDS = ["demo", "train", "eval", "config"]
+HEAVY = {"torch", "transformers", "tokenizers", "datasets", "pydantic", "numpy", "rich"}
+
+# every line is one command; what each writes to its two outputs is caught at the file descriptors
+SHELL = """
+import json, os, sys, tempfile
+from slipstream.cli import main
+
+def run(argv):
+    saved, files = [os.dup(1), os.dup(2)], [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
+    for descriptor, file in zip((1, 2), files):
+        os.dup2(file.fileno(), descriptor)
+    try:
+        try:
+            code = main(argv)
+        except SystemExit as exit:
+            code = exit.code
+        sys.stdout.flush(), sys.stderr.flush()
+    finally:
+        for descriptor, copy in zip((1, 2), saved):
+            os.dup2(copy, descriptor)
+    texts = []
+    for file in files:
+        file.seek(0)
+        texts.append(file.read().decode())
+    return code, *texts
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(run(json.loads(line))) + "\\n")
+        sys.stdout.flush()
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+    written: list[str]
+    """Files that are new."""
+
+
+class Shell:
+    """One real process, so that torch is loaded once, that runs commands in a directory of its own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        (home / "shell.py").write_text(SHELL)
+        self.process = subprocess.Popen(
+            [sys.executable, "shell.py"], cwd=home, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def files(self) -> set[str]:
+        return {str(path.relative_to(self.home)) for path in self.home.rglob("*")}
+
+    def __call__(self, *argv: str) -> Outcome:
+        assert self.process.stdin and self.process.stdout
+        before = self.files()
+        self.process.stdin.write(json.dumps(argv) + "\n")
+        self.process.stdin.flush()
+        code, out, err = json.loads(self.process.stdout.readline())
+        return Outcome(code, out, err, sorted(self.files() - before))
+
+    def close(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+CONFIG = """
+student = "models/student"
+updates = 2
+output = "run"
+
+[data]
+train = "good.jsonl"
+eval = "good.jsonl"
+eval_split = "train"
+
+[teachers.main]
+model = "models/teacher"
+
+[sampler]
+max_tokens = 6
+slots = 8
+
+[loss]
+m = 2
+
+[learner]
+batch_size = 4
+
+[task]
+reward = "exact"
+
+[eval]
+every = 2
+"""
+
+GOOD = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(6)]
+FILES = {
+    "good.toml": CONFIG,
+    "unknown.toml": CONFIG.replace("updates", "upates"),
+    "broken.toml": "student = ",
+    "good.jsonl": "".join(json.dumps(row) + "\n" for row in GOOD),
+    "malformed.jsonl": json.dumps(GOOD[0]) + '\n{"question": "?"}\n',
+    "unanswered.jsonl": '{"prompt": "a"}\n',
+    "long.jsonl": '{"prompt": "' + "a" * 100 + '", "answer": ""}\n',
+    "empty.jsonl": "",
+    "taken/config.toml": "precious",
+    "file": "",
+}
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory: pytest.TempPathFactory, models_dir: Path) -> Iterator[Shell]:
+    home = tmp_path_factory.mktemp("shell")
+    shutil.copytree(models_dir, home / "models")
+    for name, text in FILES.items():
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_text(text)
+    shell = Shell(home)
+    yield shell
+    shell.close()
+
+
+# --- help --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_every_command_explains_itself(command: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"] if command else ["--help"])
+    assert caught.value.code == 0
+    text, err = capsys.readouterr()
+    assert err == "" and text.startswith(f"usage: slipstream {command or ''}")
+    if command is None:
+        assert all(name in text for name in COMMANDS)
+
+
+def test_the_commands_are_those_that_are_tested() -> None:
+    assert re.findall(r"^    (\w+)", parser().format_help(), re.MULTILINE) == COMMANDS
+
+
+def loaded_by(*argv: str) -> set[str]:
+    code = f"import sys\nfrom slipstream.cli import main\ntry: main({list(argv)})\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert not loaded_by("--help") & HEAVY
+    assert not loaded_by("train", "--help") & HEAVY
+
+
+def test_listing_the_settings_loads_no_models() -> None:
+    assert not loaded_by("config") & {"torch", "transformers", "tokenizers", "datasets"}
+
+
+def test_the_installed_command_is_this_one() -> None:
+    script = Path(sys.executable).parent / "slipstream"
+    done = subprocess.run([script, "train", "no.toml"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: no.toml: no such file\n")
+
+
+# --- config ------------------------------------------------------------------------------------------------
+
+
+def test_config_alone_lists_every_setting_with_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config"]) == 0
+    text = capsys.readouterr().out
+    for name, info, kind in fields():
+        assert re.search(rf"^{re.escape(name)}: .*{f'kind = {kind}' if kind else ''}", text, re.MULTILINE), name
+        assert info.description and info.description in text
+
+
+def test_config_prints_the_resolved_file(shell: Shell) -> None:
+    done = shell("config", "good.toml", "--loss.m", "4", "--learner.lr=0.5")
+    assert (done.code, done.err, done.written) == (0, "", [])
+    config = parse(tomllib.loads(done.out))
+    assert (config.loss.model_dump()["m"], config.learner.lr, config.updates) == (4, 0.5, 2)
+
+
+def test_config_says_what_a_new_kind_discards(shell: Shell) -> None:
+    done = shell("config", "good.toml", "--loss.k", "4", "--loss.kind", "forward_kl")
+    assert done.code == 0
+    assert done.err == "note: kind = 'forward_kl' replaces 'reverse_kl_mc'; its settings m are discarded\n"
+    assert parse(tomllib.loads(done.out)).loss.model_dump()["k"] == 4
+
+
+def test_config_check_reads_everything_and_writes_nothing(shell: Shell) -> None:
+    done = shell("config", "good.toml", "--check")
+    assert (done.code, done.err, done.written) == (0, "", [])
+    assert done.out.endswith("# ok: 6 prompts, one vocabulary, everything fits the context\n")
+    assert parse(tomllib.loads(done.out)).student == "models/student", "with the check's line it is still TOML"
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no command": ([], "the following arguments are required: COMMAND; see slipstream --help"),
+    "unknown command": (["trian", "good.toml"], "argument COMMAND: invalid choice: 'trian'"),
+    "no config": (["train"], "the following arguments are required: config; see slipstream train --help"),
+    "missing config": (["train", "no.toml"], "no.toml: no such file"),
+    "directory as config": (["train", "models"], "models: is a directory; name its config.toml"),
+    "broken config": (["train", "broken.toml"], "broken.toml: not valid TOML: "),
+    "unknown key": (["train", "unknown.toml"], "unknown.toml: unknown key 'upates'; did you mean 'updates'?"),
+    "unknown override": (
+        ["train", "good.toml", "--learner.learning_rate", "1"],
+        "good.toml: unknown key 'learner.learning_rate'; did you mean 'lr'?",
+    ),
+    "unknown demo override": (
+        ["demo", "--lr", "1"],
+        "demo.toml: unknown key 'lr'; known: ",
+    ),
+    "abbreviated option": (["config", "good.toml", "--che", "1"], "good.toml: unknown key 'che'"),
+    "override without value": (["train", "good.toml", "--learner.lr"], "--learner.lr needs a value"),
+    "argument that is no override": (["train", "good.toml", "fast"], "unexpected argument 'fast'; write overrides as"),
+    "unknown argument": (["eval", "models/student", "--fast", "1"], "unknown argument '--fast'; see slipstream eval"),
+    "wrong type of argument": (["eval", "models/student", "-n", "many"], "argument -n: invalid positive value: 'many'"),
+    "negative number": (["eval", "models/student", "-n", "0"], "argument -n: 0 is not a positive number"),
+    "negative temperature": (
+        ["eval", "models/student", "--temperature", "-1"],
+        "argument --temperature: -1 is negative",
+    ),
+    "more tries than samples": (["eval", "models/student", "-n", "2", "-k", "3"], "pass@3 needs at least 3 samples"),
+    "override without config": (["config", "--check"], "name a config file: slipstream config CONFIG"),
+    "wrong type": (["train", "good.toml", "--updates", "many"], "good.toml: updates: input should be a valid integer"),
+    "wrong kind": (
+        ["train", "good.toml", "--loss.kind", "forward_lk"],
+        "good.toml: loss.kind: did you mean 'forward_kl'?",
+    ),
+    "existing run": (
+        ["train", "good.toml", "--output", "taken"],
+        "taken already holds a run: choose another with --out",
+    ),
+    "file as run": (["train", "good.toml", "--output", "file"], "file is a file: choose another run directory"),
+    "missing data": (["train", "good.toml", "--data.train", "no.jsonl"], "no.jsonl: cannot be read: No such file"),
+    "malformed row": (
+        ["train", "good.toml", "--data.train", "malformed.jsonl"],
+        "malformed.jsonl:2: expected 'prompt' (text or a list of messages) or 'messages'; found 'question'",
+    ),
+    "malformed held-out row": (["train", "good.toml", "--data.eval", "malformed.jsonl"], "malformed.jsonl:2: expected"),
+    "empty data": (["train", "good.toml", "--data.train", "empty.jsonl"], "empty.jsonl: no rows"),
+    "data without answers": (
+        ["train", "good.toml", "--data.train", "unanswered.jsonl"],
+        "task.reward = 'exact' needs 'ground_truth' or 'answer'; unanswered.jsonl:1 has neither",
+    ),
+    "held-out data without answers": (
+        ["train", "good.toml", "--data.eval", "unanswered.jsonl"],
+        "unanswered.jsonl:1: has neither 'ground_truth' nor 'answer' to grade against",
+    ),
+    "prompt longer than the context": (
+        ["train", "good.toml", "--data.train", "long.jsonl"],
+        "long.jsonl:1: 101 prompt tokens + sampler.max_tokens = 6 exceed the context of 64 of models/student",
+    ),
+    "held-out prompt longer than the context": (
+        ["train", "good.toml", "--data.eval", "long.jsonl"],
+        "long.jsonl:1: 101 prompt tokens + sampler.max_tokens = 6 exceed the context of 64 of models/student",
+    ),
+    "response longer than the context": (
+        ["train", "good.toml", "--sampler.max_tokens", "60"],
+        "good.jsonl:1: 8 prompt tokens + sampler.max_tokens = 60 exceed the context of 64",
+    ),
+    "micro-batch too small": (
+        ["train", "good.toml", "--learner.token_budget", "12"],
+        "learner.token_budget = 12 is less than the longest sequence of 14 tokens",
+    ),
+    "different tokenizers": (
+        ["train", "good.toml", "--teachers.main.model", "models/stranger"],
+        "student models/student and teacher models/stranger have different tokenizers: id 17 is 'a' in one and 'b'",
+    ),
+    "model that is nowhere": (
+        ["train", "good.toml", "--student", "no/such-model"],
+        "no/such-model: cannot load a token",
+    ),
+    "teacher that is nowhere": (
+        ["config", "good.toml", "--check", "--teachers.main.model", "nowhere"],
+        "nowhere: cannot",
+    ),
+    "directory without a model": (
+        ["train", "good.toml", "--student", "taken"],
+        "taken: cannot load a tokenizer there: ",
+    ),
+    "tracker that is not installed": (
+        ["train", "good.toml", "--log.to", '["mlflow"]'],
+        "log.to = ['mlflow'] needs mlflow",
+    ),
+    "evaluated model that is nowhere": (["eval", "no/such-model"], "no/such-model: cannot load a tokenizer there: "),
+    "evaluation on a malformed row": (
+        ["eval", "models/student", "--data", "malformed.jsonl"],
+        "malformed.jsonl:2: expec",
+    ),
+    "evaluation without answers": (
+        ["eval", "models/student", "--data", "unanswered.jsonl"],
+        "unanswered.jsonl:1: has n",
+    ),
+    "evaluation beyond the context": (
+        ["eval", "models/student", "--data", "long.jsonl", "--max-tokens", "2"],
+        "long.jsonl:1: prompt and --max-tokens exceed the context of 64 of models/student",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_costs_one_line_and_leaves_nothing_behind(shell: Shell, mistake: str) -> None:
+    argv, message = MISTAKES[mistake]
+    done = shell(*argv)
+    assert done.err.startswith("error: ") and message in done.err
+    assert (done.code, done.err.count("\n"), done.err[-1]) == (2, 1, "\n")
+    assert done.written == []
+    assert (shell.home / "taken" / "config.toml").read_text() == "precious"
+
+
+def test_overrides_are_pairs_in_either_form() -> None:
+    assert overrides(["--a.b", "1", "--c=x=y", "--d", "--e"]) == [("a.b", "1"), ("c", "x=y"), ("d", "--e")]
+    for rest in (["-x", "1"], ["--"], ["x"]):
+        with pytest.raises(ConfigError, match=f"unexpected argument '{rest[0]}'"):
+            overrides(rest)
+
+
+# --- a run -------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_directory_that_can_be_evaluated_and_is_never_overwritten(shell: Shell) -> None:
+    done = shell("train", "good.toml", "--output", "first")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("done: student in first/final, metrics in first/metrics.jsonl\n")
+    run = shell.home / "first"
+    assert parse(tomllib.loads((run / "config.toml").read_text())).output == "first"
+    lines = read_lines(run / "metrics.jsonl")
+    assert [(line["kind"], line["update"]) for line in lines] == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+    assert [entry["end"] for entry in read_lines(run / "ledger.jsonl")] == ["trained"] * 8
+
+    ask = ["--data", "good.jsonl", "--max-tokens", "4", "-n", "2", "-k", "1", "2", "--json"]
+    evaluated = shell("eval", "first", *ask)
+    assert (evaluated.code, evaluated.err, evaluated.written) == (0, "", [])
+    scores = json.loads(evaluated.out)
+    assert scores.keys() == {"model", "prompts", "temperature", "avg@2", "pass@1", "pass@2", "greedy"}
+    assert (scores["model"], scores["prompts"]) == ("first/final", 6)
+    assert shell("eval", "first", *ask) == evaluated, "the same seed gives the same answers"
+
+    again = shell("train", "good.toml", "--output", "first")
+    assert (again.code, again.written) == (2, [])
+    assert again.err == "error: first already holds a run: choose another with --output, or remove it\n"

@@ -1,0 +1,90 @@
+"""Every command, target, script, option and setting that the documentation names exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import overrides, parser
+from slipstream.config import fields, parse
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SETTING = re.compile(r"(?<![\w-])--([a-z_]+(?:\.[a-z_]+)+)")
+SHELLS = {"", "sh", "bash", "shell", "console", "text"}
+
+
+def blocks(languages: set[str]) -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for language, text in FENCE.findall(page.read_text("utf-8")):
+            if language in languages:
+                yield page, text
+
+
+def commands(program: str) -> list[list[str]]:
+    """The words of every documented call of a program, without prompt, comment, environment and directory."""
+    call = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\S*/)?({program}(?: .*)?)")
+    lines = [line for _, text in blocks(SHELLS) for line in text.replace("\\\n", " ").splitlines()]
+    found = [call.fullmatch(part.strip()) for line in lines for part in line.split("&&")]
+    return [shlex.split(match[1], comments=True) for match in found if match]
+
+
+def is_setting(dotted: str) -> bool:
+    name = re.sub(r"^teachers\.\w+", "teachers.NAME", dotted)
+    return any(name == known or name.startswith("data.template_args.") for known, _, _ in fields())
+
+
+def test_the_documentation_shows_commands() -> None:
+    assert commands("slipstream") and commands("make") and commands("python")
+
+
+@pytest.mark.parametrize("words", commands("slipstream"), ids=" ".join)
+def test_a_documented_command_is_understood(words: list[str]) -> None:
+    args, rest = parser().parse_known_args(words[1:])
+    assert args.overridable or not rest
+    assert [key for key, _ in overrides(rest) if not is_setting(key)] == []
+    config = getattr(args, "config", None)
+    if config is not None and "/" in config:
+        assert (ROOT / config).is_file()
+
+
+@pytest.mark.parametrize("words", commands("make"), ids=" ".join)
+def test_a_documented_target_is_in_the_makefile(words: list[str]) -> None:
+    targets = set(re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(words[1:]) <= targets
+
+
+@pytest.mark.parametrize("words", commands("python"), ids=" ".join)
+def test_a_documented_script_is_there_and_knows_its_options(words: list[str]) -> None:
+    if words[1] == "-m":
+        spec = find_spec(words[2])
+        assert spec is not None and spec.origin is not None
+        script = Path(spec.origin)
+    else:
+        script = ROOT / words[1]
+    assert script.is_file()
+    text = script.read_text("utf-8")
+    assert [word for word in words[2:] if word.startswith("--") and f'"{word.partition("=")[0]}"' not in text] == []
+
+
+def test_every_setting_that_is_mentioned_exists() -> None:
+    mentioned = {name for page in PAGES for name in SETTING.findall(page.read_text("utf-8"))} - {"a.b"}
+    assert {name for name in mentioned if not is_setting(name)} == set()
+
+
+@pytest.mark.parametrize("text", [text for _, text in blocks({"toml"})])
+def test_every_config_that_is_shown_is_valid(text: str) -> None:
+    parse({"student": "s", "teachers": {"main": {"model": "t"}}} | tomllib.loads(text))
+
+
+def test_every_file_that_is_linked_exists() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text("utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,151 @@
+"""A file imports only from layers above its own line; what must start instantly never imports torch."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "src" / "slipstream"
+
+BASE = "errors records config metrics runlog"
+ENGINES = f"{BASE} assets estimators engines"
+PIPELINE = f"{BASE} tasks engines.base pipeline"
+EVERYTHING = f"{ENGINES} tasks pipeline runtimes launch accuracy progress demo"
+
+# part of the package: what it may see of the package. The longest name that fits a file counts.
+SEES = {
+    "__init__": "",
+    "errors": "",
+    "records": BASE,
+    "config": BASE,
+    "metrics": BASE,
+    "runlog": BASE,
+    "estimators": "estimators",
+    "assets": "errors",
+    "assets.build": "tasks.arithmetic",
+    "tasks": f"{BASE} assets tasks",
+    "engines": ENGINES,
+    "engines.base": BASE,
+    "pipeline": PIPELINE,
+    "runtimes": f"{ENGINES} tasks pipeline runtimes",
+    "launch": EVERYTHING,
+    "accuracy": EVERYTHING,
+    "progress": EVERYTHING,
+    "demo": EVERYTHING,
+    "cli": EVERYTHING,
+}
+
+# what a part may import of others as it is loaded, beside the standard library; parts that are not here, anything
+LOADS = {
+    "__init__": "",
+    "errors": "",
+    "records": "numpy",
+    "config": "pydantic pydantic_core",
+    "metrics": "",
+    "runlog": "",
+    "estimators": "torch",
+    "assets": "",
+    "assets.build": "torch numpy tokenizers transformers",
+    "tasks": "numpy",
+    "engines.base": "",
+    "pipeline": "",
+    "progress": "rich",
+    "cli": "",
+}
+
+# and what it may import inside a function, once that is needed
+LOADS_LATER = {
+    "config": "tomli_w",
+    "runlog": "torch wandb mlflow trackio",
+    "tasks": "transformers jinja2 pyarrow datasets math_verify",
+    "cli": "rich",
+}
+
+
+def parts() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), ast.parse(path.read_text("utf-8"))
+
+
+PARTS = dict(parts())
+
+
+def place(part: str, table: Mapping[str, object]) -> str | None:
+    """The longest name in a table that is this part or a package around it."""
+    return max((name for name in table if f"{part}.".startswith(f"{name}.")), key=len, default=None)
+
+
+def imports(tree: ast.AST, *, loaded_only: bool) -> Iterator[str]:
+    """Full names of what is imported, `from a import b` as a.b."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                assert level == 0 and module, "imports are absolute"
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() if loaded_only:
+                pass
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")) if loaded_only:
+                pass
+            case _:
+                yield from imports(node, loaded_only=loaded_only)
+
+
+def ours(names: Iterable[str]) -> set[str]:
+    return {name.removeprefix("slipstream.") for name in names if name.startswith("slipstream.")}
+
+
+def theirs(names: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"slipstream"}
+
+
+def test_every_file_has_its_place() -> None:
+    assert len(PARTS) > 30
+    assert [part for part in PARTS if place(part, SEES) is None] == []
+    assert [name for name in SEES if place(name, PARTS) is None] == []
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_file_sees_only_the_layers_above_it(part: str) -> None:
+    allowed = dict.fromkeys(SEES[place(part, SEES) or ""].split())
+    seen = ours(imports(PARTS[part], loaded_only=False))
+    assert {name for name in seen if place(name, allowed) is None} == set()
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if place(part, LOADS) is not None])
+def test_a_file_imports_only_the_libraries_of_its_layer(part: str) -> None:
+    name = place(part, LOADS) or ""
+    loads, later = set(LOADS[name].split()), set(LOADS_LATER.get(name, "").split())
+    assert theirs(imports(PARTS[part], loaded_only=True)) <= loads
+    assert theirs(imports(PARTS[part], loaded_only=False)) <= loads | later
+
+
+def test_no_two_files_import_each_other_by_whatever_way() -> None:
+    graph = {
+        part: {place(name, PARTS) for name in ours(imports(tree, loaded_only=False))} for part, tree in PARTS.items()
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def test_the_rules_see_what_they_forbid() -> None:
+    code = """
+import torch.nn as nn
+if TYPE_CHECKING:
+    import numpy
+def later():
+    from slipstream.engines.native import kv
+"""
+    tree = ast.parse(code)
+    assert ours(imports(tree, loaded_only=False)) == {"engines.native.kv"}
+    assert theirs(imports(tree, loaded_only=False)) == {"numpy", "torch"}
+    assert ours(imports(tree, loaded_only=True)) == set()
+    assert theirs(imports(tree, loaded_only=True)) == {"torch"}
+    assert place("engines.native.kv", dict.fromkeys(PIPELINE.split())) is None
+    assert place("engines.base.Handle", dict.fromkeys(PIPELINE.split())) == "engines.base"

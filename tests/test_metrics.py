@@ -1,0 +1,135 @@
+"""Numbers worked out by hand, with the working shown."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import isnan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.metrics import avg_at_n, lag_metrics, pass_at_k, sample_metrics, throughput
+from slipstream.records import Finish, Header
+
+
+def header(
+    *versions: tuple[int, int], tokens: int = 0, finish: Finish = "eos", rewards: dict[str, float] | None = None
+) -> Header:
+    return Header(
+        prompt="p",
+        number=0,
+        index=0,
+        data_source="default",
+        prompt_tokens=1,
+        tokens=tokens or sum(count for _, count in versions),
+        versions=versions,
+        finish=finish,
+        rewards=rewards or {},
+    )
+
+
+def test_lag_is_counted_token_by_token() -> None:
+    # at version 5: six tokens of version 5 (lag 0), three of version 4 (lag 1), one of version 2 (lag 3)
+    headers = [header((4, 2), (5, 2)), header((2, 1), (4, 1), (5, 4))]
+    numbers = lag_metrics(headers, 5)
+    assert numbers == {
+        "lag/mean": (6 * 0 + 3 * 1 + 1 * 3) / 10,
+        "lag/max": 3.0,
+        "lag/tokens_0": 6.0,
+        "lag/tokens_1": 3.0,
+        "lag/tokens_3": 1.0,
+    }
+
+
+def test_tokens_that_are_not_trained_on_have_no_lag() -> None:
+    # a response without trained tokens says (version, 0)
+    assert lag_metrics([header((1, 0), tokens=4)], 5) == {"lag/mean": 0.0, "lag/max": 0.0}
+    assert lag_metrics([header((1, 0), tokens=4), header((4, 2))], 5)["lag/mean"] == 1.0
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=1), min_size=1), st.integers(5, 9))
+def test_the_lag_histogram_has_every_trained_token_once(runs: list[list[tuple[int, int]]], version: int) -> None:
+    headers = [header(*versions) for versions in runs]
+    numbers = lag_metrics(headers, version)
+    histogram = {int(name[11:]): count for name, count in numbers.items() if name.startswith("lag/tokens_")}
+    total = sum(histogram.values())
+    assert total == sum(h.trained_tokens for h in headers)
+    assert numbers["lag/max"] == max(histogram) == version - min(h.oldest for h in headers)
+    assert numbers["lag/mean"] == pytest.approx(sum(lag * count for lag, count in histogram.items()) / total)
+
+
+def test_samples_are_summed_and_averaged() -> None:
+    headers = [
+        header((0, 2), rewards={"exact": 1.0}),
+        header((0, 6), finish="length", rewards={"exact": 0.0, "timeout": 1.0}),
+        header((0, 4), rewards={"exact": 0.0}),
+        header((0, 4), rewards={"exact": 1.0}),
+    ]
+    assert sample_metrics(headers) == {
+        "samples": 4.0,
+        "tokens": 16.0,
+        "length/mean": 4.0,
+        "length/max": 6.0,
+        "truncated": 0.25,
+        "reward/exact": 0.5,
+        "reward/timeout": 0.25,
+    }
+
+
+def test_throughput_leaves_the_warm_up_out() -> None:
+    # updates 3, 4 and 5 made 30 + 40 + 50 tokens between t_2 = 20 and t_5 = 26
+    tokens, finished = [1000.0, 20.0, 30.0, 40.0, 50.0], [10.0, 20.0, 21.0, 24.0, 26.0]
+    assert throughput(tokens, finished, warmup=2) == 120 / 6
+    assert throughput(tokens, finished, warmup=4) == 50 / 2
+
+
+def test_throughput_of_a_steady_run_is_its_rate_whatever_the_warm_up() -> None:
+    finished = [7.0 + 2.0 * update for update in range(20)]
+    for warmup in range(1, 20):
+        assert throughput([30.0] * 20, finished, warmup=warmup) == 15.0
+
+
+def test_there_is_no_throughput_before_the_warm_up_is_over() -> None:
+    assert isnan(throughput([1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0]))
+    assert isnan(throughput([1.0] * 5, [1.0, 2.0, 3.0, 4.0, 5.0], warmup=0))
+    with pytest.raises(ValueError, match="5 token counts for 4 times"):
+        throughput([1.0] * 5, [1.0] * 4)
+
+
+def test_avg_at_n_weighs_problems_alike() -> None:
+    # 3 of 4 and 0 of 1: (3/4 + 0)/2, not 3/5
+    assert avg_at_n([[1.0, 1.0, 0.0, 1.0], [0.0]]) == 0.375
+
+
+def test_pass_at_k_by_hand() -> None:
+    # 1 right of 4, two tries: C(3, 2)/C(4, 2) = 3/6 of the pairs miss it
+    assert pass_at_k([[1.0, 0.0, 0.0, 0.0]], 2) == 0.5
+    # with 3 right every pair has one; the mean over the two problems
+    assert pass_at_k([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]], 2) == 0.75
+
+
+samples = st.integers(1, 7).flatmap(
+    lambda n: st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=n, max_size=n), min_size=1, max_size=3)
+)
+
+
+@given(samples, st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(correct: list[list[float]], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(correct[0])))
+
+    def share(answers: list[float]) -> float:
+        subsets = list(combinations(answers, k))
+        return sum(1.0 in subset for subset in subsets) / len(subsets)
+
+    assert pass_at_k(correct, k) == pytest.approx(sum(map(share, correct)) / len(correct))
+
+
+def test_pass_at_1_is_avg_at_n_of_answers_that_are_right_or_wrong() -> None:
+    correct = [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
+    assert pass_at_k(correct, 1) == pytest.approx(avg_at_n(correct))
+
+
+def test_pass_at_k_needs_k_samples_of_every_problem() -> None:
+    with pytest.raises(ValueError, match="pass@3 needs at least 3 samples of each problem, there are 2"):
+        pass_at_k([[1.0, 1.0, 1.0], [1.0, 0.0]], 3)

@@ -1,0 +1,174 @@
+"""The run directory: what is in it, and that nothing in it is ever overwritten or half written."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from slipstream.config import Config, Tracker, parse
+from slipstream.errors import ConfigError, RunDirError
+from slipstream.runlog import RunLog, check_free, machine, read_lines, run_path, write_atomic
+
+ROOT = Path(__file__).parents[1]
+
+
+def config_of(**settings: object) -> Config:
+    return parse({"student": "s", "teachers": {"main": {"model": "t"}}, **settings})
+
+
+class Remember:
+    """A sink that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[dict[str, float], int]] = []
+        self.closed = False
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.told.append((dict(numbers), step))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_new_run_directory_says_what_runs_and_where(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "ä"
+    config = config_of(learner={"lr": 0.5}, data={"system_prompt": "→"})
+    with RunLog.create(config, path):
+        assert sorted(file.name for file in path.iterdir()) == [
+            "config.toml",
+            "ledger.jsonl",
+            "meta.json",
+            "metrics.jsonl",
+        ]
+    assert parse(tomllib.loads((path / "config.toml").read_text("utf-8"))) == config
+    meta = json.loads((path / "meta.json").read_text())
+    assert meta.keys() == {"started", "command", "python", "packages", "platform", "cpus", "git"}
+    assert meta["packages"].keys() == {"slipstream", "torch", "transformers", "numpy"}
+    assert all(meta["packages"].values())
+
+
+def test_lines_are_there_as_soon_as_they_are_logged(tmp_path: Path) -> None:
+    with RunLog.create(config_of(), tmp_path) as log:
+        log.metrics("train", {"loss": 0.5, "lag/mean": 0.0}, update=1)
+        log.metrics("eval", {"accuracy": 0.25}, update=1)
+        log.ledger(number=3, end="dropped", reason="rollout failed")
+        assert read_lines(tmp_path / "metrics.jsonl") == [
+            {"kind": "train", "update": 1, "loss": 0.5, "lag/mean": 0.0},
+            {"kind": "eval", "update": 1, "accuracy": 0.25},
+        ]
+        assert read_lines(tmp_path / "ledger.jsonl") == [{"number": 3, "end": "dropped", "reason": "rollout failed"}]
+
+
+def test_sinks_can_tell_training_from_evaluation_and_are_closed(tmp_path: Path) -> None:
+    sink = Remember()
+    with RunLog.create(config_of(), tmp_path) as log:
+        log.sinks.append(sink)
+        log.metrics("train", {"loss": 0.5, "reward/exact": 0.5}, update=2)
+        log.metrics("eval", {"accuracy": 0.25, "reward/exact": 0.25}, update=2)
+        assert not sink.closed
+    assert sink.told == [
+        ({"train/loss": 0.5, "reward/exact": 0.5}, 2),
+        ({"eval/accuracy": 0.25, "eval/reward/exact": 0.25}, 2),
+    ]
+    assert sink.closed
+
+
+@pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl"])
+def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path, file: str) -> None:
+    (tmp_path / file).write_text("precious")
+    with pytest.raises(RunDirError, match="already holds a run: choose another with --output, or remove it"):
+        RunLog.create(config_of(), tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(file, "precious")]
+
+
+def test_a_directory_that_only_exists_is_used(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    check_free(tmp_path)
+    with RunLog.create(config_of(), tmp_path):
+        assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_where_the_run_should_be_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(RunDirError, match="run is a file: choose another run directory"):
+        RunLog.create(config_of(), tmp_path / "run")
+    with pytest.raises(RunDirError, match="cannot be written: Not a directory"):
+        RunLog.create(config_of(), tmp_path / "run" / "below")
+
+
+def test_the_run_directory_is_the_configured_one_or_named_after_the_config_and_the_time() -> None:
+    assert run_path(config_of(output="a/b"), "demo") == Path("a/b")
+    assert re.fullmatch(r"runs/demo-\d{8}-\d{6}", str(run_path(config_of(), "demo")))
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_atomic(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "new" * 10_000 + "\ud800")
+    assert path.read_text() == "old"
+    write_atomic(path, "new")
+    assert path.read_text() == "new"
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_whoever_reads_sees_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    write_atomic(path, "old")
+    with path.open() as reader:  # had the file been opened for writing, this reader would now find it empty
+        write_atomic(path, "new")
+        assert reader.read() == "old"
+    assert path.read_text() == "new"
+
+
+def test_the_machine_is_described_without_git_and_outside_a_repository(tmp_path: Path) -> None:
+    script = "import json, slipstream.runlog as r; print(json.dumps(r.machine()['git']))"
+    for environment in ({"PATH": ""}, {"PATH": "/usr/bin:/bin", "GIT_DIR": str(tmp_path / "none")}):
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        assert json.loads(done.stdout) is None
+    assert machine()["command"] == sys.argv
+
+
+# --- trackers ----------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_holds_what_was_logged(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunLog.create(config_of(log={"to": ["tensorboard"]}), tmp_path) as log:
+        for update in (1, 2, 3):
+            log.metrics("train", {"loss": 1 / 2**update, "lag/mean": float(update)}, update=update)
+        log.metrics("eval", {"accuracy": 0.25}, update=3)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert found == {
+        "train/loss": [(1, 0.5), (2, 0.25), (3, 0.125)],
+        "lag/mean": [(1, 1.0), (2, 2.0), (3, 3.0)],
+        "eval/accuracy": [(3, 0.25)],
+    }
+
+
+@pytest.mark.parametrize("tracker", get_args(Tracker))
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra_before_anything_is_written(
+    tmp_path: Path, tracker: str
+) -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert tracker in extras
+    if importlib.util.find_spec(tracker):
+        pytest.skip(f"{tracker} is installed")
+    message = f"log.to = ['{tracker}'] needs {tracker}: pip install 'slipstream[{tracker}]'"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        RunLog.create(config_of(log={"to": ["tensorboard", tracker]}), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,487 @@
+"""From rows to prompts, and from answers to rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from conftest import build_tokenizer
+from hostile import Deadly, Endless
+from slipstream.config import DataConfig
+from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.records import Handle, Prompt, Rollout, header_of
+from slipstream.tasks import arithmetic
+from slipstream.tasks.chat import check_fits, check_same_vocabulary, encode_rows, load_tokenizer, stop_ids
+from slipstream.tasks.data import Prompts, Row, load_rows
+from slipstream.tasks.rewards import PoolGrader, exact, grade_texts, math
+
+USER = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return str(path)
+
+
+# --- rows --------------------------------------------------------------------------------------------------
+
+
+def test_a_jsonl_row_is_text_or_messages_with_an_answer_and_a_source(tmp_path: Path) -> None:
+    source = jsonl(
+        tmp_path / "a.jsonl",
+        {"prompt": "1+1=", "answer": "2", "data_source": "sums", "level": 3},
+        {"prompt": [USER], "ground_truth": 7, "id": "seven"},
+        {"messages": [USER, ANSWER, USER, ANSWER, ANSWER], "answer": "x", "ground_truth": "y"},
+        {"prompt": None, "messages": [USER], "id": None, "data_source": None},
+    )
+    assert load_rows(source) == [
+        Row(f"{source}:1", "1+1=", "sums", "2", {"level": 3}),
+        Row("seven", [USER], "default", 7),
+        Row(f"{source}:3", [USER, ANSWER, USER], "default", "y"),
+        Row(f"{source}:4", [USER], "default", None),
+    ]
+
+
+def test_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert [row.id for row in load_rows(str(tmp_path / "a.jsonl"))] == [f"{tmp_path}/a.jsonl:{n}" for n in (2, 4)]
+
+
+def test_a_limit_takes_the_first_rows_and_reads_no_further(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\nnot JSON')
+    assert [row.prompt for row in load_rows(str(tmp_path / "a.jsonl"), limit=2)] == ["a", "b"]
+
+
+def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [USER, ANSWER], "ground_truth": "2", "data_source": "sums", "level": 1},
+        {"prompt": [USER], "ground_truth": None, "data_source": None, "level": 2},
+    ]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    assert load_rows(str(path)) == [
+        Row(f"{path}:1", [USER], "sums", "2", {"level": 1}),
+        Row(f"{path}:2", [USER], "default", None, {"level": 2}),
+    ]
+
+
+@pytest.fixture(scope="module")
+def saved_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import datasets
+
+    path = tmp_path_factory.mktemp("datasets")
+    train = datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    test = datasets.Dataset.from_list([{"messages": [USER, ANSWER], "answer": "3"}])
+    train.save_to_disk(path / "one")
+    datasets.DatasetDict(train=train, test=test).save_to_disk(path / "two")
+    datasets.Dataset.from_dict({"prompt": []}).save_to_disk(path / "none")
+    return path
+
+
+def test_a_saved_hf_dataset_holds_the_same_rows(saved_dataset: Path) -> None:
+    for name in ("one", "two"):
+        source = str(saved_dataset / name)
+        rows = [Row(f"{source}[train]:1", "a", "default", "1"), Row(f"{source}[train]:2", "b", "default", "2")]
+        assert load_rows(source) == rows
+    (row,) = load_rows(source, split="test")
+    assert (row.id, row.prompt, row.ground_truth) == (f"{source}[test]:1", [USER], "3")
+
+
+def test_a_directory_of_data_files_is_a_hf_dataset(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", {"prompt": "a"})
+    assert [row.prompt for row in load_rows(str(tmp_path))] == ["a"]
+
+
+def test_the_builtin_task_answers_itself() -> None:
+    rows = load_rows("builtin:arithmetic", limit=50)
+    assert len(rows) == 50
+    for row in rows:
+        digits = [int(digit) for digit in re.findall(r"\d", str(row.prompt))]
+        sums = [int(sum_) for sum_ in re.findall(r"[A-Z]\d(\d)", row.ground_truth)]
+        assert sums == [sum(digits[: n + 1]) % 10 for n in range(len(digits))]
+        assert row.data_source == "arithmetic"
+
+
+def test_the_builtin_splits_have_no_prompt_in_common() -> None:
+    train, held_out = (
+        {row.prompt for row in load_rows("builtin:arithmetic", split=s, limit=3000)} for s in ("train", "eval")
+    )
+    assert not train & held_out
+    assert list(arithmetic.problems("eval", 3)) == list(arithmetic.problems("eval", 5))[:3], "always the same ones"
+
+
+BAD_ROWS: dict[str, tuple[str, str]] = {
+    "not JSON": ("{prompt: 1}", "not a JSON object on one line: "),
+    "no object": ('["a"]', "a row must be an object"),
+    "no prompt": ('{"question": "a", "answer": 1}', f"{EXPECTED}; found 'question', 'answer'"),
+    "nothing": ("{}", f"{EXPECTED}; found nothing"),
+    "empty text": ('{"prompt": ""}', "the prompt is empty"),
+    "no messages": ('{"prompt": []}', "the prompt is empty"),
+    "nothing but an answer": ('{"messages": [{"role": "assistant", "content": "a"}]}', "the prompt is empty"),
+    "number": ('{"prompt": 7}', "a message must have 'role' and 'content', both text"),
+    "no content": ('{"prompt": [{"role": "user"}]}', "a message must have 'role' and 'content', both text"),
+    "content of parts": (
+        '{"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
+        "a message must have 'role' and 'content', both text",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_malformed_row_is_named_with_file_line_and_what_is_expected(tmp_path: Path, case: str) -> None:
+    line, message = BAD_ROWS[case]
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(DataError, match="^" + re.escape(f"{path}:2: {message}")) as caught:
+        load_rows(str(path))
+    assert EXPECTED in str(caught.value)
+
+
+def test_a_malformed_parquet_row_is_named_with_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
+    with pytest.raises(DataError, match=re.escape(f"{path}:2: {EXPECTED}; found 'prompt'")):
+        load_rows(str(path))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=re.escape(f"{tmp_path / name}: cannot be read: ") + ".*[Nn]o such file"):
+        load_rows(str(tmp_path / name))
+
+
+def test_files_of_another_format_are_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.parquet"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
+        with pytest.raises(DataError, match=re.escape(f"{tmp_path / name}: cannot be read: ")):
+            load_rows(str(tmp_path / name))
+
+
+def test_a_source_without_rows_is_named(tmp_path: Path, saved_dataset: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
+    for source in (jsonl(tmp_path / "a.jsonl"), str(tmp_path / "a.parquet")):
+        with pytest.raises(DataError, match=f"^{re.escape(source)}: no rows$"):
+            load_rows(source)
+    with pytest.raises(DataError, match=r"none \(split 'train'\): cannot be loaded: "):
+        load_rows(str(saved_dataset / "none"))
+
+
+def test_a_split_that_is_not_there_is_named_with_those_that_are(saved_dataset: Path) -> None:
+    with pytest.raises(DataError, match="two has no split 'trian'; did you mean 'train'"):
+        load_rows(str(saved_dataset / "two"), split="trian")
+    with pytest.raises(DataError, match="builtin:arithmetic has no split 'test'; known: eval, train"):
+        load_rows("builtin:arithmetic", split="test")
+
+
+def test_an_unknown_builtin_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(DataError, match="no built-in task 'arithmetics'; did you mean 'arithmetic'"):
+        load_rows("builtin:arithmetics")
+
+
+@pytest.mark.parametrize("source", ["no/such/place", "nosuchdataset", ""])
+def test_a_dataset_that_is_nowhere_is_named_in_one_line(source: str) -> None:
+    with pytest.raises(DataError, match=rf"^{source} \(split 'train'\): cannot be loaded: [^\n]+$"):
+        load_rows(source)
+
+
+# --- prompts -----------------------------------------------------------------------------------------------
+
+
+def prompts_of(rows: int, *, seed: int = 0, shuffle: bool = True) -> Prompts:
+    return Prompts(
+        [Row(str(i), "x", ground_truth=i, meta={"i": i}) for i in range(rows)],
+        [np.array([i]) for i in range(rows)],
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+@given(rows=st.integers(1, 30), epoch=st.integers(0, 1000), seed=st.integers(), shuffle=st.booleans())
+def test_every_epoch_has_every_row_once(rows: int, epoch: int, seed: int, shuffle: bool) -> None:
+    prompts = prompts_of(rows, seed=seed, shuffle=shuffle)
+    found = [prompts.at(number).id for number in range(epoch * rows, (epoch + 1) * rows)]
+    assert sorted(found, key=int) == [str(i) for i in range(rows)]
+    assert shuffle or found == sorted(found, key=int)
+
+
+def test_a_prompt_is_a_function_of_seed_and_number_alone() -> None:
+    forwards, backwards = prompts_of(7, seed=3), prompts_of(7, seed=3)
+    first = [(prompt.id, prompt.seed) for prompt in map(forwards.at, range(50))]
+    second = [(prompt.id, prompt.seed) for prompt in map(backwards.at, reversed(range(50)))][::-1]
+    assert first == second
+    assert len({seed for _, seed in first}) == 50, "every draw has a seed of its own, whatever its row"
+
+
+def test_orders_and_seeds_differ_from_epoch_to_epoch_and_from_run_to_run() -> None:
+    def order(seed: int, epoch: int) -> tuple[str, ...]:
+        prompts = prompts_of(20, seed=seed)
+        return tuple(prompts.at(20 * epoch + place).id for place in range(20))
+
+    assert len({order(seed, epoch) for seed in range(5) for epoch in range(5)}) == 25
+    assert prompts_of(20, seed=0).at(0).seed != prompts_of(20, seed=1).at(0).seed
+
+
+def test_a_prompt_carries_what_its_row_says() -> None:
+    prompt = prompts_of(5).at(13)
+    assert (prompt.number, prompt.tokens.tolist()) == (13, [int(prompt.id)])
+    assert (prompt.ground_truth, prompt.meta) == (int(prompt.id), {"i": int(prompt.id)})
+
+
+# --- tokens ------------------------------------------------------------------------------------------------
+
+messages = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant"]), "content": st.text("ab <>\n", max_size=8)}
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(messages, st.booleans())
+def test_messages_become_the_ids_of_the_chat_template(messages: list[dict[str, str]], quiet: bool) -> None:
+    tokenizer = build_tokenizer()
+    (ids,) = encode_rows([Row("r", messages)], tokenizer, DataConfig(template_args={"quiet": quiet}))
+    direct = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, quiet=quiet)
+    assert ids.tolist() == direct["input_ids"]
+
+
+def test_special_tokens_come_from_the_template_or_from_the_tokenizer_but_never_twice(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    (chat,) = encode_rows([Row("r", [USER])], tokenizer, DataConfig())
+    (plain,) = encode_rows([Row("r", "Hi")], tokenizer, DataConfig())
+    assert tokenizer.convert_ids_to_tokens(chat) == ["<bos>", "<user>", "H", "i", "<eos>", "<assistant>"]
+    assert tokenizer.convert_ids_to_tokens(plain) == ["<bos>", "H", "i"]
+
+
+def test_a_system_prompt_comes_first(tokenizer: PreTrainedTokenizerFast) -> None:
+    (ids,) = encode_rows([Row("r", [USER])], tokenizer, DataConfig(system_prompt="Be!"))
+    assert tokenizer.decode(ids) == "<bos><system>Be!<eos><user>Hi<eos><assistant>"
+
+
+def test_a_prompt_longer_than_the_tokenizer_likes_is_encoded_without_a_word(
+    tokenizer: PreTrainedTokenizerFast, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (ids,) = encode_rows([Row("r", "a" * 500)], tokenizer, DataConfig())
+    assert len(ids) == 501 > tokenizer.model_max_length
+    assert capfd.readouterr() == ("", "")
+
+
+def test_messages_without_a_template_are_an_error_that_says_so() -> None:
+    tokenizer = build_tokenizer(template=None)
+    with pytest.raises(ModelError, match="has no chat template, and r holds messages: use text prompts"):
+        encode_rows([Row("r", [USER])], tokenizer, DataConfig())
+
+
+def test_messages_that_the_template_refuses_are_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match="^second: the chat template refuses these messages: no role judge$"):
+        encode_rows([Row("first", [USER]), Row("second", [{"role": "judge", "content": ""}])], tokenizer, DataConfig())
+
+
+def test_text_takes_no_system_prompt_and_does_not_mix_with_messages(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match=r"data\.system_prompt needs prompts that are messages"):
+        encode_rows([Row("r", "Hi")], tokenizer, DataConfig(system_prompt="Be!"))
+    with pytest.raises(DataError, match="prompts must be all text or all messages"):
+        encode_rows([Row("r", "Hi"), Row("s", [USER])], tokenizer, DataConfig())
+
+
+def test_text_that_a_tokenizer_has_no_tokens_for_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"^r …: .*student cannot encode these prompts: .*UNK"):
+        encode_rows([Row("r", "C3=ü")], load_tokenizer("builtin:student"), DataConfig())
+
+
+def test_tokenizers_that_differ_are_rejected_with_the_first_id_that_does() -> None:
+    student, teacher = build_tokenizer(alphabet="abc"), build_tokenizer(alphabet="acbd")
+    check_same_vocabulary(student, build_tokenizer(alphabet="abc"), names=("s", "t"))
+    with pytest.raises(
+        ModelError, match="student s and teacher t have different tokenizers: id 8 is 'b' in one and 'c'"
+    ):
+        check_same_vocabulary(student, teacher, names=("s", "t"))
+    with pytest.raises(ModelError, match="id 10 is None in one and 'd' in the other"):
+        check_same_vocabulary(student, build_tokenizer(alphabet="abcd"), names=("s", "t"))
+
+
+def test_the_longest_prompt_and_response_must_fit_the_context() -> None:
+    rows, tokens = [Row("short", "x"), Row("long", "x")], [np.arange(2), np.arange(6)]
+    check_fits(rows, tokens, max_tokens=4, context=10, model="m")
+    message = (
+        "long: 6 prompt tokens + sampler.max_tokens = 5 exceed the context of 10 of m: shorten the prompt or lower"
+    )
+    with pytest.raises(DataError, match="^" + re.escape(message)):
+        check_fits(rows, tokens, max_tokens=5, context=10, model="m")
+
+
+@pytest.mark.parametrize("name", ["no/such", "a/b/c", "./nowhere", ""])
+def test_a_tokenizer_that_is_nowhere_is_named_in_one_line(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"^{re.escape(name)}: cannot load a tokenizer there: [^\n]+$"):
+        load_tokenizer(name)
+
+
+def test_a_broken_tokenizer_is_named_in_one_line(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(tmp_path)
+    for content in ("{", "{}", '{"added_tokens": []}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ModelError, match=r"cannot load a tokenizer there: [^\n]+$"):
+            load_tokenizer(str(tmp_path))
+
+
+def test_an_unknown_builtin_model_is_named_with_the_nearest_one() -> None:
+    with pytest.raises(ModelError, match="no built-in model 'techer'; did you mean 'teacher'"):
+        load_tokenizer("builtin:techer")
+
+
+class Generation:
+    """What a model's generation_config.json says."""
+
+    def __init__(self, eos_token_id: int | list[int] | None) -> None:
+        self.eos_token_id = eos_token_id
+
+
+def test_a_response_ends_with_the_tokenizers_token_or_the_models(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert tokenizer.eos_token_id == 1
+    assert (
+        stop_ids(tokenizer, None) == stop_ids(tokenizer, Generation(None)) == stop_ids(tokenizer, Generation(1)) == {1}
+    )
+    assert stop_ids(tokenizer, Generation([5, 6])) == {1, 5, 6}
+    endless = build_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ModelError, match="names no end-of-sequence token"):
+        stop_ids(endless, Generation(None))
+
+
+# --- rewards -----------------------------------------------------------------------------------------------
+
+
+def test_exact_compares_text_without_the_space_around_it() -> None:
+    assert exact(" 42\n", 42) == exact("42", "42 ") == 1.0
+    assert exact("42.0", 42) == exact("4 2", "42") == exact("", 42) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("so it is 0.5", r"\frac{1}{2}"),
+        (r"$\boxed{\frac{1}{2}}$", 0.5),
+        (r"$\frac{2}{4}$", "1/2"),
+        (r"the answer is $\boxed{1024}$", "2^{10}"),
+        (r"$\boxed{\pi \cdot 3}$", r"3\pi"),
+        (r"$\boxed{3 + 2x}$", "2x+3"),
+        (r"$\boxed{(1, 2)}$", "(1,2)"),
+        (r"$x = 5$", "$5$"),
+        ("there were 72", "She sold 48/2 = 24 clips in May, and 48 in April. #### 72"),
+    ],
+)
+def test_math_knows_an_answer_by_its_value(answer: str, truth: object) -> None:
+    assert math(answer, truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        ("so it is 0.25", r"\frac{1}{2}"),
+        ("I do not know", "5"),
+        ("", "5"),
+        # what is not right is the first number of the right answer
+        ("the answer is 2", "2^{10}"),
+        ("the answer is 3", r"3\pi"),
+        ("the answer is 2", "2x+3"),
+    ],
+)
+def test_math_knows_a_wrong_answer(answer: str, truth: object) -> None:
+    assert math(answer, truth) == 0.0
+
+
+def test_an_answer_that_takes_too_long_is_wrong_and_the_next_one_is_graded() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    assert grade_texts("exact", ["a", "b"], Endless(), 0.05) == [{"exact": 0.0, "timeout": 1.0}] * 2
+    # math-verify catches every Exception on its way and tries the next thing
+    assert grade_texts("math", ["$9^{9^{9^{9}}}$", "$3$"], "3", 0.5) == [{"math": 0.0, "timeout": 1.0}, {"math": 1.0}]
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def group_of(texts: list[str], truth: Any) -> list[Handle]:
+    prompt = Prompt(id="p", number=0, tokens=np.array([1]), ground_truth=truth)
+    group = []
+    for index, text in enumerate(texts):
+        tokens, logp = np.array([ord(char) for char in text]), np.zeros(len(text))
+        rollout = Rollout(
+            prompt=prompt,
+            index=index,
+            tokens=tokens,
+            versions=np.zeros(len(text), int),
+            logp=logp,
+            actions=tokens[:, None],
+            action_logp=logp[:, None],
+            finish="eos",
+            loss_mask=np.ones(len(text), bool),
+        )
+        group.append(Handle(header_of(rollout), rollout))
+    return group
+
+
+def decode(tokens: Any) -> str:
+    return "".join(map(chr, tokens))
+
+
+def grade_all(grader: PoolGrader, *groups: list[Handle]) -> list[list[dict[str, float]]]:
+    """All groups at the same time, as a run does."""
+
+    async def run() -> list[list[Handle]]:
+        return await asyncio.gather(*(grader.grade(group) for group in groups))
+
+    try:
+        return [[handle.header.rewards for handle in graded] for graded in asyncio.run(run())]
+    finally:
+        grader.close()
+
+
+def test_a_grading_process_grades_group_after_group() -> None:
+    grader = PoolGrader("exact", decode, processes=2)
+    found = grade_all(grader, group_of(["1", "2"], 1), group_of(["2"], 2), group_of(["x"], "y"))
+    assert found == [[{"exact": 1.0}, {"exact": 0.0}], [{"exact": 1.0}], [{"exact": 0.0}]]
+
+
+def test_without_a_reward_groups_pass_ungraded() -> None:
+    group = group_of(["1", "2"], 1)
+    grader = PoolGrader(None, decode)
+    assert asyncio.run(grader.grade(group)) == group
+    grader.close()
+
+
+def test_a_grading_process_is_not_held_up_by_an_endless_answer() -> None:
+    grader = PoolGrader("exact", decode, timeout=0.1)
+    found = grade_all(grader, group_of(["a", "b"], Endless()), group_of(["1"], 1))
+    assert found == [[{"exact": 0.0, "timeout": 1.0}] * 2, [{"exact": 1.0}]]
+
+
+def test_an_answer_that_kills_its_grading_process_is_wrong_and_costs_no_other_answer() -> None:
+    grader = PoolGrader("exact", decode)
+    found = grade_all(grader, group_of(["1"], 1), group_of(["a", "b"], Deadly()), group_of(["2", "3"], 3))
+    assert found == [[{"exact": 1.0}], [{"exact": 0.0, "crash": 1.0}] * 2, [{"exact": 0.0}, {"exact": 1.0}]]
+
+
+def test_the_pool_that_replaces_a_broken_one_grades_on() -> None:
+    grader = PoolGrader("exact", decode)
+
+    async def run() -> list[list[Handle]]:
+        return [await grader.grade(group) for group in (group_of(["a"], Deadly()), group_of(["1"], 1))]
+
+    first, second = asyncio.run(run())
+    grader.close()
+    assert [handle.header.rewards for handle in first + second] == [{"exact": 0.0, "crash": 1.0}, {"exact": 1.0}]
