@@ -1,6 +1,6 @@
 """What a new user meets first: how long `slipstream --help` and `slipstream demo` take, and what the demo reaches.
 
-    python benchmarks/first_minute.py [--repeats 3]
+python benchmarks/first_minute.py [--repeats 3]
 """
 
 from __future__ import annotations

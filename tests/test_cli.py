@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import main, overrides, parser
-from slipstream.config import fields, parse
+from slipstream.cli import main, parser, split_overrides
+from slipstream.config_file import fields, parse
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_lines
 
@@ -238,8 +238,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "abbreviated option": (["config", "good.toml", "--che", "1"], "good.toml: unknown key 'che'"),
     "override without value": (["train", "good.toml", "--learner.lr"], "--learner.lr needs a value"),
-    "argument that is no override": (["train", "good.toml", "fast"], "unexpected argument 'fast'; write overrides as"),
-    "unknown argument": (["eval", "models/student", "--fast", "1"], "unknown argument '--fast'; see slipstream eval"),
+    "argument that is no override": (["train", "good.toml", "fast"], "unrecognized arguments: fast; see slipstream"),
+    "unknown argument": (["eval", "models/student", "--fast", "1"], "unrecognized arguments: --fast 1; see slipstream"),
     "wrong type of argument": (["eval", "models/student", "-n", "many"], "argument -n: invalid positive value: 'many'"),
     "negative number": (["eval", "models/student", "-n", "0"], "argument -n: 0 is not a positive number"),
     "negative temperature": (
@@ -336,10 +336,14 @@ def test_a_mistake_costs_one_line_and_leaves_nothing_behind(shell: Shell, mistak
 
 
 def test_overrides_are_pairs_in_either_form() -> None:
-    assert overrides(["--a.b", "1", "--c=x=y", "--d", "--e"]) == [("a.b", "1"), ("c", "x=y"), ("d", "--e")]
-    for rest in (["-x", "1"], ["--"], ["x"]):
-        with pytest.raises(ConfigError, match=f"unexpected argument '{rest[0]}'"):
-            overrides(rest)
+    """And may stand before the file, as options may."""
+    words = ["config", "--a.b", "1", "x.toml", "--check", "--c=x=y", "--d", "--e"]
+    kept, changes = split_overrides(words)
+    assert kept == ["config", "x.toml", "--check"]
+    assert changes == [("a.b", "1"), ("c", "x=y"), ("d", "--e")]
+    assert split_overrides(["eval", "model", "--data", "x"]) == (["eval", "model", "--data", "x"], [])
+    with pytest.raises(ConfigError, match=r"--a\.b needs a value"):
+        split_overrides(["train", "--a.b"])
 
 
 # --- a run -------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slipstream
-from slipstream.config import Config, ForwardKL, ReverseKLMC, describe, fields, load, parse, to_toml
+from slipstream.config import Config, ForwardKL, ReverseKLMC
+from slipstream.config_file import describe, fields, load, parse, to_toml
 from slipstream.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from slipstream.config import SamplerConfig, parse
+from slipstream.config import SamplerConfig
+from slipstream.config_file import parse
 from slipstream.launch import warnings_of
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.schedules import schedule_of

@@ -14,7 +14,8 @@ from typing import get_args
 
 import pytest
 
-from slipstream.config import Config, Tracker, parse
+from slipstream.config import Config, Tracker
+from slipstream.config_file import parse
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.runlog import RunLog, check_free, machine, read_lines, run_path, write_atomic
 

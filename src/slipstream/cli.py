@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from slipstream.config import Config
 
+OVERRIDABLE = ("demo", "train", "config")
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
 
 
@@ -35,10 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        args, rest = parser().parse_known_args(argv)
-        if rest and not args.overridable:
-            raise ConfigError(f"unknown argument {rest[0]!r}; see slipstream {args.command} --help")
-        code: int = args.run(args, overrides(rest))
+        words, changes = split_overrides(sys.argv[1:] if argv is None else argv)
+        args = parser().parse_args(words)
+        code: int = args.run(args, changes)
         return code
     except SlipstreamError as error:
         print("error:", *str(error).splitlines(), file=sys.stderr)
@@ -61,11 +61,11 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo", help="watch a tiny student learn from a tiny teacher, on a CPU", epilog=OVERRIDES
     )
-    demo.set_defaults(run=run_demo, overridable=True)
+    demo.set_defaults(run=run_demo)
 
     train = commands.add_parser("train", help="train a student", epilog=OVERRIDES)
     train.add_argument("config", help="a TOML file")
-    train.set_defaults(run=run_train, overridable=True)
+    train.set_defaults(run=run_train)
 
     evaluate = commands.add_parser("eval", help="accuracy of a model: avg@n, pass@k, greedy")
     evaluate.add_argument("model", help="HF directory or hub name, a run directory, or builtin:student")
@@ -82,14 +82,14 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     evaluate.add_argument("--system-prompt", help="system message before every conversation")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
-    evaluate.set_defaults(run=run_eval, overridable=False)
+    evaluate.set_defaults(run=run_eval)
 
     config = commands.add_parser(
         "config", help="print a resolved config, or every setting with its help", epilog=OVERRIDES
     )
     config.add_argument("config", nargs="?", help="a TOML file; without it all settings are listed")
     config.add_argument("--check", action="store_true", help="also read the data and tokenizers, as train would")
-    config.set_defaults(run=run_config, overridable=True)
+    config.set_defaults(run=run_config)
     return top
 
 
@@ -105,20 +105,21 @@ def not_negative(text: str) -> float:
     return value
 
 
-def overrides(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """`--a.b value` and `--a.b=value` as pairs."""
-    found, words = [], list(rest)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("--") or len(word) == 2:
-            raise ConfigError(f"unexpected argument {word!r}; write overrides as --a.b VALUE")
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """What argparse shall see, and the settings of `--a.b value` or `--a.b=value`, wherever they stand."""
+    if not words or words[0] not in OVERRIDABLE:
+        return list(words), []
+    kept, found, rest = [words[0]], list[tuple[str, str]](), list(words[1:])
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word in ("--", "--help", "--check"):
+            kept.append(word)
+            continue
         key, equals, value = word[2:].partition("=")
-        if not equals:
-            if not words:
-                raise ConfigError(f"--{key} needs a value")
-            value = words.pop(0)
-        found.append((key, value))
-    return found
+        if not equals and not rest:
+            raise ConfigError(f"--{key} needs a value")
+        found.append((key, value if equals else rest.pop(0)))
+    return kept, found
 
 
 def console() -> Console:
@@ -132,7 +133,7 @@ def note(text: str) -> None:
 
 
 def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config import load
+    from slipstream.config_file import load
 
     config = load(args.config, changes, say=note)
     return train(config, name=Path(args.config).stem)
@@ -175,7 +176,7 @@ def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
 
 def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config import describe, fields, load, to_toml
+    from slipstream.config_file import describe, fields, load, to_toml
 
     if args.config is None:
         if changes or args.check:

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from slipstream.accuracy import Measured, measure
 from slipstream.assets import HERE
-from slipstream.config import load
+from slipstream.config_file import load
 from slipstream.engines.base import Sampling
 from slipstream.launch import eval_prompts, train
 from slipstream.runtimes.inline import decoder

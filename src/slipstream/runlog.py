@@ -21,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from slipstream.config import Config, Tracker, to_toml
+from slipstream.config import Config, Tracker
+from slipstream.config_file import to_toml
 from slipstream.errors import ConfigError, RunDirError
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")

@@ -291,5 +291,7 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_loss,) = outputs
+        if grad_loss == 1:  # a loss that is what backward starts from: no second copy of the weight's gradient
+            return *ctx.saved_tensors, None, None, None, None, None
         scaled = (None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
         return *scaled, None, None, None, None, None

@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from slipstream.assets import model_path
 from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError, ModelError, first_line
 
 hf_logging.disable_progress_bar()  # loading and saving happen under a progress display of our own
 
@@ -51,7 +52,7 @@ def pick_device(device: str) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"runtime.device = {device!r} cannot be used: {_first_line(error)}") from None
+        raise ConfigError(f"runtime.device = {device!r} cannot be used: {first_line(error)}") from None
     return torch.device(device)
 
 
@@ -59,7 +60,7 @@ def load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_path(name))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: cannot read a model config there: {_first_line(error)}") from None
+        raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
 
 
 def load_model(name: str, *, dtype: str, device: str = "auto") -> LanguageModel:
@@ -67,8 +68,8 @@ def load_model(name: str, *, dtype: str, device: str = "auto") -> LanguageModel:
         model = AutoModelForCausalLM.from_pretrained(
             model_path(name), dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: cannot load a causal LM there: {_first_line(error)}") from None
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"{name}: cannot load a causal LM there: {first_line(error)}") from None
     return split(name, model.to(pick_device(device)).eval())
 
 
@@ -83,10 +84,6 @@ def split(name: str, model: PreTrainedModel) -> LanguageModel:
     if not torch.allclose(expected, found, rtol=1e-2, atol=1e-2):
         raise ModelError(f"{name}: {type(model).__name__} changes its logits after the head (soft-capping or scaling)")
     return LanguageModel(name, model, backbone, head)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 # --- weights as flat bytes -------------------------------------------------------------------------------
