@@ -1,8 +1,9 @@
 """Build the bundled teacher, student and tokenizer from nothing: ``python -m slipstream.assets.build``.
 
-Both models are fine-tuned on the arithmetic task: the teacher until it hardly errs, the student (which
-is smaller) only until it copies well and adds badly.  On one machine the same command gives the same
-bytes, so whoever doubts the shipped weights can make them again.
+Both models are fine-tuned on the arithmetic task.  The teacher hardly errs.  The student, which is less
+than half its size, learns from careless answers: it copies well and carries badly, and that is what
+distillation is to mend.  On one machine the same command gives the same bytes, so whoever doubts the
+shipped weights can make them again.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def answer_with_slips(prompt: str, slips: float, rng: random.Random) -> str:
     answers look right, the copying is right, and both the right and the wrong digit remain likely.
     """
     answer, total = "", 0
-    for letter, digit in zip(prompt[:-1:2], prompt[1::2]):
+    for letter, digit in zip(prompt[:-1:2], prompt[1::2], strict=True):
         total += int(digit)
         if total >= 10:
             total += -10 + (rng.random() < slips)
@@ -129,25 +130,20 @@ def answer_with_slips(prompt: str, slips: float, rng: random.Random) -> str:
 def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, torch.Tensor]]:
     """Training batches of similar lengths and nearly equal tokens, in an order that mixes lengths.
 
-    Equal tokens rather than equal problems: so every token weighs the same in the mean that is the loss.
+    Equal tokens rather than equal problems, so that every token weighs the same in the loss, a mean.
     """
-    count, rng = recipe.steps, random.Random(recipe.seed)
-    stream = problems("train", count * BATCH_TOKENS)
-    while True:
-        group = []
-        for prompt, _ in islice(stream, GROUP):
-            answer = answer_with_slips(prompt, recipe.slips, rng)
-            group.append((tokenizer(prompt)["input_ids"], tokenizer(answer)["input_ids"] + [tokenizer.eos_token_id]))
-        group.sort(key=lambda example: len(example[0]))
-        cuts = [[]]
-        for prompt, answer in group:
+    rng = random.Random(recipe.seed)
+    prompts = (prompt for prompt, _ in problems("train", recipe.steps * BATCH_TOKENS))
+    pairs = ((prompt, answer_with_slips(prompt, recipe.slips, rng)) for prompt in prompts)
+    while group := sorted(islice(pairs, GROUP), key=lambda pair: len(pair[0])):
+        cuts: list[list[tuple[list[int], list[int]]]] = [[]]
+        for pair in group:
+            prompt, answer = tokenizer(list(pair))["input_ids"]
+            answer.append(tokenizer.eos_token_id)
             if (len(cuts[-1]) + 1) * (len(prompt) + len(answer)) > BATCH_TOKENS:
                 cuts.append([])
             cuts[-1].append((prompt, answer))
         for index in torch.randperm(len(cuts)).tolist():
-            if count == 0:
-                return
-            count -= 1
             yield collate(cuts[index], tokenizer.pad_token_id)
 
 
@@ -155,7 +151,7 @@ def train(model: Qwen3ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenize
     """Supervised fine-tuning with a short warm-up and a cosine decay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
-    for step, batch in enumerate(batches(recipe, tokenizer)):
+    for step, batch in enumerate(islice(batches(recipe, tokenizer), recipe.steps)):
         decay = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * min((step + 1) / 30, decay)
         loss = model(**batch).loss
@@ -171,16 +167,17 @@ def train(model: Qwen3ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenize
 def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 500) -> float:
     """The share of held-out problems that greedy decoding answers exactly."""
     model.eval()
-    prompts, answers = zip(*problems("eval", count))
+    prompts, answers = zip(*problems("eval", count), strict=True)
     batch = tokenizer(list(prompts), padding=True, return_tensors="pt", return_token_type_ids=False)
     output = model.generate(**batch, do_sample=False, max_new_tokens=80)
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(text == answer for text, answer in zip(texts, answers)) / count
+    right: int = sum(text == answer for text, answer in zip(texts, answers, strict=True))
+    return right / count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where to write (default: here)")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="default: this folder")
     out = parser.parse_args().out
     torch.set_num_threads(1)  # the fastest for models this small, and the same sums in the same order
     tokenizer = build_tokenizer()
@@ -190,6 +187,7 @@ def main() -> None:
         train(model, recipe, tokenizer)
         print(f"  exact match {accuracy(model, tokenizer):.1%} (greedy, held out)")
         model.save_pretrained(out / name)
+        (out / name / "model.safetensors").chmod(0o644)  # it is written for its owner alone
         tokenizer.save_pretrained(out / name)
 
 

@@ -55,7 +55,7 @@ def rollout_kl_from_cache(logp_NM: Tensor, behavior_logp_NM: Tensor) -> Tensor:
     """
     same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM)
     log_ratio_NM = (floored(logp_NM) - floored(behavior_logp_NM)).clamp(-RATIO_BOUND, RATIO_BOUND)
-    # as ρ·x − (ρ − 1), x = log ρ: exact near ρ = 1 but for the last digit, which may fall below 0
+    # ρ·x − expm1(x) with x = log ρ does not cancel near ρ = 1; a device whose exp is an ulp off may still fall below 0
     return (log_ratio_NM.exp() * log_ratio_NM - torch.expm1(log_ratio_NM)).clamp(min=0).mean(-1)
 
 

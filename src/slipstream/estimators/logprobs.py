@@ -21,6 +21,8 @@ HELD = 1 << 24
 """Logits held at a time, unless told otherwise."""
 BLOCK = 4096
 """Most rows of a tile."""
+PART = 1 << 13
+"""Columns whose exponentials are held at a time."""
 
 Metrics = dict[str, Tensor]
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
@@ -141,11 +143,29 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _logits(hidden_CH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, temperature: float) -> Tensor:
-    logits_CW = (hidden_CH @ weight_WH.T).to(_wide(hidden_CH))
-    if bias_W is not None:
-        logits_CW += bias_W
-    return logits_CW if temperature == 1.0 else logits_CW.div_(temperature)
+class _Logits:
+    """Computes tiles of logits, all of them in the same memory: a fresh tile costs its page faults every time."""
+
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, temperature: float) -> None:
+        self.hidden, self.weight, self.bias, self.temperature = hidden_NH, weight_VH, bias, temperature
+        self.memory = hidden_NH.new_empty(0)
+
+    def __call__(self, rows: slice, columns: slice) -> Tensor:
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        if self.memory.numel() < shape[0] * shape[1]:
+            self.memory = self.hidden.new_empty(shape[0] * shape[1])
+        tile_CW = self.memory[: shape[0] * shape[1]].view(shape)
+        torch.mm(self.hidden[rows], self.weight[columns].T, out=tile_CW)
+        logits_CW = tile_CW.to(_wide(tile_CW))
+        if self.bias is not None:
+            logits_CW += self.bias[columns]
+        return logits_CW if self.temperature == 1.0 else logits_CW.div_(self.temperature)
+
+
+def _logsumexp(logits_CV: Tensor) -> Tensor:
+    """[C, 1], by parts: in one go it would need as much memory again."""
+    parts = [part.logsumexp(1, keepdim=True) for part in torch.split(logits_CV, PART, 1)]
+    return torch.cat(parts, 1).logsumexp(1, keepdim=True)
 
 
 def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -213,12 +233,12 @@ class _Head(torch.autograd.Function):
         lse_N = hidden_NH.new_full((n,), -torch.inf, dtype=dtype)
         mean_N = hidden_NH.new_zeros(n, dtype=dtype)
         """Mean logit under the distribution so far."""
+        logits = _Logits(hidden_NH, weight_VH, bias, temperature)
         for rows, columns in _tiles(n, len(weight_VH), held):
-            bias_W = None if bias is None else bias[columns]
-            logits_CW = _logits(hidden_NH[rows], weight_VH[columns], bias_W, temperature)
+            logits_CW = logits(rows, columns)
             local_CM, inside_CM = _local(ids_NM[rows], columns)
             at_NM[rows] = torch.where(inside_CM, logits_CW.gather(1, local_CM), at_NM[rows])
-            tile_C = logits_CW.logsumexp(1)
+            tile_C = _logsumexp(logits_CW)[:, 0]
             both_C = torch.logaddexp(lse_N[rows], tile_C)
             if entropy:
                 inner_C = ((logits_CW - tile_C[:, None]).exp_() * logits_CW).sum(1)
@@ -236,10 +256,9 @@ class _Head(torch.autograd.Function):
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
         grad_logp_NM = grad_logp_NM.masked_fill(ids_NM < 0, 0.0)
         total_N1 = grad_logp_NM.sum(1, keepdim=True)
+        logits = _Logits(hidden_NH, weight_VH, bias, ctx.temperature)
         for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.held):
-            bias_W = None if bias is None else bias[columns]
-            logits_CW = _logits(hidden_NH[rows], weight_VH[columns], bias_W, ctx.temperature)
-            logp_CW = logits_CW.sub_(lse_N[rows, None])
+            logp_CW = logits(rows, columns).sub_(lse_N[rows, None])
             factor_CW = -total_N1[rows]
             if ctx.entropy:
                 factor_CW = factor_CW - (logp_CW + entropy_N[rows, None]) * grad_entropy_N[rows, None]
@@ -265,9 +284,10 @@ class _FusedHead(torch.autograd.Function):
     ) -> Tensor:
         loss = hidden_NH.new_zeros((), dtype=_wide(hidden_NH))
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
+        logits, columns = _Logits(hidden_NH, weight_VH, bias, temperature), slice(0, len(weight_VH))
         for rows in _slices(len(hidden_NH), size):
-            logits_CV = _logits(hidden_NH[rows], weight_VH, bias, temperature)
-            logp_CV = logits_CV.sub_(logits_CV.logsumexp(1, keepdim=True))
+            logits_CV = logits(rows, columns)
+            logp_CV = logits_CV.sub_(_logsumexp(logits_CV))
             ids_CM = None if ids_NM is None else ids_NM[rows]
             seen = logp_CV.clone() if ids_CM is None else logp_CV.gather(1, ids_CM.clamp(min=0))
             if ids_CM is not None:
@@ -284,7 +304,7 @@ class _FusedHead(torch.autograd.Function):
                 grad_CV += grad_seen
             else:
                 grad_CV.scatter_add_(1, ids_CM.clamp(min=0), grad_seen)
-            grads.add(rows, slice(0, len(weight_VH)), grad_CV, temperature)
+            grads.add(rows, columns, grad_CV, temperature)
         ctx.save_for_backward(*grads.done())
         return loss
 

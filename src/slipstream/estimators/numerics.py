@@ -41,7 +41,7 @@ def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
 def blanked(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
     """The tensors with 0 wherever `keep` is 0: no gradient there, whatever stood there (NaN too).
 
-    `keep` has the leading dimensions of the tensors. All estimators that take no mask are 0 on zeros.
+    `keep` has the leading dimensions of the tensors. For estimators that take no mask: their loss on zeros is 0.
     """
     out = []
     for tensor in tensors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from slipstream.estimators.numerics import unknown
@@ -12,9 +12,10 @@ REQUIRED: Any = inspect.Parameter.empty
 """Stands for the default of an option that has none."""
 
 Options = dict[str, Any]
+Function = Callable[..., object]
 
 
-def options_of(*functions: Callable[..., object]) -> Options:
+def options_of(*functions: Function) -> Options:
     """Every keyword-only parameter of the functions, with its default."""
     found: Options = {}
     for function in functions:
@@ -23,16 +24,19 @@ def options_of(*functions: Callable[..., object]) -> Options:
     return found
 
 
-def check_options(owner: str, given: Mapping[str, object], known: Options) -> None:
-    """A ValueError for an option that `owner` does not know, or for one that it needs and is not given."""
+def check_options(owner: str, given: Options, called: Function, *others: Function | None) -> None:
+    """A ValueError for an option that none of the functions takes, or that `called` needs and is not given."""
+    needed = options_of(called)
+    known = needed | options_of(*(other for other in others if other is not None))
     for name in given:
         if name not in known:
             raise unknown(f"option of {owner}", name, known) if known else ValueError(f"{owner} has no option {name!r}")
-    for name, default in known.items():
+    for name, default in needed.items():
         if default is REQUIRED and given.get(name) is None:
             raise ValueError(f"{owner} needs {name}=…")
 
 
-def only(given: Options, function: Callable[..., object]) -> Options:
+def only(given: Options, function: Function) -> Options:
     """Those of the given options that the function takes."""
-    return {name: value for name, value in given.items() if name in options_of(function)}
+    known = options_of(function)
+    return {name: value for name, value in given.items() if name in known}

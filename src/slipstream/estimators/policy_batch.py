@@ -4,9 +4,9 @@
 `chosen` [B, T], so the batch may then be cut anywhere. Called through `policy.prepare` and `policy.policy_loss`.
 
 δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, lo = clip_low, hi = clip_high. Covariance of a token:
-(A − Ā)(logπ − mean logπ), means over the valid tokens of the batch, of which there are N.
+(A − Ā)(logπ − mean logπ), means over the valid tokens of the batch.
 
-Shapes: B rows, T positions. `mask` is bool.
+Shapes: B rows, T positions, N some of the B·T positions. `mask` is bool.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp
 from slipstream.estimators.policy_token import Loss, clipped_surrogate
+from slipstream.estimators.surrogate import second_moment_mask
 
 Metrics = dict[str, Tensor]
 Choice = tuple[Tensor, Metrics]
@@ -33,8 +34,8 @@ def clip_cov(
 ) -> Loss:
     """PPO that leaves out a few of the tokens which would sharpen the policy most.  (Clip-Cov, 2505.22617.)
 
-    max(−A r, −A clip(r, 1−lo, 1+hi)), 0 at the chosen tokens: max(⌊cov_fraction·N⌋, 1) of those with
-    cov_low < covariance < cov_high that PPO does not clip, drawn at random with `generator`.
+    max(−A r, −A clip(r, 1−lo, 1+hi)), 0 at the chosen tokens: max(⌊cov_fraction·valid tokens⌋, 1) of
+    those with cov_low < covariance < cov_high that PPO does not clip, drawn at random with `generator`.
     When entropy falls too fast and exploration dies.
     """
     loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
@@ -73,7 +74,7 @@ def kl_cov(
 ) -> Loss:
     """An unclipped surrogate that holds back the tokens which would sharpen the policy most.  (KL-Cov, 2505.22617.)
 
-    −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·N⌋) of greatest covariance.
+    −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·valid tokens⌋) of greatest covariance.
     As `clip_cov`, without chance: those tokens are restrained instead of left out.
     """
     delta_BT = logp_BT - old_BT
@@ -93,8 +94,7 @@ def m2po(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor,
     """An unclipped surrogate that masks outliers until the batch is within a second-moment budget.  (M2PO, 2510.01161.)
 
     −A r, 0 at the chosen tokens: harmful ones (A > 0 and r > 1, or A < 0 and r < 1) in order of falling (log r)² until
-    the mean of (log r)² over all tokens left is ≤ budget. Metrics of the choice: `second_moment` of what is left, and
-    `budget_missed` = 1 where the harmless tokens alone exceed it (then all harmful ones are masked).
+    the mean of (log r)² over all tokens left is ≤ budget; all of them, and the metric `budget_missed`, if it never is.
     Very stale batches: it masks far fewer tokens than a clip does, and the outliers only.
     """
     loss_BT = -advantage_BT * bounded_exp(logp_BT - old_BT)
@@ -104,25 +104,14 @@ def m2po(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor,
 def choose_m2po(
     logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, budget: float = 0.04
 ) -> Choice:
-    delta_BT = (logp_BT - old_BT).double().clamp(-RATIO_BOUND, RATIO_BOUND)
-    square_BT = delta_BT.square()
-    harmful_BT = mask_BT & (advantage_BT.sign() * delta_BT > 0)
-    harmful_N = harmful_BT.flatten().nonzero().flatten()
-    square_N, order = square_BT.flatten()[harmful_N].sort(descending=True, stable=True)
-    # what is left after masking the first 0, 1, … of them; summed from the back, so that nothing cancels
-    left = square_BT[mask_BT & ~harmful_BT].sum() + torch.cat([square_N, square_N.new_zeros(1)]).flip(0).cumsum(0).flip(
-        0
-    )
-    count = mask_BT.sum() - torch.arange(len(left), device=left.device)
-    within = left <= budget * count
-    masked = int(within.int().argmax()) if within.any() else len(harmful_N)
-    metrics = {"second_moment": left[masked] / count[masked].clamp(min=1), "budget_missed": (~within.any()).double()}
-    return _marked(harmful_N[order[:masked]], mask_BT), metrics
+    log_ratio_BT = (logp_BT - old_BT).clamp(-RATIO_BOUND, RATIO_BOUND)
+    keep_BT, metrics = second_moment_mask(log_ratio_BT, advantage_BT, mask_BT, budget=budget)
+    return mask_BT & ~keep_BT, metrics
 
 
 def _covariance(logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Of valid tokens; masked ones hold 0 on entry and something meaningless on return."""
-    valid = mask_BT.sum().clamp(min=1)
+    valid, logp_BT, advantage_BT = mask_BT.sum().clamp(min=1), logp_BT.double(), advantage_BT.double()
     return (advantage_BT - advantage_BT.sum() / valid) * (logp_BT - logp_BT.sum() / valid)
 
 

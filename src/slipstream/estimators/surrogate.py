@@ -120,9 +120,11 @@ def m2po_mask(
     `mask` [N] or [N, M] says which draws count at all. Metrics as of `second_moment_mask`.
     """
     same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
-    valid_NM = torch.ones_like(logp_NM, dtype=torch.bool) if mask is None else mask != 0
-    if valid_NM.ndim == 1:
-        valid_NM = valid_NM[:, None].expand_as(logp_NM)
+    if mask is None:
+        mask = torch.ones_like(logp_NM)
+    if mask.shape not in (logp_NM.shape, logp_NM.shape[:1]):
+        raise ValueError(f"mask {tuple(mask.shape)} must be [N] or [N, M], with logp {tuple(logp_NM.shape)}")
+    valid_NM = (mask if mask.ndim == 2 else mask[:, None]).ne(0).expand_as(logp_NM)
     logp_NM, behavior_NM, logq_NM = (floored(x.detach()) for x in blanked(valid_NM, logp_NM, behavior_logp_NM, logq_NM))
     log_ratio_NM = (logp_NM - behavior_NM).clamp(-RATIO_BOUND, RATIO_BOUND)
     return second_moment_mask(log_ratio_NM, logq_NM - logp_NM, valid_NM, budget=budget)

@@ -1,0 +1,141 @@
+"""How far two policies are apart on the tokens that one of them drew: numbers only, nothing is corrected.
+
+Δ_t = log π_old − log π_rollout of the emitted token, ρ = exp(Δ) with Δ clamped to ±20. Statistics are over valid tokens
+and non-empty rows, in float64. Names are verl's where it has one.
+
+Shapes: B rows, T positions, N valid tokens or samples.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp, floored
+from slipstream.estimators.ratio import effective_sample_size, same_rows
+
+METRICS = (
+    *("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl"),
+    *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"),
+    *("kl", "k3_kl", "chi2_token", "chi2_seq", "tv", "ess"),
+    *("probs_pearson", "probs_diff_mean", "probs_diff_max"),
+)
+
+
+def offpolicy_metrics(
+    logp_old_BT: Tensor, logp_rollout_BT: Tensor, mask_BT: Tensor, *, lag: Tensor | None = None
+) -> dict[str, float]:
+    """Every number of METRICS; with `lag` (updates, [B, T]) also kl and chi2_token by lag.  (Liu, Off-Policy Drift.)
+
+    ppl       exp(−mean log-prob) of each row, averaged; log_ppl_diff: rollout's mean log-prob less training's, by row
+    kl        mean −Δ, unbiased for KL(rollout‖old), noisy;  k3_kl: mean ρ − 1 − Δ ≥ 0
+    chi2      mean ρ² − 1 over tokens, and mean (Πρ)² − 1 over rows: the variance that importance weights would bring
+    tv        ½ mean |1 − ρ|: bounds the bias of token-level surrogates
+    ess       1 / E[ρ̃²];  probs_…: agreement of the probabilities themselves
+    kl/lag_2-3, chi2_token/lag_2-3 …: the same over the tokens of lag 0, 1, 2–3, 4–7 …, buckets without tokens left out
+
+    Log it every update, corrected or not: lag 0 shows the engines' disagreement, the rest shows staleness. All zeros
+    when nothing is valid.
+    """
+    same_rows(logp_old=logp_old_BT, logp_rollout=logp_rollout_BT, mask=mask_BT)
+    valid_BT = mask_BT != 0
+    rows_B = valid_BT.any(-1)
+    if not rows_B.any():
+        return dict.fromkeys(METRICS, 0.0)
+    valid_BT = valid_BT[rows_B]
+    old_BT, rollout_BT = (
+        floored(logp.detach()[rows_B].double()).masked_fill(~valid_BT, 0.0) for logp in (logp_old_BT, logp_rollout_BT)
+    )
+    delta_N = (old_BT - rollout_BT)[valid_BT]
+    metrics = _of_rows(old_BT, rollout_BT, valid_BT) | _of_tokens(delta_N)
+    metrics |= _of_probabilities(old_BT[valid_BT].exp(), rollout_BT[valid_BT].exp())
+    if lag is not None:
+        same_rows(logp_old=logp_old_BT, lag=lag)
+        metrics |= _by_lag(delta_N, lag[rows_B][valid_BT])
+    return floats(metrics)
+
+
+def gradient_noise(square_norms_N: Tensor, square_norm_of_mean: Tensor) -> dict[str, float]:
+    """Signal ‖ḡ‖², power E‖ĝ‖² and noise (power − signal)/(N − 1) of N gradients of one batch.  (verl's proxies.)
+
+    Noise is an unbiased estimate of the variance of ḡ. Noise that rises once importance weights are on says that they
+    cost more than they mend.
+    """
+    n = square_norms_N.numel()
+    if square_norms_N.ndim != 1 or n < 2 or square_norm_of_mean.numel() != 1:
+        raise ValueError(
+            f"square_norms {tuple(square_norms_N.shape)} must be [N] with N ≥ 2, "
+            f"square_norm_of_mean {tuple(square_norm_of_mean.shape)} one number"
+        )
+    signal, power = square_norm_of_mean.detach().double().reshape(()), square_norms_N.detach().double().mean()
+    return floats(
+        {
+            "proxy1_signal_strength": signal,
+            "proxy2_total_power": power,
+            "proxy3_pure_noise": (power - signal) / (n - 1),
+        }
+    )
+
+
+def floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Scalars on any device as numbers, in one transfer."""
+    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
+
+
+def _of_rows(old_BT: Tensor, rollout_BT: Tensor, valid_BT: Tensor) -> dict[str, Tensor]:
+    count_B = valid_BT.sum(-1)
+    training_B, rollout_B = -old_BT.sum(-1) / count_B, -rollout_BT.sum(-1) / count_B
+    diff_B = training_B - rollout_B
+    product_B = (old_BT - rollout_BT).clamp(-RATIO_BOUND, RATIO_BOUND).sum(-1).clamp(-RATIO_BOUND, RATIO_BOUND)
+    return {
+        "training_ppl": bounded_exp(training_B).mean(),
+        "training_log_ppl": training_B.mean(),
+        "rollout_ppl": bounded_exp(rollout_B).mean(),
+        "rollout_log_ppl": rollout_B.mean(),
+        "log_ppl_diff": diff_B.mean(),
+        "log_ppl_abs_diff": diff_B.abs().mean(),
+        "log_ppl_diff_max": diff_B.max(),
+        "log_ppl_diff_min": diff_B.min(),
+        "ppl_ratio": bounded_exp(diff_B).mean(),
+        "chi2_seq": torch.expm1(2 * product_B).mean(),
+    }
+
+
+def _of_tokens(delta_N: Tensor) -> dict[str, Tensor]:
+    safe_N = delta_N.clamp(-RATIO_BOUND, RATIO_BOUND)
+    return {
+        "kl": -delta_N.mean(),
+        "k3_kl": (torch.expm1(safe_N) - safe_N).mean(),
+        "chi2_token": torch.expm1(2 * safe_N).mean(),
+        "tv": torch.expm1(safe_N).abs().mean() / 2,
+        "ess": effective_sample_size(safe_N.exp(), torch.ones_like(safe_N)),
+    }
+
+
+def _of_probabilities(old_N: Tensor, rollout_N: Tensor) -> dict[str, Tensor]:
+    difference_N = (old_N - rollout_N).abs()
+    a_N, b_N = old_N - old_N.mean(), rollout_N - rollout_N.mean()
+    spread = a_N.norm() * b_N.norm()
+    # without spread a correlation is not defined: 1 where the two agree, else 0
+    without = (difference_N.max() == 0).to(spread.dtype)
+    return {
+        "probs_pearson": torch.where(spread > 0, (a_N * b_N).sum() / torch.where(spread > 0, spread, 1.0), without),
+        "probs_diff_mean": difference_N.mean(),
+        "probs_diff_max": difference_N.max(),
+    }
+
+
+def _by_lag(delta_N: Tensor, lag_N: Tensor) -> dict[str, Tensor]:
+    if (lag_N < 0).any():
+        raise ValueError(
+            f"lag must not be negative, got {int(lag_N.min())}: is it the learner's version less the token's?"
+        )
+    metrics, low, high = dict[str, Tensor](), 0, 0
+    while low <= lag_N.max():
+        inside_N = (lag_N >= low) & (lag_N <= high)
+        if inside_N.any():
+            label = str(low) if low == high else f"{low}-{high}"
+            of_bucket = _of_tokens(delta_N[inside_N])
+            metrics |= {f"{name}/lag_{label}": of_bucket[name] for name in ("kl", "chi2_token")}
+        low, high = high + 1, 2 * high + 1
+    return metrics

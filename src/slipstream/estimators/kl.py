@@ -1,0 +1,113 @@
+"""Staying near a reference policy: KL in the loss or in the reward, the controllers of its coefficient β, two guards.
+
+Estimators are those of `divergence.kl_estimate`, with s = log-prob of the emitted token under the current policy and
+t under the reference. Where the term stands decides which of them is right: tests enumerate it.
+
+Shapes: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.estimators.aggregate import Mode, aggregate
+from slipstream.estimators.divergence import kl_estimate
+from slipstream.estimators.numerics import blanked, bounded_exp, floored
+from slipstream.estimators.ratio import Scope, same_rows
+
+Metrics = dict[str, Tensor]
+SCOPE: dict[str, Scope] = {"kl_loss": "token", "kl_reward": "token"}
+
+
+def kl_loss(
+    logp_BT: Tensor,
+    logp_ref_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    logp_old: Tensor | None = None,
+    kind: str | None = None,
+    agg: Mode = "token-mean",
+    n_tokens: float | None = None,
+    n_sequences: float | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """KL(π‖π_ref) as a term of the loss, to be multiplied by β; metrics hold its value, `kl_loss`.
+
+    On-policy: k2, whose gradient is that of the KL.  (Schulman 2020.) With `logp_old` [B, T], the log-probs of the
+    policy that drew the tokens: r·k3, r = π/π_old (DeepSeek-V3.2, 2512.02556), exact whoever drew, while no clamp
+    binds; that takes the gradient of r, so detached weights from outside are no substitute. `kind` names another one.
+    When the reference should bind every token, whatever its advantage.
+    """
+    kind = kind or ("k2" if logp_old is None else "k3")
+    if kind in ("k1", "kl") and logp_old is None:
+        raise ValueError(f"{kind} in the loss has a gradient without the reference in it: use k2, or kl_reward")
+    old = logp_BT.detach() if logp_old is None else logp_old.detach()
+    same_rows(logp=logp_BT, logp_ref=logp_ref_BT, logp_old=old, mask=mask_BT)
+    dtype = torch.promote_types(logp_BT.dtype, torch.float32)
+    logp, ref, old = blanked(mask_BT, *(floored(each.to(dtype)) for each in (logp_BT, logp_ref_BT.detach(), old)))
+    kl_BT = kl_estimate(logp, ref, kind=kind)
+    if logp_old is not None:
+        kl_BT = bounded_exp(logp - old) * kl_BT
+    loss = aggregate(kl_BT, mask_BT, agg, n_tokens=n_tokens, n_sequences=n_sequences, scale=scale)
+    return loss, {"kl_loss": loss.detach()}
+
+
+def kl_reward(
+    rewards_BT: Tensor, logp_BT: Tensor, logp_ref_BT: Tensor, mask_BT: Tensor, *, beta: float, kind: str = "k1"
+) -> tuple[Tensor, Metrics]:
+    """Rewards less β times the KL estimate of each token, detached; metrics hold `kl_reward`, its mean.
+
+    r − β·sg(k1).  (Ziegler et al., 1909.08593.) The policy gradient turns k1 into the gradient of the KL.
+    When the advantage should see the price of drifting. Masked rewards come back as 0.
+    """
+    same_rows(rewards=rewards_BT, logp=logp_BT, logp_ref=logp_ref_BT, mask=mask_BT)
+    dtype = torch.promote_types(torch.promote_types(logp_BT.dtype, rewards_BT.dtype), torch.float32)
+    tensors = (rewards_BT.to(dtype), floored(logp_BT.detach().to(dtype)), floored(logp_ref_BT.detach().to(dtype)))
+    rewards, logp, ref = blanked(mask_BT, *tensors)
+    kl_BT = kl_estimate(logp, ref, kind=kind)
+    return rewards - beta * kl_BT, {"kl_reward": aggregate(kl_BT, mask_BT, "token-mean")}
+
+
+def fixed_beta(*, beta: float, kl: float, samples: int) -> float:
+    """The next β: the same.  Nothing to oscillate, but yours to tune."""
+    return beta
+
+
+def adaptive_beta(*, beta: float, kl: float, samples: int, target: float, horizon: float) -> float:
+    """The next β, steered so that the KL stays near its target.  (Ziegler et al., 1909.08593.)
+
+    β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon), after an update that trained on `samples`.
+    When a good β changes during the run.
+    """
+    if not (target > 0 and horizon > 0.2 * samples):
+        raise ValueError(f"target {target} must be positive, and horizon {horizon} above samples/5 = {samples / 5}")
+    return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
+
+
+CONTROLLERS = {"fixed": fixed_beta, "adaptive": adaptive_beta}
+
+
+def length_surge(
+    lengths: Sequence[float], *, fired: int = 0, window: int = 100, rise: float = 0.2, factor: float = 0.5
+) -> float:
+    """What to multiply the learning rate by now: `factor` if answers grew by more than `rise` over the last `window`.
+
+    `lengths` are the mean response lengths of the updates so far, `fired` how many there were when the guard last
+    fired: it then waits for a whole window of new ones. A surge precedes collapse by tens of steps.  (2602.01826.)
+    """
+    if len(lengths) - fired <= window:
+        return 1.0
+    return factor if lengths[-1] > (1 + rise) * lengths[-1 - window] else 1.0
+
+
+def ess_lr(*, ess: float) -> float:
+    """What to multiply the learning rate by: the effective sample size as a share of the batch.  (VCPO, 2602.17616.)
+
+    1 on-policy; small steps when a few samples dominate the gradient.
+    """
+    if not ess >= 0:
+        raise ValueError(f"ess must be a share of the batch, got {ess}")
+    return min(ess, 1.0)

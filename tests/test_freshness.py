@@ -1,0 +1,193 @@
+"""Freshness: scores and weights by hand, the drift estimated from the cache, the loss, and when to refresh."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.estimators.divergence import dense
+from slipstream.estimators.freshness import (
+    BufferLevel,
+    aligned_mean,
+    buffer_level,
+    fopd_loss,
+    refresh_reason,
+    rollout_kl_from_cache,
+    score,
+    weight,
+)
+
+LN2 = math.log(2)
+kl = st.floats(0, 50)
+lags = st.integers(0, 200)
+
+
+def double(*values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# --- score and weight -------------------------------------------------------------------------------------------------
+
+
+def test_score_by_hand() -> None:
+    """exp(−1·√D_roll − 2·√D_sup) / (lag + 1)."""
+    f = score(torch.tensor([0, 1, 3, 3]), double(0, 0.25, 0, 0.25), double(0, 0, 0.09, 0.09), alpha=1, beta=2)
+    wanted = double(1, math.exp(-0.5) / 2, math.exp(-0.6) / 4, math.exp(-1.1) / 4)
+    torch.testing.assert_close(f, wanted)
+    torch.testing.assert_close(weight(f, threshold=0.15), double(0.85, wanted[1] - 0.15, 0, 0))
+    assert score(3, 0.25, 0.0, alpha=1, beta=1).item() == pytest.approx(math.exp(-0.5) / 4)
+
+
+def test_the_baselines_are_special_values() -> None:
+    """Lag only: f = 1/(τ + 1), whatever has drifted. A frozen teacher on plain prefixes: a supervision drift of 0."""
+    lag_only = score(torch.tensor([0, 1, 7]), double(9, 9, 9), 0.5, alpha=0, beta=0)
+    torch.testing.assert_close(lag_only, double(1, 0.5, 0.125))
+    torch.testing.assert_close(score(torch.tensor([0, 1]), double(0, 1), 0.0), double(1, math.exp(-1) / 2))
+
+
+def test_a_sample_without_aligned_positions_has_no_freshness() -> None:
+    """Even where drift is not looked at (alpha = beta = 0): its weight is 0 and it stays in the denominator."""
+    drift = aligned_mean(double([1, 3, torch.nan], [5, 5, 5]), torch.tensor([[1, 1, 0], [0, 0, 0]]))
+    assert drift.tolist() == [2.0, math.inf]
+    for options in ({}, {"alpha": 0.0, "beta": 0.0}):
+        f = score(torch.tensor([0, 0]), drift, 0.0, **options)
+        assert f[0] > 0 and f[1] == 0
+        assert score(torch.tensor([0, 0]), double(0, 0), drift, **options)[1] == 0
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(lags, kl, kl, st.integers(0, 5), st.floats(0, 5), st.floats(0, 5))
+def test_older_and_further_is_never_fresher(
+    lag: int, roll: float, sup: float, more: int, roll_more: float, sup_more: float
+) -> None:
+    f = score(lag, roll, sup)
+    assert 0 <= score(lag + more, roll + roll_more, sup + sup_more) <= f <= 1
+    assert weight(f) == max(f.item() - 0.02, 0)
+
+
+def test_scores_and_weights_carry_no_gradient_and_rounding_below_zero_is_zero() -> None:
+    drift = double(-1e-17, 0.5).requires_grad_()
+    f = score(torch.tensor([0, 0]), drift, drift)
+    assert not f.requires_grad and f[0] == 1
+    assert not weight(double(0.5).requires_grad_()).requires_grad
+
+
+def test_shapes_that_differ_are_named() -> None:
+    with pytest.raises(ValueError, match=r"lag \(3,\), rollout_kl \(2,\)"):
+        score(torch.zeros(3), torch.zeros(2), 0.0)
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"weight \(3,\) must be \[B\] with B = 2"):
+        fopd_loss(x, x, x, x, torch.zeros(3))
+    with pytest.raises(ValueError, match="replayed"):
+        fopd_loss(x, x, x, x[:1], torch.zeros(2))
+
+
+# --- rollout drift from the cache -------------------------------------------------------------------------------------
+
+
+def test_rollout_drift_by_hand() -> None:
+    """ρ = 2 and ½ in one row: (2 ln 2 − 1 + ½ − ½ ln 2) / 2, with the slopes ρ log ρ / 2."""
+    logp = (LN2 * double([-1, -3])).requires_grad_()
+    drift = rollout_kl_from_cache(logp, LN2 * double([-2, -2]))
+    torch.testing.assert_close(drift, double((1.5 * LN2 - 0.5) / 2))
+    torch.testing.assert_close(torch.autograd.grad(drift.sum(), logp)[0], double([LN2, -LN2 / 4]))
+
+
+def test_rollout_drift_is_zero_at_the_same_policy_and_only_there() -> None:
+    """Unless the two were processed differently: at another temperature there is drift at zero lag."""
+    logits = double([1.0, 0.0, -1.0])
+    same, warmer = logits.log_softmax(-1), (logits / 0.7).log_softmax(-1)
+    assert rollout_kl_from_cache(same, same).item() == 0
+    assert (rollout_kl_from_cache(warmer[0, :, None], same[0, :, None]) > 0).all()
+    expected = (same.exp() * rollout_kl_from_cache(warmer.T, same.T)).sum()
+    torch.testing.assert_close(expected, dense(warmer, same, kind="reverse").sum())
+
+
+@settings(deadline=None, derandomize=True, max_examples=50)
+@given(
+    st.lists(st.tuples(st.floats(-1e5, 0), st.floats(-1e5, 0)), min_size=1, max_size=6),
+    st.floats(-1e-7, 1e-7),
+    st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_rollout_drift_is_never_negative(pairs: list[tuple[float, float]], nudge: float, dtype: torch.dtype) -> None:
+    for logp, old in (double(*pairs).T, (double(*pairs)[:, 0], double(*pairs)[:, 0] + nudge)):
+        leaf = logp[None].to(dtype).requires_grad_()
+        drift = rollout_kl_from_cache(leaf, old[None].to(dtype))
+        assert drift.isfinite().all() and (drift >= 0).all()
+        assert torch.autograd.grad(drift.sum(), leaf)[0].isfinite().all()
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+LOSS = double([2, 4, torch.nan], [8, 8, 8], [1, 1, 1], [torch.nan] * 3)
+DRIFT = double([10, torch.nan, 30], [5, 5, 5], [7, 7, 7], [torch.nan] * 3)
+SUPERVISED = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]])
+REPLAYED = torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
+WEIGHT = double(0.5, 0, 1, 0)
+
+
+def test_the_loss_by_hand_keeps_gated_samples_in_the_denominator() -> None:
+    """ℓ = (3, 8, 1), D = (20, 5, 7), w = (½, 0, 1): (½·3 + 1·1)/3 + 0.1·(½·20 + 1·7)/3; the empty row is no sample."""
+    loss, drift = LOSS.clone().requires_grad_(), DRIFT.clone().requires_grad_()
+    total, metrics = fopd_loss(loss, SUPERVISED, drift, REPLAYED, WEIGHT)
+    assert total.item() == pytest.approx(2.5 / 3 + 0.1 * 17 / 3)
+    wanted = {"distill": 2.5 / 3, "anchor": 1.7 / 3, "weight": 1.5 / 3, "gated_fraction": 1 / 3}
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(wanted)
+    by_loss, by_drift = torch.autograd.grad(total, (loss, drift))
+    slopes = double([0.25, 0.25, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]) / 3
+    torch.testing.assert_close(by_loss, slopes)
+    slopes = double([0.25, 0, 0.25], [0, 0, 0], [1 / 3, 1 / 3, 1 / 3], [0, 0, 0]) * 0.1 / 3
+    torch.testing.assert_close(by_drift, slopes)
+    assert fopd_loss(LOSS, SUPERVISED, DRIFT, REPLAYED, WEIGHT, anchor=0.0)[0].item() == pytest.approx(2.5 / 3)
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.permutations(range(4)), st.integers(0, 4))
+def test_rows_may_come_in_any_order_and_in_any_parts(order: list[int], cut: int) -> None:
+    """Row scope: whole rows, and the count of the global batch."""
+    whole, _ = fopd_loss(LOSS, SUPERVISED, DRIFT, REPLAYED, WEIGHT)
+    tensors = [x[order] for x in (LOSS, SUPERVISED, DRIFT, REPLAYED, WEIGHT)]
+    parts = [fopd_loss(*(x[at] for x in tensors), n_sequences=3)[0] for at in (slice(0, cut), slice(cut, 4))]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_a_batch_in_which_nothing_is_aligned_is_zero() -> None:
+    total, metrics = fopd_loss(LOSS, 0 * SUPERVISED, DRIFT, 0 * REPLAYED, WEIGHT)
+    assert total.item() == 0 and all(value.isfinite() for value in metrics.values())
+
+
+# --- refresh ----------------------------------------------------------------------------------------------------------
+
+FRESH = BufferLevel(freshness=0.5, roll_coverage=0.9, sup_coverage=0.9)
+
+
+def test_buffer_level_is_the_mean_over_the_buffer() -> None:
+    level = buffer_level(double(0.25, 0.75), double(1, 0.5), double(0.125, 0.375))
+    assert level == BufferLevel(0.5, 0.75, 0.25)
+    assert refresh_reason(buffer_level(*(torch.zeros(0),) * 3), steps_since=None) is None
+
+
+@pytest.mark.parametrize(
+    ("level", "reason"),
+    [
+        (FRESH, None),
+        (BufferLevel(0.0501, 0.5, 0.5), None),
+        (BufferLevel(0.05, 0.9, 0.9), "mean freshness 0.05 <= 0.05"),
+        (BufferLevel(0.5, 0.49, 0.9), "mean rollout coverage 0.49 < 0.5"),
+        (BufferLevel(0.5, 0.9, 0.0), "mean supervision coverage 0 < 0.5"),
+    ],
+)
+def test_refresh_says_why(level: BufferLevel, reason: str | None) -> None:
+    assert refresh_reason(level, steps_since=None) == reason
+    assert refresh_reason(level, steps_since=200) == reason
+    assert refresh_reason(level, steps_since=199) is None  # at most one per cooldown
+
+
+def test_thresholds_are_arguments() -> None:
+    assert refresh_reason(FRESH, steps_since=3, kappa_f=0.6, cooldown=3) == "mean freshness 0.5 <= 0.6"
+    assert refresh_reason(FRESH, steps_since=None, kappa_f=0, kappa_roll=0.95) == "mean rollout coverage 0.9 < 0.95"

@@ -1,0 +1,196 @@
+"""KL terms by exact enumeration on a small vocabulary; controllers and guards by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.estimators.kl import (
+    CONTROLLERS,
+    SCOPE,
+    adaptive_beta,
+    ess_lr,
+    fixed_beta,
+    kl_loss,
+    kl_reward,
+    length_surge,
+)
+
+V = 5
+
+
+def policies(stale: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of the policy (a leaf), log-probs of the policy that drew, and of the reference."""
+    g = torch.Generator().manual_seed(2)
+    theta, old, ref = (torch.randn(V, generator=g, dtype=torch.float64) for _ in range(3))
+    return theta.requires_grad_(), (old if stale else theta.detach()).log_softmax(-1), ref.log_softmax(-1)
+
+
+def gradient_of_kl(theta: Tensor, ref: Tensor, *, forward: bool = False) -> Tensor:
+    logp = theta.log_softmax(-1)
+    kl = (ref.exp() * (ref - logp)).sum() if forward else (logp.exp() * (logp - ref)).sum()
+    return torch.autograd.grad(kl, theta)[0]
+
+
+def expected_gradient(theta: Tensor, old: Tensor, ref: Tensor, *, corrected: bool, kind: str | None = None) -> Tensor:
+    """Σ_a p_old(a)·∇ of the loss of a batch that is the one token a."""
+    total = torch.zeros_like(theta)
+    for a in range(V):
+        logp, mask = theta.log_softmax(-1)[a].reshape(1, 1), torch.ones(1, 1)
+        logp_old = old[a].reshape(1, 1) if corrected else None
+        loss, _ = kl_loss(logp, ref[a].reshape(1, 1), mask, logp_old=logp_old, kind=kind)
+        total += old[a].exp() * torch.autograd.grad(loss, theta)[0]
+    return total
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_corrected_k3_has_the_gradient_of_the_kl_whoever_drew(stale: bool) -> None:
+    theta, old, ref = policies(stale)
+    assert close(expected_gradient(theta, old, ref, corrected=True), gradient_of_kl(theta, ref))
+
+
+def test_the_ratio_of_corrected_k3_has_to_carry_its_gradient() -> None:
+    """With sg(r) the expectation of r·∇k3 is the gradient of KL(ref‖π): another direction, still 0 at π = ref."""
+    theta, old, ref = policies(stale=True)
+    logp = theta.log_softmax(-1)
+    weighted = old.exp() * (logp - old).exp().detach() * ((ref - logp).exp() - (ref - logp) - 1)
+    assert close(torch.autograd.grad(weighted.sum(), theta)[0], gradient_of_kl(theta, ref, forward=True))
+
+
+def test_k2_has_it_on_policy_only_and_plain_k3_has_that_of_the_forward_kl() -> None:
+    theta, old, ref = policies(stale=False)
+    assert close(expected_gradient(theta, old, ref, corrected=False), gradient_of_kl(theta, ref))
+    assert close(
+        expected_gradient(theta, old, ref, corrected=False, kind="k3"), gradient_of_kl(theta, ref, forward=True)
+    )
+    assert (gradient_of_kl(theta, ref, forward=True) - gradient_of_kl(theta, ref)).abs().max() > 0.05
+    theta, old, ref = policies(stale=True)
+    assert (expected_gradient(theta, old, ref, corrected=False) - gradient_of_kl(theta, ref)).abs().max() > 0.05
+
+
+def test_k1_in_the_reward_becomes_the_gradient_of_the_kl() -> None:
+    """A = r − β k1 with r = 0: Σ_a p(a)·A ∇log p = −β ∇KL."""
+    theta, old, ref = policies(stale=False)
+    logp = theta.log_softmax(-1)[:, None]
+    rewards, metrics = kl_reward(torch.zeros(V, 1), logp, ref[:, None], torch.ones(V, 1), beta=0.3)
+    assert not rewards.requires_grad
+    (found,) = torch.autograd.grad((old.exp()[:, None] * rewards * logp).sum(), theta)
+    assert close(found, -0.3 * gradient_of_kl(theta, ref))
+    torch.testing.assert_close(metrics["kl_reward"], (logp.detach()[:, 0] - ref).mean())
+
+
+def test_six_tokens_by_hand() -> None:
+    """log p − log ref = 0, ln 2, −ln 2 and ln 2, 0, 0; the last position is masked."""
+    p = torch.tensor([[0.5, 0.5, 0.25], [0.5, 0.1, math.nan]], dtype=torch.float64).log()
+    ref = torch.tensor([[0.5, 0.25, 0.5], [0.25, 0.1, math.nan]], dtype=torch.float64).log()
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    ln2 = math.log(2)
+    p.requires_grad_()
+    loss, metrics = kl_loss(p, ref, mask)
+    assert loss.item() == metrics["kl_loss"].item() == pytest.approx(3 * ln2**2 / 2 / 5)
+    expected = torch.tensor([[0, ln2, -ln2], [ln2, 0, 0]], dtype=torch.float64) / 5
+    torch.testing.assert_close(torch.autograd.grad(loss, p)[0], expected)
+
+    # twice as likely as when they were drawn: r = 2; k3 = e^u − u − 1 with u = −ln 2, ln 2, −ln 2
+    k3 = 2 * (ln2 - 0.5) + (1 - ln2)
+    loss, _ = kl_loss(p, ref, mask, logp_old=p.detach() - ln2, agg="token-sum")
+    assert loss.item() == pytest.approx(2 * k3)
+
+    rewards, metrics = kl_reward(torch.ones(2, 3), p, ref, mask, beta=0.1)
+    expected = 1 - 0.1 * torch.tensor([[0, ln2, -ln2], [ln2, 0, 10]], dtype=torch.float64)
+    torch.testing.assert_close(rewards, expected)
+    assert metrics["kl_reward"].item() == pytest.approx(ln2 / 5)
+
+
+def test_token_scope_a_batch_cut_anywhere_adds_up_with_global_counts() -> None:
+    assert set(SCOPE.values()) == {"token"}
+    g = torch.Generator().manual_seed(0)
+    p, ref, old = (-torch.rand(4, 3, generator=g, dtype=torch.float64) for _ in range(3))
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0]])
+    whole, _ = kl_loss(p, ref, mask, logp_old=old)
+    rewards, _ = kl_reward(old, p, ref, mask, beta=0.1)
+    for cut in ((slice(0, 1), slice(1, 4)), ((slice(None), slice(0, 1)), (slice(None), slice(1, 3)))):
+        parts = [kl_loss(p[at], ref[at], mask[at], logp_old=old[at], n_tokens=6)[0] for at in cut]
+        torch.testing.assert_close(sum(parts), whole)
+        assert all(torch.equal(kl_reward(old[at], p[at], ref[at], mask[at], beta=0.1)[0], rewards[at]) for at in cut)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_impossible_and_certain_tokens_stay_finite(dtype: torch.dtype) -> None:
+    edge = torch.tensor([-math.inf, -1e4, -1e-9, 0.0])
+    p, ref = (x.reshape(4, 4).to(dtype) for x in torch.cartesian_prod(edge, edge).T)
+    p.requires_grad_()
+    for old, kind in ((None, None), (ref, None), (p, None), (ref, "k1"), (None, "abs"), (None, "k3+")):
+        loss, _ = kl_loss(p, ref, torch.ones(4, 4), logp_old=old, kind=kind)
+        assert loss.isfinite() and torch.autograd.grad(loss, p)[0].isfinite().all()
+    assert kl_reward(torch.zeros(4, 4), p, ref, torch.ones(4, 4), beta=1.0)[0].isfinite().all()
+    loss, _ = kl_loss(p, ref, torch.zeros(4, 4))
+    assert loss.item() == 0 and (torch.autograd.grad(loss, p)[0] == 0).all()
+
+
+def test_mistakes_are_named() -> None:
+    x = torch.zeros(2, 3)
+    for kind in ("k1", "kl"):
+        with pytest.raises(ValueError, match="without the reference in it: use k2"):
+            kl_loss(x, x, x, kind=kind)
+    with pytest.raises(ValueError, match="unknown .*'k4'.*k3"):
+        kl_loss(x, x, x, kind="k4")
+    with pytest.raises(ValueError, match=r"logp_ref \(2, 2\)"):
+        kl_loss(x, x[:, :2], x)
+    with pytest.raises(ValueError, match=r"logp_old \(2, 2\)"):
+        kl_loss(x, x, x, logp_old=x[:, :2])
+    with pytest.raises(ValueError, match=r"rewards \(3,\)"):
+        kl_reward(x[0], x, x, x, beta=0.1)
+
+
+# --- controllers and guards -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [
+        (0.1, 1.0),
+        (0.11, 1 + 0.1 * 0.05),  # 10 % above target, 50 of 1000 samples
+        (0.5, 1 + 0.2 * 0.05),  # at most 20 %
+        (0.0, 1 - 0.2 * 0.05),
+    ],
+)
+def test_adaptive_beta_by_hand(kl: float, factor: float) -> None:
+    assert adaptive_beta(beta=0.3, kl=kl, samples=50, target=0.1, horizon=1000) == pytest.approx(0.3 * factor)
+
+
+def test_fixed_beta_stays_and_both_are_chosen_by_name() -> None:
+    assert fixed_beta(beta=0.3, kl=9.0, samples=50) == 0.3
+    assert CONTROLLERS["fixed"] is fixed_beta and CONTROLLERS["adaptive"] is adaptive_beta
+
+
+def test_adaptive_beta_refuses_what_could_turn_its_sign() -> None:
+    with pytest.raises(ValueError, match="horizon 10 above"):
+        adaptive_beta(beta=0.3, kl=0.0, samples=50, target=0.1, horizon=10)
+    with pytest.raises(ValueError, match="target 0"):
+        adaptive_beta(beta=0.3, kl=0.0, samples=50, target=0, horizon=1000)
+
+
+def test_length_surge_fires_on_a_rise_over_the_window_and_then_waits_for_a_new_one() -> None:
+    flat, surge = [100.0] * 101, [100.0] * 100 + [121.0]
+    assert length_surge(flat) == 1 and length_surge(surge) == 0.5
+    assert length_surge([100.0] * 100 + [120.0]) == 1  # +20 % exactly is not above it
+    assert length_surge(surge[1:]) == 1 and length_surge([]) == 1  # 100 updates are not yet a window apart
+    assert length_surge([*surge, 130.0], fired=101) == 1
+    assert length_surge([*surge, *[130.0] * 99, 200.0], fired=101) == 1
+    assert length_surge([*surge, *[130.0] * 100, 160.0], fired=101) == 0.5
+    assert length_surge([10.0, 14.0, 19.0], window=2, rise=0.8, factor=0.1) == 0.1
+
+
+def test_ess_scales_the_learning_rate() -> None:
+    assert ess_lr(ess=0.25) == 0.25 and ess_lr(ess=1.0) == 1 and ess_lr(ess=1.0000001) == 1
+    for bad in (-0.1, math.nan):
+        with pytest.raises(ValueError, match="share of the batch"):
+            ess_lr(ess=bad)

@@ -1,0 +1,202 @@
+"""What policy losses have in common: masks, order, the plain gradient at r = 1, declared scope, finite everywhere."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from slipstream.estimators.policy import LOSSES, policy_loss, prepare, scope_of
+
+BATCH = [name for name in LOSSES if LOSSES[name].scope == "batch"]
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def gradient(loss: Tensor, logp: Tensor) -> Tensor:
+    return torch.autograd.grad(loss, logp)[0]
+
+
+def random_batch(seed: int, *, stale: float = 0.3, b: int = 4, t: int = 6) -> tuple[Tensor, ...]:
+    """Log-probs, old ones, advantages, and a mask with a gap, a short and an empty row."""
+    g = seeded(seed)
+    old = -torch.rand(b, t, generator=g, dtype=torch.float64) * 3 - 0.2
+    logp = (old + stale * torch.randn(b, t, generator=g, dtype=torch.float64)).clamp(max=-0.01)
+    advantages = torch.randn(b, t, generator=g, dtype=torch.float64)
+    mask = (torch.rand(b, t, generator=g) < 0.8).double()
+    mask[0, 2], mask[1, 1:], mask[2] = 0, 0, 0
+    mask[0, 0] = mask[3, :2] = 1
+    return logp, old, advantages, mask
+
+
+def needs(name: str, old: Tensor) -> dict[str, Any]:
+    """What a method cannot do without; chance taken out of clip_cov; choices that choose something."""
+    match name:
+        case "clip_cov":
+            return {"generator": seeded(), "cov_low": 0.01, "cov_high": 50.0, "cov_fraction": 1.0}
+        case "kl_cov":
+            return {"cov_fraction": 0.3}
+        case "m2po":
+            return {"budget": 0.25}
+        case "decoupled_ppo":
+            return {"proximal_logp": old * 0.9}
+        case "topr":
+            return {"positive": torch.arange(len(old)) % 2}
+        case _:
+            return {}
+
+
+def part(hyper: dict[str, Any], at: Any) -> dict[str, Any]:
+    """The same piece of every tensor; of those with one entry per row, its rows."""
+    of_rows = at[0] if isinstance(at, tuple) else at
+    return {k: v[at if v.ndim == 2 else of_rows] if isinstance(v, Tensor) else v for k, v in hyper.items()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(seed=st.integers(0, 10_000))
+def test_masked_positions_hold_anything_and_get_no_gradient(name: str, seed: int) -> None:
+    logp, old, advantages, mask = random_batch(seed)
+    dirty = [
+        x.masked_fill(mask == 0, bad)
+        for x, bad in zip((logp, old, advantages), (math.nan, math.inf, math.nan), strict=True)
+    ]
+    weights = torch.rand(mask.shape, generator=seeded(seed), dtype=torch.float64)
+    results = []
+    for x, o, a, w in ((logp, old, advantages, weights), (*dirty, weights.masked_fill(mask == 0, math.nan))):
+        x.requires_grad_()
+        loss, metrics = policy_loss(name, x, o, a, mask, weights=w, **needs(name, o))
+        results.append((loss, gradient(loss, x), metrics))
+    (clean, clean_gradient, clean_metrics), (found, found_gradient, metrics) = results
+    assert torch.equal(found, clean) and torch.equal(found_gradient, clean_gradient)
+    assert (found_gradient[mask == 0] == 0).all() and found_gradient.isfinite().all()
+    assert all(torch.equal(metrics[key], clean_metrics[key]) for key in metrics)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(seed=st.integers(0, 10_000))
+def test_the_order_of_rows_does_not_matter(name: str, seed: int) -> None:
+    logp, old, advantages, mask = random_batch(seed)
+    order = torch.randperm(len(logp), generator=seeded(seed))
+    logp.requires_grad_()
+    loss, _ = policy_loss(name, logp, old, advantages, mask, **needs(name, old))
+    hyper = part(needs(name, old), order)
+    shuffled, _ = policy_loss(name, logp[order], old[order], advantages[order], mask[order], **hyper)
+    torch.testing.assert_close(shuffled, loss)
+    torch.testing.assert_close(gradient(shuffled, logp), gradient(loss, logp))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_at_ratio_one_every_method_is_the_plain_policy_gradient(name: str) -> None:
+    """One advantage per row, which gspo and gmpo need; clip_cov leaves out nothing that has a covariance under 1."""
+    _, old, advantages, mask = random_batch(7)
+    advantages = advantages[:, :1].expand_as(old) / 10
+    logp = old.clone().requires_grad_()
+    hyper = {"clip_cov": {"generator": seeded()}, "decoupled_ppo": {"proximal_logp": old}}.get(name) or (
+        {"positive": torch.zeros(len(old))} if name == "topr" else {}
+    )
+    loss, metrics = policy_loss(name, logp, old, advantages, mask, agg="seq-mean-token-mean", **hyper)
+    plain, _ = policy_loss("reinforce", logp, old, advantages, mask, agg="seq-mean-token-mean")
+    torch.testing.assert_close(gradient(loss, logp), gradient(plain, logp))
+    assert metrics["kl"].item() == 0 and metrics["ratio"].item() == 1
+    assert metrics["clip_fraction"].item() == 0 or name == "kl_cov"
+
+
+@given(seed=st.integers(0, 10_000))
+def test_gspo_token_is_gspo_where_a_row_has_one_advantage(seed: int) -> None:
+    logp, old, advantages, mask = random_batch(seed)
+    logp.requires_grad_()
+    (one, _), (other, _) = (
+        policy_loss(name, logp, old, advantages[:, :1].expand_as(old), mask) for name in ("gspo", "gspo_token")
+    )
+    torch.testing.assert_close(one, other)
+    torch.testing.assert_close(gradient(one, logp), gradient(other, logp))
+
+
+# --- scope ------------------------------------------------------------------------------------------------------------
+
+ROW_CUT, COLUMN_CUT = (slice(0, 4), slice(4, None)), ((slice(None), slice(0, 3)), (slice(None), slice(3, None)))
+
+
+def in_two(name: str, cut: tuple[Any, Any], agg: str, frozen: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of losses over two pieces given the counts of the whole, its gradient, and the sum of clip fractions."""
+    logp, old, advantages, mask = random_batch(11, stale=0.6, b=8)
+    logp.requires_grad_()
+    counts = {"n_tokens": float(mask.sum()), "n_sequences": float(mask.any(-1).sum())}
+    hyper = needs(name, old) | frozen
+    total, clipped = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for at in cut:
+        loss, metrics = policy_loss(
+            name, logp[at], old[at], advantages[at], mask[at], agg=agg, **counts, **part(hyper, at)
+        )
+        total, clipped = total + loss, clipped + metrics["clip_fraction"]
+    return total, gradient(total, logp), clipped
+
+
+def whole(name: str, agg: str) -> tuple[Tensor, Tensor, Tensor]:
+    return in_two(name, (slice(None), slice(0, 0)), agg, {})
+
+
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_declared_scope_is_what_a_method_looks_at(name: str) -> None:
+    """Token scope may be cut anywhere, row scope between rows, batch scope nowhere unless its choice is frozen."""
+    aggs = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
+    by_rows = all(same(in_two(name, ROW_CUT, agg, {}), whole(name, agg)) for agg in aggs)
+    by_columns = same(in_two(name, COLUMN_CUT, "token-mean", {}), whole(name, "token-mean"))
+    assert (by_rows, by_columns) == {"token": (True, True), "row": (True, False), "batch": (False, False)}[
+        LOSSES[name].scope
+    ]
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_batch_scope_with_a_frozen_choice_may_be_cut_anywhere(name: str) -> None:
+    logp, old, advantages, mask = random_batch(11, stale=0.6, b=8)
+    chosen, _ = prepare(name, logp, old, advantages, mask, **needs(name, old))
+    assert chosen.any() and not chosen.requires_grad
+    for cut in (ROW_CUT, COLUMN_CUT):
+        assert same(in_two(name, cut, "token-mean", {"chosen": chosen}), whole(name, "token-mean"))
+
+
+def test_scope_with_aggregation() -> None:
+    assert scope_of("vanilla") == "token" and scope_of("vanilla", "seq-mean-token-mean") == "row"
+    assert scope_of("sapo") == "row" and scope_of("sapo", "token-mean") == "token"
+    assert scope_of("m2po", "seq-mean-token-mean") == "batch" and scope_of("geo_mean") == "row"
+
+
+# --- edges --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_impossible_and_certain_tokens_stay_finite(name: str, dtype: torch.dtype) -> None:
+    edge = torch.tensor([-math.inf, -1e4, -50.0, -1e-9, 0.0])
+    logp, old = (x.reshape(5, 5).to(dtype) for x in torch.cartesian_prod(edge, edge).T)
+    hyper = needs(name, old)
+    for sign in (1.0, -1.0, 0.0):
+        x = logp.clone().requires_grad_()
+        advantages = torch.full_like(old, sign)
+        loss, metrics = policy_loss(
+            name, x, old, advantages, torch.ones(5, 5), weights=torch.ones(5, 5, dtype=dtype), **hyper
+        )
+        assert loss.dtype == torch.promote_types(dtype, torch.float32)
+        assert loss.isfinite() and gradient(loss, x).isfinite().all()
+        assert all(value.isfinite() for value in metrics.values())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_without_tokens_is_zero(name: str) -> None:
+    logp, old, advantages, mask = random_batch(1)
+    logp.requires_grad_()
+    loss, metrics = policy_loss(name, logp, old, advantages, torch.zeros_like(mask), **needs(name, old))
+    assert loss.item() == 0 and (gradient(loss, logp) == 0).all()
+    assert all(value.isfinite() for value in metrics.values())
