@@ -90,6 +90,10 @@ def parser() -> argparse.ArgumentParser:
     config.add_argument("config", nargs="?", help="a TOML file; without it all settings are listed")
     config.add_argument("--check", action="store_true", help="also read the data and tokenizers, as train would")
     config.set_defaults(run=run_config)
+
+    estimators = commands.add_parser("estimators", help="every loss, correction and advantage: what it is and is for")
+    estimators.add_argument("name", nargs="?", help="only this one, in full")
+    estimators.set_defaults(run=run_estimators)
     return top
 
 
@@ -191,4 +195,32 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
         job = prepare(config)
         print(f"# ok: {len(job.prompts.rows)} prompts, one vocabulary, everything fits the context")
+    return 0
+
+
+def run_estimators(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from slipstream.estimators.catalogue import TITLES, catalogue, find
+
+    screen = console()
+    if args.name is not None:
+        try:
+            entries = find(args.name)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        for entry in entries:
+            for title, text in zip(TITLES, asdict(entry).values(), strict=True):
+                screen.print(f"{title + ':':22}{text}", markup=False, highlight=False)
+        return 0
+    for family, entries in catalogue().items():
+        table = Table(title=family, title_justify="left")
+        for title in ("name", "scope", "trust region", "when to use it"):
+            table.add_column(title)
+        for entry in entries:
+            table.add_row(entry.name, entry.scope, entry.trust_region, entry.use_when)
+        screen.print(table)
+    screen.print("slipstream estimators NAME tells more of one", highlight=False)
     return 0

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.drift import floats
+from slipstream.estimators.methods import Scope
 from slipstream.estimators.numerics import RATIO_BOUND, floored, unknown
 from slipstream.estimators.ratio import (
     CTPO_CLIP,
     ONE_PER_ROW,
-    Scope,
     Threshold,
     Unit,
     effective_sample_size,

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from slipstream.estimators.aggregate import Mode, aggregate
 from slipstream.estimators.divergence import kl_estimate
+from slipstream.estimators.methods import Scope
 from slipstream.estimators.numerics import blanked, bounded_exp, floored
-from slipstream.estimators.ratio import Scope, same_rows
+from slipstream.estimators.ratio import same_rows
 
 Metrics = dict[str, Tensor]
 SCOPE: dict[str, Scope] = {"kl_loss": "token", "kl_reward": "token"}

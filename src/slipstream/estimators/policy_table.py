@@ -9,8 +9,8 @@ from torch import Tensor
 
 from slipstream.estimators import policy_batch, policy_row, policy_token
 from slipstream.estimators.aggregate import Mode
+from slipstream.estimators.methods import Scope
 from slipstream.estimators.options import Options, options_of
-from slipstream.estimators.ratio import Scope
 
 
 @dataclass(frozen=True, kw_only=True)

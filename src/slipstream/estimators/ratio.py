@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from slipstream.estimators.methods import Scope
 from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp, same_shape, unknown
 
 Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
-Scope = Literal["token", "row", "batch"]
-"""What a result may depend on: its own token, its row, or the whole batch (see DESIGN, invariant 5)."""
 Threshold = float | tuple[float, float]
 """One number truncates from above; a pair is a band."""
 

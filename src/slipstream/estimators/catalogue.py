@@ -1,0 +1,158 @@
+"""Every estimator on one page, made from the tables that the code itself runs by: it cannot say anything else.
+
+python -m slipstream.estimators.catalogue > docs/estimators.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+
+from slipstream.estimators.advantage import ADVANTAGES
+from slipstream.estimators.correction import PRESETS, CorrectionPreset
+from slipstream.estimators.methods import DISTILLATION, Scope
+from slipstream.estimators.numerics import unknown
+from slipstream.estimators.policy_table import LOSSES
+
+UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}
+COSTS: dict[Scope, str] = {"token": "–", "row": "rows stay whole", "batch": "one pass over the batch first"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    name: str
+    unit: str
+    scope: str
+    trust_region: str
+    importance: str
+    targets: str
+    cost: str
+    use_when: str
+
+
+TITLES = [
+    "name",
+    "unit",
+    "scope",
+    "trust region",
+    "importance treatment",
+    "failure it targets",
+    "cost",
+    "when to use it",
+]
+INTRODUCTIONS = {
+    "distillation": "Losses from a teacher's scores. `importance treatment`: how draws of an older student count.",
+    "policy": "Losses from advantages, `policy_loss(NAME, …)`.",
+    "advantage": "How much better a sample did than expected, `advantage(NAME, …)`; its baseline stands in the column "
+    "of what it targets. Scope `group`: the answers to one prompt, which travel together.",
+    "correction": "Presets of importance weights (IS) and rejection (RS) between the policy that drew and the one that "
+    "learns, `PRESETS[NAME]`.",
+}
+
+
+def catalogue() -> dict[str, list[Entry]]:
+    """Families of estimators, in the order in which they are shown."""
+    distillation = [
+        Entry(
+            name=name,
+            unit=method.unit,
+            scope=method.scope,
+            trust_region=method.trust_region,
+            importance=method.importance,
+            targets=method.targets,
+            cost=method.cost,
+            use_when=method.use_when,
+        )
+        for name, method in DISTILLATION.items()
+    ]
+    policy = [
+        Entry(
+            name=name,
+            unit=UNITS[loss.scope],
+            scope=loss.scope,
+            trust_region=loss.trust_region,
+            importance=loss.importance,
+            targets=loss.targets,
+            cost=COSTS[loss.scope],
+            use_when=loss.use_when,
+        )
+        for name, loss in LOSSES.items()
+    ]
+    advantages = [
+        Entry(
+            name=name,
+            unit="token" if name in ("gae", "optimal_token_baseline") else "sequence",
+            scope=estimator.scope,
+            trust_region="–",
+            importance="–",
+            targets=f"baseline: {estimator.baseline}",
+            cost="–",
+            use_when=estimator.use_when,
+        )
+        for name, estimator in ADVANTAGES.items()
+    ]
+    return {
+        "distillation": distillation,
+        "policy": policy,
+        "advantage": advantages,
+        "correction": [_preset(name, preset) for name, preset in PRESETS.items()],
+    }
+
+
+def find(name: str) -> list[Entry]:
+    """The entries of that name; several families may have one."""
+    known = [entry for entries in catalogue().values() for entry in entries]
+    found = [entry for entry in known if entry.name == name]
+    if not found:
+        raise unknown("estimator", name, [entry.name for entry in known])
+    return found
+
+
+def _preset(name: str, preset: CorrectionPreset) -> Entry:
+    weights = "none"
+    if preset.is_level is not None:
+        shape = "band" if isinstance(preset.is_threshold, tuple) else "at most"
+        weights = f"{preset.is_level} ratio, {shape} {preset.is_threshold}, stop-gradient"
+    rejection = ", ".join(f"{mode} {bound}" for mode, bound in (preset.rs or {}).items())
+    stays = "the learner at the version that drew" if preset.mode == "decoupled" else "the policy that drew"
+    return Entry(
+        name=name,
+        unit=preset.is_level or ("sequence" if preset.rs else "–"),
+        scope=preset.scope,
+        trust_region=f"rejects outside {rejection}" if rejection else "none",
+        importance=weights,
+        targets="nothing: metrics only" if preset.mode is None else _target(preset),
+        cost="old log-probs: a forward pass" if preset.mode == "decoupled" else "–",
+        use_when="drift is only to be watched"
+        if preset.mode is None
+        else f"{preset.mode}: the loss's old policy is {stays}; with {preset.loss or 'any loss'}",
+    )
+
+
+def _target(preset: CorrectionPreset) -> str:
+    if preset.is_level and preset.rs:
+        return "bias of stale rows, and outliers that weights would amplify"
+    return "bias of stale or mismatched rows" if preset.is_level else "outliers"
+
+
+def markdown(families: Mapping[str, list[Entry]]) -> str:
+    lines = [
+        "# Estimators",
+        "",
+        "Made from the code by `python -m slipstream.estimators.catalogue`; `slipstream estimators` prints the same.",
+        "Scope says what the loss of one token may depend on, and so where a batch may be cut: anywhere (`token`), "
+        "between rows (`row`), or only after a pass over the whole of it (`batch`).",
+    ]
+    for family, entries in families.items():
+        lines += ["", f"## {family.capitalize()}", "", INTRODUCTIONS[family], ""]
+        lines += [_line(TITLES), _line(["---"] * len(fields(Entry)))]
+        lines += [_line([f"`{entry.name}`", *astuple(entry)[1:]]) for entry in entries]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    print(markdown(catalogue()), end="")

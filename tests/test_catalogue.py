@@ -1,0 +1,47 @@
+"""The page of all estimators is what the code says, and says it of every one of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main
+from slipstream.estimators.advantage import ADVANTAGES
+from slipstream.estimators.catalogue import Entry, catalogue, find, markdown
+from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.methods import DISTILLATION
+from slipstream.estimators.policy_table import LOSSES
+
+
+def test_the_page_in_the_documentation_is_the_one_that_the_code_makes() -> None:
+    page = Path(__file__).parents[1] / "docs" / "estimators.md"
+    assert page.read_text("utf-8") == markdown(catalogue()), (
+        "python -m slipstream.estimators.catalogue > docs/estimators.md"
+    )
+
+
+def test_every_estimator_is_on_it_with_every_column_filled() -> None:
+    families = catalogue()
+    assert [entry.name for entry in families["distillation"]] == list(DISTILLATION)
+    assert [entry.name for entry in families["policy"]] == list(LOSSES)
+    assert [entry.name for entry in families["advantage"]] == list(ADVANTAGES)
+    assert [entry.name for entry in families["correction"]] == list(PRESETS) and len(PRESETS) == 19
+    for entries in families.values():
+        for entry in entries:
+            assert all(getattr(entry, column) for column in Entry.__dataclass_fields__), entry
+
+
+def test_one_is_found_by_name_and_a_wrong_name_meets_the_nearest() -> None:
+    assert [entry.scope for entry in find("m2po")] == ["batch", "batch"], "a distillation and a policy loss"
+    with pytest.raises(ValueError, match="did you mean 'cispo'"):
+        find("cispoo")
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimators"]) == 0
+    assert "reverse_kl_mc" in capsys.readouterr().out
+    assert main(["estimators", "cispo"]) == 0
+    assert "failure it targets:   rare decisive tokens silenced by the clip" in capsys.readouterr().out
+    assert main(["estimators", "cispoo"]) == 2
+    assert "did you mean 'cispo'" in capsys.readouterr().err
