@@ -51,6 +51,7 @@ LOADS = {
     "metrics": "",
     "runlog": "",
     "estimators": "torch",
+    "estimators.tiles_triton": "torch triton",
     "assets": "",
     "assets.build": "torch numpy tokenizers transformers",
     "tasks": "numpy",

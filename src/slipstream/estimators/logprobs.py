@@ -12,17 +12,21 @@ dtype of `hidden`; what follows, and every sum over tiles, is in float32 if that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slipstream.estimators import tiles
+from slipstream.estimators.tiles import wide
+
 HELD = 1 << 24
 """Logits held at a time, unless told otherwise."""
 BLOCK = 4096
 """Most rows of a tile."""
-PART = 1 << 13
-"""Columns whose exponentials are held at a time."""
 
 Metrics = dict[str, Tensor]
 ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
@@ -139,15 +143,18 @@ def _tiles(n: int, v: int, held: int) -> Iterator[tuple[slice, slice]]:
             yield rows, columns
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+def passes(like: Tensor) -> ModuleType:
+    """Where `fold` and `grade` for such tensors are: Triton's on CUDA, as far as it is installed."""
+    if like.is_cuda and like.dtype != torch.float64 and find_spec("triton") is not None:
+        return import_module("slipstream.estimators.tiles_triton")
+    return tiles
 
 
-class _Logits:
-    """Computes tiles of logits, all of them in the same memory: a fresh tile costs its page faults every time."""
+class _Products:
+    """hidden · weightᵀ by tiles, all of them in the same memory: fresh memory costs its page faults every time."""
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, temperature: float) -> None:
-        self.hidden, self.weight, self.bias, self.temperature = hidden_NH, weight_VH, bias, temperature
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor) -> None:
+        self.hidden, self.weight = hidden_NH, weight_VH
         self.memory = hidden_NH.new_empty(0)
 
     def __call__(self, rows: slice, columns: slice) -> Tensor:
@@ -155,17 +162,7 @@ class _Logits:
         if self.memory.numel() < shape[0] * shape[1]:
             self.memory = self.hidden.new_empty(shape[0] * shape[1])
         tile_CW = self.memory[: shape[0] * shape[1]].view(shape)
-        torch.mm(self.hidden[rows], self.weight[columns].T, out=tile_CW)
-        logits_CW = tile_CW.to(_wide(tile_CW))
-        if self.bias is not None:
-            logits_CW += self.bias[columns]
-        return logits_CW if self.temperature == 1.0 else logits_CW.div_(self.temperature)
-
-
-def _logsumexp(logits_CV: Tensor) -> Tensor:
-    """[C, 1], by parts: in one go it would need as much memory again."""
-    parts = [part.logsumexp(1, keepdim=True) for part in torch.split(logits_CV, PART, 1)]
-    return torch.cat(parts, 1).logsumexp(1, keepdim=True)
+        return torch.mm(self.hidden[rows], self.weight[columns].T, out=tile_CW)
 
 
 def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
@@ -174,29 +171,33 @@ def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return (ids_CM - columns.start).clamp(0, columns.stop - columns.start - 1), inside_CM
 
 
+def _at(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, local_CM: Tensor) -> Tensor:
+    """Logits at columns of a tile."""
+    at_CM = tile_CW.gather(1, local_CM).to(wide(tile_CW))
+    if bias_W is not None:
+        at_CM = at_CM + bias_W[local_CM]
+    return at_CM / temperature
+
+
 class _Grads:
-    """Gradients of the head's inputs, summed over tiles of the gradient at the logits."""
+    """Gradients of the head's inputs, summed over tiles of the gradient at the products."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
         def zeros(like: Tensor) -> Tensor:
-            return torch.zeros_like(like, dtype=_wide(like))
+            return torch.zeros_like(like, dtype=wide(like))
 
         self.inputs = (hidden_NH, weight_VH, bias)
         self.hidden = zeros(hidden_NH) if needs[0] else None
         self.weight = zeros(weight_VH) if needs[1] else None
         self.bias = zeros(bias) if bias is not None and needs[2] else None
 
-    def add(self, rows: slice, columns: slice, grad_CW: Tensor, temperature: float) -> None:
-        hidden_CH, weight_WH = self.inputs[0][rows], self.inputs[1][columns]
-        if temperature != 1.0:
-            grad_CW = grad_CW.div_(temperature)
+    def add(self, rows: slice, columns: slice, grad_CW: Tensor) -> None:
         if self.bias is not None:
-            self.bias[columns] += grad_CW.sum(0)
-        grad_CW = grad_CW.to(hidden_CH.dtype)
+            self.bias[columns] += grad_CW.sum(0, dtype=self.bias.dtype)
         if self.hidden is not None:
-            _add_product(self.hidden[rows], grad_CW, weight_WH)
+            _add_product(self.hidden[rows], grad_CW, self.inputs[1][columns])
         if self.weight is not None:
-            _add_product(self.weight[columns], grad_CW.T, hidden_CH)
+            _add_product(self.weight[columns], grad_CW.T, self.inputs[0][rows])
 
     def done(self) -> tuple[Tensor | None, ...]:
         found = (self.hidden, self.weight, self.bias)
@@ -228,22 +229,17 @@ class _Head(torch.autograd.Function):
         held: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        dtype, n = _wide(hidden_NH), len(hidden_NH)
+        dtype, n = wide(hidden_NH), len(hidden_NH)
         at_NM = hidden_NH.new_zeros(ids_NM.shape, dtype=dtype)
         lse_N = hidden_NH.new_full((n,), -torch.inf, dtype=dtype)
-        mean_N = hidden_NH.new_zeros(n, dtype=dtype)
-        """Mean logit under the distribution so far."""
-        logits = _Logits(hidden_NH, weight_VH, bias, temperature)
+        mean_N = torch.zeros_like(lse_N)
+        products, over = _Products(hidden_NH, weight_VH), passes(hidden_NH)
         for rows, columns in _tiles(n, len(weight_VH), held):
-            logits_CW = logits(rows, columns)
+            tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
             local_CM, inside_CM = _local(ids_NM[rows], columns)
-            at_NM[rows] = torch.where(inside_CM, logits_CW.gather(1, local_CM), at_NM[rows])
-            tile_C = _logsumexp(logits_CW)[:, 0]
-            both_C = torch.logaddexp(lse_N[rows], tile_C)
-            if entropy:
-                inner_C = ((logits_CW - tile_C[:, None]).exp_() * logits_CW).sum(1)
-                mean_N[rows] = (lse_N[rows] - both_C).exp() * mean_N[rows] + (tile_C - both_C).exp() * inner_C
-            lse_N[rows] = both_C
+            at_NM[rows] = torch.where(inside_CM, _at(tile_CW, bias_W, temperature, local_CM), at_NM[rows])
+            found = over.fold(tile_CW, bias_W, temperature, entropy=entropy)
+            lse_N[rows], mean_N[rows] = tiles.merge(lse_N[rows], mean_N[rows], *found)
         entropy_N = lse_N - mean_N if entropy else mean_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
         ctx.temperature, ctx.held, ctx.entropy = temperature, held, entropy
@@ -255,17 +251,22 @@ class _Head(torch.autograd.Function):
         hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N = ctx.saved_tensors
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
         grad_logp_NM = grad_logp_NM.masked_fill(ids_NM < 0, 0.0)
-        total_N1 = grad_logp_NM.sum(1, keepdim=True)
-        logits = _Logits(hidden_NH, weight_VH, bias, ctx.temperature)
+        total_N = grad_logp_NM.sum(1)
+        products, over = _Products(hidden_NH, weight_VH), passes(hidden_NH)
         for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.held):
-            logp_CW = logits(rows, columns).sub_(lse_N[rows, None])
-            factor_CW = -total_N1[rows]
-            if ctx.entropy:
-                factor_CW = factor_CW - (logp_CW + entropy_N[rows, None]) * grad_entropy_N[rows, None]
-            grad_CW = logp_CW.exp_().mul_(factor_CW)
+            tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
+            over.grade(
+                tile_CW,
+                bias_W,
+                ctx.temperature,
+                lse_C=lse_N[rows],
+                total_C=total_N[rows],
+                entropy_C=entropy_N[rows] if ctx.entropy else None,
+                grad_entropy_C=grad_entropy_N[rows] if ctx.entropy else None,
+            )
             local_CM, inside_CM = _local(ids_NM[rows], columns)
-            grad_CW.scatter_add_(1, local_CM, grad_logp_NM[rows] * inside_CM)
-            grads.add(rows, columns, grad_CW, ctx.temperature)
+            chosen_CM = grad_logp_NM[rows] * inside_CM / ctx.temperature
+            grads.add(rows, columns, tile_CW.scatter_add_(1, local_CM, chosen_CM.to(tile_CW.dtype)))
         return *grads.done(), None, None, None, None
 
 
@@ -282,29 +283,24 @@ class _FusedHead(torch.autograd.Function):
         size: int,
         metrics: Metrics,
     ) -> Tensor:
-        loss = hidden_NH.new_zeros((), dtype=_wide(hidden_NH))
+        loss = hidden_NH.new_zeros((), dtype=wide(hidden_NH))
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
-        logits, columns = _Logits(hidden_NH, weight_VH, bias, temperature), slice(0, len(weight_VH))
+        products, over, columns = _Products(hidden_NH, weight_VH), passes(hidden_NH), slice(0, len(weight_VH))
+        every_1V = torch.arange(len(weight_VH), device=hidden_NH.device)[None]
         for rows in _slices(len(hidden_NH), size):
-            logits_CV = logits(rows, columns)
-            logp_CV = logits_CV.sub_(_logsumexp(logits_CV))
-            ids_CM = None if ids_NM is None else ids_NM[rows]
-            seen = logp_CV.clone() if ids_CM is None else logp_CV.gather(1, ids_CM.clamp(min=0))
-            if ids_CM is not None:
-                seen.masked_fill_(ids_CM < 0, 0.0)
+            tile_CV = products(rows, columns)
+            lse_C, _ = over.fold(tile_CV, bias, temperature, entropy=False)
+            ids_CM = every_1V.expand(len(tile_CV), -1) if ids_NM is None else ids_NM[rows]
+            local_CM, inside_CM = _local(ids_CM, columns)
+            seen = (_at(tile_CV, bias, temperature, local_CM) - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
             with torch.enable_grad():
                 part, extra = loss_fn(seen.requires_grad_(), rows)
-            (grad_seen,) = torch.autograd.grad(part, seen)
+            grad_CM = torch.autograd.grad(part, seen)[0].masked_fill(~inside_CM, 0.0)
             loss += part.detach()
             merge_metrics(metrics, extra)
-            if ids_CM is not None:
-                grad_seen = grad_seen.masked_fill(ids_CM < 0, 0.0)
-            grad_CV = logp_CV.exp_().mul_(-grad_seen.sum(1, keepdim=True))
-            if ids_CM is None:
-                grad_CV += grad_seen
-            else:
-                grad_CV.scatter_add_(1, ids_CM.clamp(min=0), grad_seen)
-            grads.add(rows, columns, grad_CV, temperature)
+            over.grade(tile_CV, bias, temperature, lse_C=lse_C, total_C=grad_CM.sum(1))
+            tile_CV.scatter_add_(1, local_CM, (grad_CM / temperature).to(tile_CV.dtype))
+            grads.add(rows, columns, tile_CV)
         ctx.save_for_backward(*grads.done())
         return loss
 

@@ -1,0 +1,78 @@
+"""The two passes over a tile of the head's raw products that cost memory traffic and nothing else.
+
+x = (product + bias) / temperature are the logits. `fold` reads a tile once and returns each row's log-sum-exp; `grade`
+turns it in place into the gradient at the products. Written in torch over parts of a tile that stay in the cache, so
+that a tile in low precision is never held in float32; `tiles_triton` has the same two functions for CUDA.
+
+Shapes: C rows, W columns of a tile, P columns of a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+PART = 1 << 20
+"""Logits worked on at a time."""
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """Float32, or better if the tensor is."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def fold(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Of every row, the log-sum-exp of its logits and, with `entropy`, their mean under softmax (else 0)."""
+    lse_C = tile_CW.new_full((len(tile_CW),), -torch.inf, dtype=wide(tile_CW))
+    mean_C = torch.zeros_like(lse_C)
+    for columns in _parts(tile_CW):
+        x_CP = _logits(tile_CW, bias_W, temperature, columns)
+        part_C = x_CP.logsumexp(1)
+        inner_C = ((x_CP - part_C[:, None]).exp_() * x_CP).sum(1) if entropy else mean_C
+        lse_C, mean_C = merge(lse_C, mean_C, part_C, inner_C)
+    return lse_C, mean_C
+
+
+def merge(lse_C: Tensor, mean_C: Tensor, other_lse_C: Tensor, other_mean_C: Tensor) -> tuple[Tensor, Tensor]:
+    """What `fold` would have said of two tiles in one."""
+    both_C = torch.logaddexp(lse_C, other_lse_C)
+    mean_C = (lse_C - both_C).exp() * mean_C + (other_lse_C - both_C).exp() * other_mean_C
+    return both_C, mean_C
+
+
+def grade(
+    tile_CW: Tensor,
+    bias_W: Tensor | None,
+    temperature: float,
+    *,
+    lse_C: Tensor,
+    total_C: Tensor,
+    entropy_C: Tensor | None = None,
+    grad_entropy_C: Tensor | None = None,
+) -> None:
+    """In place, p · (−total − (log p + entropy) · ∂entropy) / temperature.
+
+    That is the gradient at the products from log-probs whose gradients sum to `total` and from the entropy, less what
+    belongs to the chosen ids themselves.
+    """
+    for columns in _parts(tile_CW):
+        logp_CP = _logits(tile_CW, bias_W, temperature, columns) - lse_C[:, None]
+        factor_CP = -total_C[:, None]
+        if entropy_C is not None and grad_entropy_C is not None:
+            factor_CP = factor_CP - (logp_CP + entropy_C[:, None]) * grad_entropy_C[:, None]
+        tile_CW[:, columns] = logp_CP.exp_().mul_(factor_CP).div_(temperature)
+
+
+def _parts(tile_CW: Tensor) -> Iterator[slice]:
+    rows, width = tile_CW.shape
+    step = max(1, PART // rows)
+    return (slice(start, min(start + step, width)) for start in range(0, width, step))
+
+
+def _logits(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, columns: slice) -> Tensor:
+    x_CP = tile_CW[:, columns].to(wide(tile_CW))
+    if bias_W is not None:
+        x_CP = x_CP + bias_W[columns]
+    return x_CP if temperature == 1.0 else x_CP / temperature
