@@ -57,8 +57,6 @@ class Flow:
     version: int = 0
     held: dict[int, Group] = field(default_factory=dict)
     """The newest handles of every group that is live."""
-    latest: Numbers = field(default_factory=dict)
-    """Metrics of the last update, for whoever watches."""
     signal: Signal = field(default_factory=Signal)
 
     def drop(self, number: int, reason: str) -> None:
@@ -159,7 +157,7 @@ def account(flow: Flow, batch: Batch) -> None:
 def tell(flow: Flow, batch: Batch, numbers: Numbers) -> None:
     samples = sample_metrics(batch.headers)
     seconds = max(numbers["seconds/update"], 1e-9)
-    flow.latest = {
+    line = {
         **numbers,
         **samples,
         **lag_metrics(batch.headers, flow.version - 1),
@@ -169,4 +167,4 @@ def tell(flow: Flow, batch: Batch, numbers: Numbers) -> None:
         "version": float(flow.version),
         "time": asyncio.get_running_loop().time() - flow.began,
     }
-    flow.log.metrics("train", flow.latest, update=batch.update)
+    flow.log.metrics("train", line, update=batch.update)
