@@ -51,7 +51,7 @@ def test_norm_divides_by_the_scale_given() -> None:
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"])
 def test_a_batch_cut_in_two_with_global_counts_adds_up(mode: str) -> None:
     whole = aggregate(LOSS, MASK, mode)  # type: ignore[arg-type]
-    counts = {"n_tokens": 3, "n_sequences": 2}
+    counts = {"n_tokens": 3, "n_sequences": 2} | ({"scale": 3} if mode.endswith("norm") else {})
     parts = [aggregate(LOSS[at], MASK[at], mode, **counts) for at in (slice(0, 1), slice(1, 3))]  # type: ignore[arg-type]
     torch.testing.assert_close(sum(parts), whole)
 
@@ -71,3 +71,19 @@ def test_an_empty_batch_is_zero(mode: str) -> None:
 def test_unknown_aggregation_lists_the_choices() -> None:
     with pytest.raises(ValueError, match=r"unknown aggregation 'mean'.*token-mean"):
         aggregate(LOSS, MASK, "mean")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_a_global_batch_of_which_nothing_is_left_is_zero(mode: str) -> None:
+    nothing = aggregate(LOSS, torch.zeros_like(MASK), mode, n_tokens=0, n_sequences=0)  # type: ignore[arg-type]
+    assert nothing.item() == 0.0
+
+
+def test_the_norm_of_a_part_needs_the_length_of_the_whole() -> None:
+    with pytest.raises(ValueError, match="needs scale="):
+        aggregate(LOSS, MASK, "seq-mean-token-sum-norm", n_sequences=2)
+
+
+def test_a_wrong_mode_meets_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'token-mean'"):
+        aggregate(LOSS, MASK, "token_mean")  # type: ignore[arg-type]

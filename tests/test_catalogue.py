@@ -33,6 +33,7 @@ def test_every_estimator_is_on_it_with_every_column_filled() -> None:
 
 
 def test_one_is_found_by_name_and_a_wrong_name_meets_the_nearest() -> None:
+    assert find("geo_mean") == find("gmpo"), "by its alias too"
     assert [entry.scope for entry in find("m2po")] == ["batch", "batch"], "a distillation and a policy loss"
     with pytest.raises(ValueError, match="did you mean 'cispo'"):
         find("cispoo")

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.divergence import (
+    clamped,
     dense,
     forward_kl_topk,
     kl_estimate,
     overlap_ratio,
     overlap_token_advantage,
+    raised,
     reverse_kl_topk,
     support_mass,
     with_tail,
@@ -194,3 +196,10 @@ def test_overlap_advantage_by_hand() -> None:
     assert shared.tolist() == [True, False, True, True]
     with pytest.raises(ValueError, match="student_ids"):
         overlap_ratio(STUDENT_IDS[:2], TEACHER_IDS)
+
+
+def test_clamps_of_verl_do_nothing_unless_asked_for() -> None:
+    x = torch.tensor([-30.0, -2.0, 4.0])
+    assert clamped(x) is x and raised(x) is x
+    assert clamped(x, loss_max_clamp=3).tolist() == [-3, -2, 3]
+    assert raised(x, log_prob_min_clamp=-10).tolist() == [-10, -2, 4]

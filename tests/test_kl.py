@@ -187,6 +187,7 @@ def test_length_surge_fires_on_a_rise_over_the_window_and_then_waits_for_a_new_o
     assert length_surge([*surge, *[130.0] * 99, 200.0], fired=101) == 1
     assert length_surge([*surge, *[130.0] * 100, 160.0], fired=101) == 0.5
     assert length_surge([10.0, 14.0, 19.0], window=2, rise=0.8, factor=0.1) == 0.1
+    assert length_surge([10.0, 14.0, 17.0], window=2, rise=0.8, factor=0.1) == 1
 
 
 def test_ess_scales_the_learning_rate() -> None:

@@ -141,6 +141,45 @@ def test_extreme_logits_stay_finite() -> None:
     assert hidden.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_low_precision_weights_are_summed_in_float32(fused: bool) -> None:
+    """Thousands of rows in small tiles: rounded to bfloat16 after every tile, the sum would lose its small parts."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.rand(4096, H) + 0.5).bfloat16(), torch.randn(V, H).bfloat16().requires_grad_()
+    ids = torch.randint(0, V, (4096, 1))
+    if fused:
+        loss, _ = fused_loss(hidden, weight, ids, lambda logp, rows: (logp.sum(), {}), chunk=8 * V)
+    else:
+        loss = logprobs_at(hidden, weight, ids, chunk=8 * V).sum()
+    (found,) = torch.autograd.grad(loss, weight)
+    exact = weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(dense(hidden.double(), exact, None, 1.0).gather(1, ids).sum(), exact)
+    assert (found.double() - expected).abs().max() < 2**-7 * expected.abs().max()
+
+
+def test_a_bias_of_minus_infinity_is_probability_zero() -> None:
+    """As padded vocabularies have it."""
+    hidden, weight, _, ids = make()
+    bias = torch.zeros(V, dtype=torch.float64)
+    bias[V - 1] = -torch.inf
+    ids = ids.clamp(max=V - 2)
+    logp, entropy = logprobs_and_entropy_at(hidden, weight, ids, bias=bias, chunk=40)
+    short = dense(hidden, weight[:-1], None, 1.0)
+    torch.testing.assert_close(logp, short.gather(1, ids))
+    torch.testing.assert_close(entropy, -(short.exp() * short).sum(1))
+    (gradient,) = torch.autograd.grad(logp.sum() + entropy.sum(), weight)
+    assert gradient.isfinite().all() and (gradient[-1] == 0).all()
+
+
+def test_ids_and_chunks_out_of_range_are_refused() -> None:
+    hidden, weight, _, ids = make()
+    with pytest.raises(ValueError, match="id 17 is outside the vocabulary of 17"):
+        logprobs_at(hidden, weight, ids.clone().fill_(17))
+    for chunk in (0, -1):
+        with pytest.raises(ValueError, match="at least 1"):
+            logprobs_at(hidden, weight, ids, chunk=chunk)
+
+
 def test_wrong_shapes_are_named() -> None:
     hidden, weight, bias, ids = make()
     with pytest.raises(ValueError, match=r"hidden \(11, 5\) and weight \(17, 4\)"):

@@ -289,3 +289,16 @@ def test_the_table_is_complete_enough_to_make_docs_from() -> None:
         "cov_high",
         "cov_fraction",
     }
+
+
+def test_a_choice_that_was_cut_wrongly_is_refused() -> None:
+    x, ones = torch.zeros(2, 3), torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"chosen \(1, 3\)"):
+        policy_loss("kl_cov", x, x, ones, ones, chosen=torch.zeros(1, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("name", ["vanilla", "gspo", "m2po"])
+def test_a_global_batch_of_which_nothing_is_left_is_zero(name: str) -> None:
+    x, none = torch.zeros(2, 3), torch.zeros(2, 3)
+    loss, metrics = policy_loss(name, x, x, x, none, n_tokens=0, n_sequences=0)
+    assert loss.item() == 0 and all(value.isfinite().all() for value in metrics.values())

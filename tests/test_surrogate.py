@@ -203,3 +203,15 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         decoupled_ppo(x, x, torch.zeros(1, 2), x)
     with pytest.raises(ValueError, match=r"mask \(3,\) must be \[N\] or \[N, M\]"):
         m2po(x, x, x, mask=torch.ones(3))
+
+
+def test_vectors_are_not_taken_for_one_position() -> None:
+    x = torch.zeros(3)
+    with pytest.raises(ValueError, match="two dimensions"):
+        mc_reverse_kl(x, x, x)
+
+
+def test_without_importance_there_is_no_behaviour_advantage() -> None:
+    x = torch.zeros(1, 1)
+    with pytest.raises(ValueError, match="leave advantage='current'"):
+        mc_reverse_kl(x, x, x, importance=False, advantage="behavior")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import same_shape
+from slipstream.estimators.numerics import same_shape, unknown
 
 Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
@@ -26,18 +27,22 @@ def aggregate(
     """Sum the masked losses and divide by the counts of the global batch.
 
     Without counts they are taken from this mask, over non-empty rows. `token-sum` divides by nothing. `…-norm` also
-    divides by `scale`, the number of positions T by default (Dr. GRPO, 2503.20783). `seq-mean-token-mean` averages each
-    row first, so short rows weigh as much as long ones.
+    divides by `scale`, by default the number of positions T of a whole batch (Dr. GRPO, 2503.20783).
+    `seq-mean-token-mean` averages each row first, so short rows weigh as much as long ones.
     """
     same_shape(loss=loss_BT, mask=mask_BT)
+    if mode not in get_args(Mode):
+        raise unknown("aggregation", mode, get_args(Mode))
+    if mode == "seq-mean-token-sum-norm" and n_sequences is not None and scale is None:
+        raise ValueError(f"{mode} of a part of a batch needs scale=…: T of the part is not T of the batch")
+    loss_BT = loss_BT.to(torch.promote_types(loss_BT.dtype, torch.float32))
     mask_BT = mask_BT.to(loss_BT.dtype)
     # a masked position may hold anything, NaN included, and still counts for nothing
     row_sum_B = loss_BT.masked_fill(mask_BT == 0, 0.0).mul(mask_BT).sum(-1)
     row_tokens_B = mask_BT.sum(-1)
-    if n_tokens is None:
-        n_tokens = max(float(row_tokens_B.sum()), 1.0)
-    if n_sequences is None:
-        n_sequences = max(float((row_tokens_B > 0).sum()), 1.0)
+    # a batch of which nothing is left is 0, not 0/0
+    n_tokens = max(float(row_tokens_B.sum()) if n_tokens is None else n_tokens, 1.0)
+    n_sequences = max(float((row_tokens_B > 0).sum()) if n_sequences is None else n_sequences, 1.0)
     match mode:
         case "token-mean":
             return row_sum_B.sum() / n_tokens
@@ -46,7 +51,7 @@ def aggregate(
         case "seq-mean-token-sum":
             return row_sum_B.sum() / n_sequences
         case "seq-mean-token-sum-norm":
-            return row_sum_B.sum() / n_sequences / (scale or loss_BT.shape[-1])
+            return row_sum_B.sum() / n_sequences / (loss_BT.shape[-1] if scale is None else scale)
         case "seq-mean-token-mean":
             return (row_sum_B / row_tokens_B.clamp(min=1)).sum() / n_sequences
-    raise ValueError(f"unknown aggregation {mode!r}; choose one of {', '.join(get_args(Mode))}")
+    raise AssertionError(mode)

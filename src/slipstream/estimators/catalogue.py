@@ -12,7 +12,8 @@ from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.correction import PRESETS, CorrectionPreset
 from slipstream.estimators.methods import DISTILLATION, Scope
 from slipstream.estimators.numerics import unknown
-from slipstream.estimators.policy_table import LOSSES
+from slipstream.estimators.policy import scope_of
+from slipstream.estimators.policy_table import ALIASES, LOSSES
 
 UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}
 COSTS: dict[Scope, str] = {"token": "–", "row": "rows stay whole", "batch": "one pass over the batch first"}
@@ -68,12 +69,12 @@ def catalogue() -> dict[str, list[Entry]]:
     policy = [
         Entry(
             name=name,
-            unit=UNITS[loss.scope],
-            scope=loss.scope,
+            unit=UNITS[scope_of(name)],
+            scope=scope_of(name),
             trust_region=loss.trust_region,
             importance=loss.importance,
             targets=loss.targets,
-            cost=COSTS[loss.scope],
+            cost=COSTS[scope_of(name)],
             use_when=loss.use_when,
         )
         for name, loss in LOSSES.items()
@@ -81,7 +82,7 @@ def catalogue() -> dict[str, list[Entry]]:
     advantages = [
         Entry(
             name=name,
-            unit="token" if name in ("gae", "optimal_token_baseline") else "sequence",
+            unit="token" if estimator.function.__module__.endswith("_token") else "sequence",
             scope=estimator.scope,
             trust_region="–",
             importance="–",
@@ -102,7 +103,7 @@ def catalogue() -> dict[str, list[Entry]]:
 def find(name: str) -> list[Entry]:
     """The entries of that name; several families may have one."""
     known = [entry for entries in catalogue().values() for entry in entries]
-    found = [entry for entry in known if entry.name == name]
+    found = [entry for entry in known if entry.name == ALIASES.get(name, name)]
     if not found:
         raise unknown("estimator", name, [entry.name for entry in known])
     return found
@@ -132,14 +133,17 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
 def _target(preset: CorrectionPreset) -> str:
     if preset.is_level and preset.rs:
         return "bias of stale rows, and outliers that weights would amplify"
-    return "bias of stale or mismatched rows" if preset.is_level else "outliers"
+    if preset.is_level:
+        return "bias of mismatched rows" if preset.mode == "decoupled" else "bias of stale rows"
+    return "outliers" if preset.rs else "nothing of its own: the loss's ratio holds it"
 
 
 def markdown(families: Mapping[str, list[Entry]]) -> str:
     lines = [
         "# Estimators",
         "",
-        "Made from the code by `python -m slipstream.estimators.catalogue`; `slipstream estimators` prints the same.",
+        "Made from the code by `python -m slipstream.estimators.catalogue`; `slipstream estimators` prints a summary, "
+        "and with a name all of one.",
         "Scope says what the loss of one token may depend on, and so where a batch may be cut: anywhere (`token`), "
         "between rows (`row`), or only after a pass over the whole of it (`batch`).",
     ]

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import RATIO_BOUND, floored, same_shape, unknown
+from slipstream.estimators.numerics import RATIO_BOUND, floored, same_matrix, same_shape, unknown
 
 DenseKind = Literal["forward", "reverse", "jsd"]
 KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
@@ -48,6 +48,16 @@ def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
     raise unknown("KL estimate", kind, [*KL_KINDS, *KL_ALIASES])
 
 
+def clamped(loss: Tensor, *, loss_max_clamp: float | None = None) -> Tensor:
+    """verl's `loss_max_clamp`: a position's loss within ±that, without gradient where it binds. None does nothing."""
+    return loss if loss_max_clamp is None else loss.clamp(-loss_max_clamp, loss_max_clamp)
+
+
+def raised(logp: Tensor, *, log_prob_min_clamp: float | None = None) -> Tensor:
+    """verl's `log_prob_min_clamp`: log-probs of student and teacher at least that, before a divergence sees them."""
+    return logp if log_prob_min_clamp is None else logp.clamp(min=log_prob_min_clamp)
+
+
 def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, renormalise: bool = False) -> Tensor:
     """KL(q‖p) on the teacher's top-k: Σ_S q (log q − log p).  (Agarwal et al., 2306.13649; truncated as in verl.)
 
@@ -55,7 +65,7 @@ def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, ren
     the remaining mass of both as one more bucket; `renormalise` conditions both on the support; either one makes
     student = teacher a stationary point. Teacher-weighted, so robust to stale rollouts.
     """
-    same_shape(logp=logp_NK, logq=logq_NK)
+    same_matrix(logp=logp_NK, logq=logq_NK)
     logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
     return _kl(logq_NK, logp_NK)
 
@@ -76,7 +86,7 @@ def reverse_kl_topk(
     Low variance for fresh rollouts; when stale, S misses tokens that only the current student likes, and no weight
     on S brings their teacher scores back: prefer `mc_reverse_kl` then.
     """
-    same_shape(logp=logp_NK, logq=logq_NK, behavior_logp=logp_NK if behavior_logp is None else behavior_logp)
+    same_matrix(logp=logp_NK, logq=logq_NK, behavior_logp=logp_NK if behavior_logp is None else behavior_logp)
     logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
     if behavior_logp is None:
         return _kl(logp_NK, logq_NK)
@@ -91,7 +101,7 @@ def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.
     For caches that hold the whole distribution (hidden, dense), or a top-k completed by `with_tail`: exact, whoever
     drew the tokens.
     """
-    same_shape(logp=logp_NV, logq=logq_NV)
+    same_matrix(logp=logp_NV, logq=logq_NV)
     logp_NV, logq_NV = floored(logp_NV), floored(logq_NV)
     if kind == "jsd" and beta in (0, 1):
         kind = "reverse" if beta == 1 else "forward"
@@ -125,7 +135,7 @@ def support_mass(logp_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
     Give it log-probs as the models said them, before any clamp. Each mass stands under three names, since metrics merge
     by name: as the mean, as `…_min` and as `…_max`.
     """
-    same_shape(logp=logp_NK, logq=logq_NK)
+    same_matrix(logp=logp_NK, logq=logq_NK)
     masses = {"student_mass": logp_NK.detach().exp().sum(-1), "teacher_mass": logq_NK.detach().exp().sum(-1)}
     return {name + suffix: mass_N for name, mass_N in masses.items() for suffix in ("", "_min", "_max")}
 

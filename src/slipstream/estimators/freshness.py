@@ -89,8 +89,7 @@ def fopd_loss(
         raise ValueError(f"weight {tuple(weight_B.shape)} must be [B] with B = {len(loss_BT)}")
     weight_B = weight_B.detach().to(loss_BT.dtype)
     present_B = ((supervised_BT != 0) | (replayed_BT != 0)).any(-1)
-    if n_sequences is None:
-        n_sequences = max(float(present_B.sum()), 1.0)
+    n_sequences = max(float(present_B.sum()) if n_sequences is None else n_sequences, 1.0)
 
     def weighted_mean(x_BT: Tensor, aligned_BT: Tensor) -> Tensor:
         return aggregate(x_BT * weight_B[:, None], aligned_BT, "seq-mean-token-mean", n_sequences=n_sequences)

@@ -77,9 +77,10 @@ def fused_loss(
     """The sum of `loss_fn` over chunks of rows, with the gradients of the head already computed.
 
     For losses of token scope: the loss of a row may not depend on other rows. `loss_fn` sees log-probs at the ids, or
-    over the whole vocabulary where `ids` is None. `chunk` is how many logits are held at a time.
+    over the whole vocabulary where `ids` is None; only they carry a gradient, whatever else it closes over. `chunk` is
+    how many logits are held at a time.
     """
-    _check(hidden_NH, weight_VH, ids_NM, bias, temperature)
+    _check(hidden_NH, weight_VH, ids_NM, bias, temperature, chunk)
     metrics: Metrics = {}
     rows = max(1, (chunk or HELD) // len(weight_VH))
     loss = _FusedHead.apply(  # type: ignore[no-untyped-call]
@@ -111,7 +112,7 @@ def _apply(
     *,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check(hidden_NH, weight_VH, ids_NM, bias, temperature)
+    _check(hidden_NH, weight_VH, ids_NM, bias, temperature, chunk)
     logp_NM, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
         hidden_NH, weight_VH, bias, ids_NM, temperature, chunk or HELD, entropy
     )
@@ -119,7 +120,12 @@ def _apply(
 
 
 def _check(
-    hidden_NH: Tensor, weight_VH: Tensor, ids_NM: Tensor | None, bias: Tensor | None, temperature: float
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NM: Tensor | None,
+    bias: Tensor | None,
+    temperature: float,
+    chunk: int | None,
 ) -> None:
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
         shapes = f"hidden {tuple(hidden_NH.shape)} and weight {tuple(weight_VH.shape)}"
@@ -130,6 +136,11 @@ def _check(
         raise ValueError(f"bias {tuple(bias.shape)} must be [V] with V = {len(weight_VH)}")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is how many logits are held at a time: at least 1, got {chunk}")
+    # on a GPU this would wait for it; an id out of range is then what torch's own gather makes of it
+    if ids_NM is not None and not ids_NM.is_cuda and ids_NM.numel() and int(ids_NM.max()) >= len(weight_VH):
+        raise ValueError(f"id {int(ids_NM.max())} is outside the vocabulary of {len(weight_VH)}")
 
 
 def _slices(n: int, size: int) -> Iterator[slice]:
@@ -297,7 +308,7 @@ class _FusedHead(torch.autograd.Function):
                 part, extra = loss_fn(seen.requires_grad_(), rows)
             grad_CM = torch.autograd.grad(part, seen)[0].masked_fill(~inside_CM, 0.0)
             loss += part.detach()
-            merge_metrics(metrics, extra)
+            merge_metrics(metrics, {name: value.detach() for name, value in extra.items()})
             over.grade(tile_CV, bias, temperature, lse_C=lse_C, total_C=grad_CM.sum(1))
             tile_CV.scatter_add_(1, local_CM, (grad_CM / temperature).to(tile_CV.dtype))
             grads.add(rows, columns, tile_CV)

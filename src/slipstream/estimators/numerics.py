@@ -1,4 +1,4 @@
-"""The two numeric bounds of this package, in one place."""
+"""What every estimator shares: the numeric bounds, and the checks at the door."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ RATIO_BOUND = 20.0
 
 
 def floored(logp: Tensor) -> Tensor:
-    return logp.clamp(min=LOG_FLOOR)
+    """Log-probs as every formula takes them: at least float32, at least the floor."""
+    return logp.to(torch.promote_types(logp.dtype, torch.float32)).clamp(min=LOG_FLOOR)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -30,10 +31,16 @@ def same_shape(**tensors: Tensor) -> torch.Size:
     return next(iter(tensors.values())).shape
 
 
+def same_matrix(**tensors: Tensor) -> None:
+    """The arguments are matrices of one shape, positions by actions: a vector would be taken for one position."""
+    if len(shape := same_shape(**tensors)) != 2:
+        raise ValueError(f"{', '.join(tensors)} must have two dimensions, positions by actions, got {tuple(shape)}")
+
+
 def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
     """The error for a name that is none of the choices: lists them and points at the nearest."""
     names = list(choices)
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(names)}{hint}")
 

@@ -57,6 +57,8 @@ def policy_loss(
     if method.choose is not None and "chosen" not in hyper:
         hyper["chosen"], metrics = prepare(name, logp, old, advantages, mask, **hyper)
     check_options(name, hyper, method.loss, method.choose)
+    if method.choose is not None:
+        same_shape(mask=mask, chosen=hyper["chosen"])
     loss_BT, acted_BT = method.loss(logp, old, advantages, mask, **only(hyper, method.loss))
 
     if weights is not None:
@@ -113,7 +115,7 @@ def _row_weight(weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def _metrics(delta_BT: Tensor, acted_BT: Tensor, mask_BT: Tensor, n_tokens: float | None) -> Metrics:
-    tokens = n_tokens if n_tokens is not None else mask_BT.sum().clamp(min=1)
+    tokens = max(n_tokens, 1) if n_tokens is not None else mask_BT.sum().clamp(min=1)
     ratio_BT = delta_BT.clamp(-RATIO_BOUND, RATIO_BOUND).exp() * mask_BT
     return {
         "kl": -delta_BT.sum() / tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import RATIO_BOUND, blanked, bounded_exp, floored, same_shape, unknown
+from slipstream.estimators.numerics import RATIO_BOUND, blanked, bounded_exp, floored, same_matrix, same_shape, unknown
 
 Epsilon = float | tuple[float, float]
 Clip = Epsilon | None
@@ -34,11 +34,13 @@ def mc_reverse_kl(
     on-policy. `clip` = ε or (low, high): the PPO minimum. `ratio_cap` = c: weight sg(min(ρ, c)), so that capped draws
     keep a gradient. `importance=False` drops ρ (biased when stale; for ablations).
     """
-    same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
+    same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     if clip is not None and ratio_cap is not None:
         raise ValueError("clip and ratio_cap both bound the ratio: keep one of them")
     if not importance and (clip is not None or ratio_cap is not None):
         raise ValueError("importance=False has no ratio for clip or ratio_cap to bound: drop them")
+    if not importance and advantage == "behavior":
+        raise ValueError("importance=False recomputes the advantage: leave advantage='current'")
     logp_NM, behavior_NM, logq_NM = floored(logp_NM), floored(behavior_logp_NM), floored(logq_NM)
     ratio_NM = bounded_exp(logp_NM - behavior_NM)
     advantage_NM = _advantage(advantage, logq_NM, current=logp_NM, behavior=behavior_NM)
@@ -76,7 +78,7 @@ def decoupled_ppo(
     reverse KL's while neither bound acts). For several optimizer steps on one batch, where the clip should measure the
     step and not the staleness.
     """
-    same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM, proximal_logp=proximal_logp_NM, logq=logq_NM)
+    same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, proximal_logp=proximal_logp_NM, logq=logq_NM)
     logp_NM, logq_NM = floored(logp_NM), floored(logq_NM)
     behavior_NM, proximal_NM = floored(behavior_logp_NM), floored(proximal_logp_NM)
     ratio_NM = bounded_exp(logp_NM - proximal_NM)
@@ -119,7 +121,7 @@ def m2po_mask(
 
     `mask` [N] or [N, M] says which draws count at all. Metrics as of `second_moment_mask`.
     """
-    same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
+    same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     if mask is None:
         mask = torch.ones_like(logp_NM)
     if mask.shape not in (logp_NM.shape, logp_NM.shape[:1]):

@@ -16,6 +16,8 @@ from torch import Tensor
 
 PART = 1 << 20
 """Logits worked on at a time."""
+LOWEST = -1e30
+"""A bias of −inf, as padded vocabularies have it, becomes this: probability 0, and 0 · x stays 0."""
 
 
 def wide(tensor: Tensor) -> torch.dtype:
@@ -74,5 +76,5 @@ def _parts(tile_CW: Tensor) -> Iterator[slice]:
 def _logits(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, columns: slice) -> Tensor:
     x_CP = tile_CW[:, columns].to(wide(tile_CW))
     if bias_W is not None:
-        x_CP = x_CP + bias_W[columns]
+        x_CP = (x_CP + bias_W[columns]).clamp(min=LOWEST)
     return x_CP if temperature == 1.0 else x_CP / temperature

@@ -26,7 +26,7 @@ def _fold(  # type: ignore[no-untyped-def]
         inside = at < width
         x = tl.load(tile + row * stride + at, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
-            x += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+            x = tl.maximum(x + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32), -1e30)
         x = tl.where(inside, x * scale, -float("inf"))
         top = tl.maximum(largest, tl.max(x, 0))
         e = tl.exp(x - top)
@@ -60,7 +60,7 @@ def _grade(  # type: ignore[no-untyped-def]
     inside = at < width
     x = tl.load(tile + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
-        x += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.maximum(x + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32), -1e30)
     logp = x * scale - tl.load(lse + row)
     factor = -tl.load(total + row)
     if ENTROPY:
