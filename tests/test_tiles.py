@@ -16,7 +16,7 @@ from slipstream.estimators import tiles
 
 @pytest.mark.parametrize("part", [1, 12, 1 << 20])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_fold_and_grade_by_parts_are_softmax_and_its_gradient(
+def test_fold_and_gradient_by_parts_are_softmax_and_its_gradient(
     part: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "PART", part)
@@ -35,7 +35,7 @@ def test_fold_and_grade_by_parts_are_softmax_and_its_gradient(
     loss = -(weights * logits.logsumexp(1)).sum() + ((upstream * h).sum() if entropy else 0)
     (expected,) = torch.autograd.grad(loss, tile)
     found = tile.detach().clone()
-    tiles.grade(
+    tiles.to_gradient(
         found,
         bias,
         0.7,
@@ -86,13 +86,13 @@ def compare_with_triton() -> None:
         loss, _ = logprobs.fused_loss(*inputs, ids, loss_fn, **options)
         return [logp.detach(), entropy.detach(), *plain, loss.detach(), *torch.autograd.grad(loss, inputs)]
 
-    portable = logprobs.passes
+    portable = logprobs.backend
     for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2**-7)):
         for offset, temperature in ((None, 1.0), (bias, 0.7)):
             expected = everything(dtype, offset, temperature)
-            logprobs.passes = lambda like: tiles_triton
+            logprobs.backend = lambda like: tiles_triton
             found = everything(dtype, offset, temperature)
-            logprobs.passes = portable
+            logprobs.backend = portable
             for ours, theirs in zip(found, expected, strict=True):
                 assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
     print("agree")

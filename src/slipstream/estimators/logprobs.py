@@ -154,8 +154,8 @@ def _tiles(n: int, v: int, held: int) -> Iterator[tuple[slice, slice]]:
             yield rows, columns
 
 
-def passes(like: Tensor) -> ModuleType:
-    """Where `fold` and `grade` for such tensors are: Triton's on CUDA, as far as it is installed."""
+def backend(like: Tensor) -> ModuleType:
+    """Where `fold` and `to_gradient` for such tensors are: Triton's on CUDA, as far as it is installed."""
     if like.is_cuda and like.dtype != torch.float64 and find_spec("triton") is not None:
         return import_module("slipstream.estimators.tiles_triton")
     return tiles
@@ -244,7 +244,7 @@ class _Head(torch.autograd.Function):
         at_NM = hidden_NH.new_zeros(ids_NM.shape, dtype=dtype)
         lse_N = hidden_NH.new_full((n,), -torch.inf, dtype=dtype)
         mean_N = torch.zeros_like(lse_N)
-        products, over = _Products(hidden_NH, weight_VH), passes(hidden_NH)
+        products, over = _Products(hidden_NH, weight_VH), backend(hidden_NH)
         for rows, columns in _tiles(n, len(weight_VH), held):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
             local_CM, inside_CM = _local(ids_NM[rows], columns)
@@ -263,10 +263,10 @@ class _Head(torch.autograd.Function):
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
         grad_logp_NM = grad_logp_NM.masked_fill(ids_NM < 0, 0.0)
         total_N = grad_logp_NM.sum(1)
-        products, over = _Products(hidden_NH, weight_VH), passes(hidden_NH)
+        products, over = _Products(hidden_NH, weight_VH), backend(hidden_NH)
         for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.held):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
-            over.grade(
+            over.to_gradient(
                 tile_CW,
                 bias_W,
                 ctx.temperature,
@@ -296,7 +296,7 @@ class _FusedHead(torch.autograd.Function):
     ) -> Tensor:
         loss = hidden_NH.new_zeros((), dtype=wide(hidden_NH))
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
-        products, over, columns = _Products(hidden_NH, weight_VH), passes(hidden_NH), slice(0, len(weight_VH))
+        products, over, columns = _Products(hidden_NH, weight_VH), backend(hidden_NH), slice(0, len(weight_VH))
         every_1V = torch.arange(len(weight_VH), device=hidden_NH.device)[None]
         for rows in _slices(len(hidden_NH), size):
             tile_CV = products(rows, columns)
@@ -309,7 +309,7 @@ class _FusedHead(torch.autograd.Function):
             grad_CM = torch.autograd.grad(part, seen)[0].masked_fill(~inside_CM, 0.0)
             loss += part.detach()
             merge_metrics(metrics, {name: value.detach() for name, value in extra.items()})
-            over.grade(tile_CV, bias, temperature, lse_C=lse_C, total_C=grad_CM.sum(1))
+            over.to_gradient(tile_CV, bias, temperature, lse_C=lse_C, total_C=grad_CM.sum(1))
             tile_CV.scatter_add_(1, local_CM, (grad_CM / temperature).to(tile_CV.dtype))
             grads.add(rows, columns, tile_CV)
         ctx.save_for_backward(*grads.done())

@@ -1,6 +1,6 @@
 """The two passes over a tile of the head's raw products that cost memory traffic and nothing else.
 
-x = (product + bias) / temperature are the logits. `fold` reads a tile once and returns each row's log-sum-exp; `grade`
+x = (product + bias) / temperature are the logits. `fold` reads a tile once and returns each row's log-sum-exp; `to_gradient`
 turns it in place into the gradient at the products. Written in torch over parts of a tile that stay in the cache, so
 that a tile in low precision is never held in float32; `tiles_triton` has the same two functions for CUDA.
 
@@ -44,7 +44,7 @@ def merge(lse_C: Tensor, mean_C: Tensor, other_lse_C: Tensor, other_mean_C: Tens
     return both_C, mean_C
 
 
-def grade(
+def to_gradient(
     tile_CW: Tensor,
     bias_W: Tensor | None,
     temperature: float,

@@ -1,4 +1,4 @@
-"""`tiles.fold` and `tiles.grade` as Triton kernels: one read, and one read and write, of a tile in its own precision.
+"""`tiles.fold` and `tiles.to_gradient` as Triton kernels: one read, and one read and write, of a tile in its own precision.
 
 Shapes: C rows, W columns of a tile.
 """
@@ -41,7 +41,7 @@ def _fold(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _grade(  # type: ignore[no-untyped-def]
+def _to_gradient(  # type: ignore[no-untyped-def]
     tile,
     bias,
     lse,
@@ -87,7 +87,7 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, *, entropy:
     return lse_C, mean_C
 
 
-def grade(
+def to_gradient(
     tile_CW: Tensor,
     bias_W: Tensor | None,
     temperature: float,
@@ -99,7 +99,7 @@ def grade(
 ) -> None:
     rows, width = tile_CW.shape
     with_entropy = entropy_C is not None and grad_entropy_C is not None
-    _grade[(rows, triton.cdiv(width, BLOCK))](
+    _to_gradient[(rows, triton.cdiv(width, BLOCK))](
         tile_CW,
         tile_CW if bias_W is None else bias_W,
         lse_C,

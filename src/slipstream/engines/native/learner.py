@@ -23,7 +23,7 @@ from slipstream.engines.base import Fingerprint, Metrics, WeightsRef
 from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint, load_model
 from slipstream.engines.native.packing import full_length, joined, micro_batches, padded, predictions
 from slipstream.errors import NonFiniteError
-from slipstream.estimators.divergence import dense, forward_kl_topk
+from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass
 from slipstream.estimators.logprobs import fused_loss, merge_metrics
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.records import Batch, Counts, Scored
@@ -140,12 +140,8 @@ class NativeLearner:
                 logq_NK = joined([_present(s.teacher_topk_logp) for s in samples], device, dtype)
 
                 def forward(logp_CK: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-                    masses = {
-                        "student_mass": logp_CK.detach().exp().sum(-1),
-                        "teacher_mass": logq_NK[rows].exp().sum(-1),
-                    }
                     kl_C = forward_kl_topk(logp_CK, logq_NK[rows], tail=loss.tail, renormalise=loss.renormalise)
-                    return kl_C, masses
+                    return kl_C, support_mass(logp_CK, logq_NK[rows])
 
                 return ids_NK, forward
             case ForwardKL():
