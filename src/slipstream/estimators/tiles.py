@@ -1,8 +1,8 @@
 """The two passes over a tile of the head's raw products that cost memory traffic and nothing else.
 
-x = (product + bias) / temperature are the logits. `fold` reads a tile once and returns each row's log-sum-exp; `to_gradient`
-turns it in place into the gradient at the products. Written in torch over parts of a tile that stay in the cache, so
-that a tile in low precision is never held in float32; `tiles_triton` has the same two functions for CUDA.
+x = (product + bias) / temperature are the logits. `fold` reads a tile once and returns each row's log-sum-exp;
+`to_gradient` turns it in place into the gradient at the products. Written in torch over parts of a tile that stay in
+the cache, so that a tile in low precision is never held in float32; `tiles_triton` has the same two for CUDA.
 
 Shapes: C rows, W columns of a tile, P columns of a part.
 """

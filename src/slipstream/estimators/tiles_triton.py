@@ -1,4 +1,4 @@
-"""`tiles.fold` and `tiles.to_gradient` as Triton kernels: one read, and one read and write, of a tile in its own precision.
+"""`fold` and `to_gradient` of `tiles` as Triton kernels: a read, and a read and write, of a tile as it is.
 
 Shapes: C rows, W columns of a tile.
 """
