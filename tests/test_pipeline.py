@@ -126,6 +126,14 @@ def test_a_batch_whose_members_drop_closes_short_and_the_rest_follows() -> None:
     assert not admission.finished and admission.submit() == [3], "submitted − dropped must reach updates · B"
 
 
+def test_what_a_drop_leaves_over_does_not_start_beside_the_batch() -> None:
+    """It would be rolled out under weights that are old when it is learned from."""
+    admission = Admission(sync(3), updates=1)
+    admission.submit()
+    admission.drop(1, "broken")
+    assert admission.quota() == 0, "the other two still roll out"
+
+
 def test_a_batch_that_drops_as_a_whole_makes_no_step() -> None:
     admission = Admission(sync(2), updates=1)
     admission.submit()
@@ -292,6 +300,9 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(tmp_path: Path) -> No
     saved = torch.from_numpy(np.load(tmp_path / "checkpoints" / "2" / "table.npy"))
     assert torch.equal(saved, learner.table.detach())
     assert not (tmp_path / "final").exists()
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    assert [entry["reason"] for entry in ledger if entry["end"] == "dropped"] == ["run stopped"] * 4
+    assert sorted(entry["number"] for entry in ledger) == list(range(12)), "what was in flight is accounted for"
 
 
 def test_checkpoints_are_kept_as_many_as_asked(tmp_path: Path) -> None:

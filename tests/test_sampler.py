@@ -15,7 +15,7 @@ from slipstream.engines.base import Sampling
 from slipstream.engines.draws import process
 from slipstream.engines.native.model import export_weights, fingerprint
 from slipstream.engines.native.sampler import NativeSampler
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, NonFiniteError
 from slipstream.records import Handle, Prompt, Rollout
 from tiny import CONFIGS, EOS, VOCAB, make_model, make_prompts, wrap
 
@@ -120,7 +120,7 @@ def test_publish_changes_weights_exactly_where_the_version_changes(mode: str) ->
         for version in (1, 2):
             while sum(row.length for row in sampler.rows) < version * 30 and not all(t.done() for t in running):
                 await asyncio.sleep(0.001)
-            weights = export_weights(models[version])
+            weights = export_weights(models[version], "float32")
             found = await sampler.publish(weights, version, mode)  # type: ignore[arg-type]
             assert found == fingerprint(models[version], "float32")
         return [handle.body for group in await asyncio.gather(*running) for handle in group]
@@ -156,7 +156,7 @@ def test_keep_mode_at_every_token_boundary() -> None:
                 sampler._emit(*sampler._admit())
                 for _ in range(boundary - 1):
                     sampler._decode()
-            publish = asyncio.create_task(sampler.publish(export_weights(new), 1, "keep"))
+            publish = asyncio.create_task(sampler.publish(export_weights(new, "float32"), 1, "keep"))
             await asyncio.sleep(0)
             del sampler._wake
             sampler._wake()
@@ -196,5 +196,24 @@ def test_a_prompt_that_cannot_fit_is_refused_by_name() -> None:
     async def work(sampler: NativeSampler) -> None:
         with pytest.raises(ModelError, match="prompt p0 has .* exceeds the context of 128"):
             await sampler.generate(make_prompts(1)[0], Sampling(max_tokens=128))
+
+    with_sampler(make_model(), work)
+
+
+def test_a_publish_that_cannot_be_loaded_is_answered_with_its_error() -> None:
+    async def work(sampler: NativeSampler) -> None:
+        with pytest.raises(ModelError, match="weights do not fit the model"):
+            await asyncio.wait_for(sampler.publish(export_weights(make_model("llama"), "float32"), 1, "keep"), 20)
+        assert len(await sampler.generate(make_prompts(1)[0], Sampling(max_tokens=3))) == 1
+
+    with_sampler(make_model(), work)
+
+
+def test_a_student_that_has_diverged_is_told_as_such() -> None:
+    async def work(sampler: NativeSampler) -> None:
+        with torch.no_grad():
+            sampler.lm.head.weight.fill_(torch.nan)
+        with pytest.raises(NonFiniteError, match="has training diverged"):
+            await asyncio.wait_for(sampler.generate(make_prompts(1)[0], Sampling(max_tokens=3)), 20)
 
     with_sampler(make_model(), work)

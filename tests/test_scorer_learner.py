@@ -14,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.config import ForwardKL, LearnerConfig, LossConfig, ReverseKLMC
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.learner import NativeLearner, learning_rate
-from slipstream.engines.native.model import export_weights, fingerprint, load_weights, split
+from slipstream.engines.native.model import export_weights, fingerprint, load_model, load_weights, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
@@ -114,7 +115,7 @@ def test_rewards_of_the_header_enter_the_record() -> None:
 
 
 def test_a_top_k_larger_than_the_vocabulary_is_refused() -> None:
-    with pytest.raises(ModelError, match=f"loss.k = 99 is more than the teacher's vocabulary of {VOCAB}"):
+    with pytest.raises(ModelError, match=f"loss.k = 99 is more than the vocabulary of {VOCAB}"):
         NativeScorer(wrap(make_model()), cache="teacher_topk", k=99)
 
 
@@ -268,7 +269,7 @@ def test_weights_travel_as_bytes_and_fingerprints_tell_them_apart() -> None:
     source, target = make_model(seed=0), make_model(seed=1)
     assert fingerprint(source, "float32") != fingerprint(target, "float32")
     with torch.no_grad():
-        load_weights(target, export_weights(source))
+        load_weights(target, export_weights(source, "float32"))
     assert fingerprint(source, "float32") == fingerprint(target, "float32")
     for ours, theirs in zip(source.parameters(), target.parameters(), strict=True):
         assert torch.equal(ours, theirs)
@@ -276,7 +277,7 @@ def test_weights_travel_as_bytes_and_fingerprints_tell_them_apart() -> None:
 
 def test_weights_of_another_architecture_are_refused() -> None:
     with pytest.raises(ModelError, match="weights do not fit the model"):
-        load_weights(make_model("qwen3"), export_weights(make_model("llama")))
+        load_weights(make_model("qwen3"), export_weights(make_model("llama"), "float32"))
 
 
 def test_a_checkpoint_goes_on_where_it_was_and_is_a_hf_directory(tmp_path: Path) -> None:
@@ -329,3 +330,47 @@ def test_micro_batches_hold_everything_once_within_both_bounds(lengths: list[int
         padded = len(batch) * max(lengths[i] for i in batch)
         assert padded <= budget or len(batch) == 1
         assert padded <= MOST_PADDED * sum(lengths[i] for i in batch)
+
+
+def test_a_teacher_whose_scores_are_not_numbers_is_named() -> None:
+    teacher, groups = make_model(seed=1), roll_out(make_model(seed=0))
+    lm = wrap(teacher)
+    with torch.no_grad():
+        lm.head.weight[EOS] = torch.nan
+
+    async def work() -> None:
+        with pytest.raises(NonFiniteError, match="teacher main gives log-probs that are not numbers"):
+            await NativeScorer(lm, name="main").score(groups[0])
+
+    run(work())
+
+
+def test_what_is_exported_in_another_precision_is_what_the_sampler_then_runs() -> None:
+    """A float32 learner and a bfloat16 sampler agree on the fingerprint, update after update."""
+    learner = NativeLearner(
+        wrap(make_model(seed=0)),
+        loss=ReverseKLMC(m=3),
+        config=LearnerConfig(lr=1e-2),
+        updates=2,
+        export_dtype="bfloat16",
+    )
+    batch = make_batch()
+
+    async def work() -> None:
+        sampler = NativeSampler(wrap(make_model(seed=0, dtype=torch.bfloat16)), slots=2, stop_ids={EOS})
+        for version in range(3):
+            weights, expected = await learner.export()
+            assert await sampler.publish(weights, version, "keep") == expected
+            await update(learner, batch)
+        sampler.close()
+
+    run(work())
+
+
+def test_a_model_whose_weights_are_missing_is_refused(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    kept = load_file(tmp_path / "model.safetensors")
+    kept.pop("model.layers.1.mlp.down_proj.weight")
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 weights are missing or of another shape, model.layers.1.mlp.down_proj"):
+        load_model(str(tmp_path), dtype="float32", device="cpu")

@@ -52,7 +52,8 @@ def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str
     for name, justify in (("", "left"), ("sampled", "right"), ("greedy", "right"), ("of the teacher's", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for name, found in (("student before", before), ("student after", after), ("teacher", expert)):
-        table.add_row(name, f"{found.avg:.1%}", f"{found.greedy:.1%}", f"{found.avg / expert.avg:.0%}")
+        share = f"{found.avg / expert.avg:.0%}" if expert.avg else "–"
+        table.add_row(name, f"{found.avg:.1%}", f"{found.greedy:.1%}", share)
     console.print(table)
 
     samples = Table(title="\nGreedy answers that were wrong before", title_justify="left")

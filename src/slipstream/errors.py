@@ -5,7 +5,7 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 ├── DataError           a file or a row is wrong: names the file, the line and what is expected
 ├── ModelError          a model or tokenizer cannot be used: names it and why
 ├── RunDirError         the run directory is missing, or already holds a run
-└── NonFiniteError      loss or gradient is NaN or infinite; the last good weights were saved
+└── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
 
 Anything else that is raised is a defect of ours and keeps its traceback.
 """

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from slipstream.config import Config, DataConfig
 from slipstream.engines.native.model import context_length, load_config
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.pipeline.run import Run
 from slipstream.progress import Progress
 from slipstream.records import Prompt
@@ -51,6 +51,12 @@ def prepare(config: Config) -> Job:
             f"task.reward = {config.task.reward!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
         )
     tokens = encode_rows(rows, tokenizer, data)
+    sizes = [load_config(model).get_text_config().vocab_size for model in (config.student, teacher.model)]
+    if sizes[0] > sizes[1]:
+        raise ModelError(
+            f"teachers.{name}: {teacher.model} has {sizes[1]} embeddings, {config.student} has {sizes[0]}: the teacher "
+            "could not score all that the student may draw"
+        )
     for model in (config.student, teacher.model):
         check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
     longest = max(map(len, tokens)) + max_tokens
@@ -98,7 +104,11 @@ def train(config: Config, console: Console, *, name: str) -> Path:
             run = Run(config, engines, job.prompts, log, held_out=job.held_out)
             with Progress(console, updates=config.updates, title=name, admission=run.admission) as progress:
                 log.sinks.append(progress)
-                asyncio.run(run.train())
+                try:
+                    asyncio.run(run.train())
+                except KeyboardInterrupt:
+                    console.print(f"stopped at version {run.version}; what there is lies in {path}", highlight=False)
+                    raise
     finally:
         engines.close()
     return path
@@ -106,6 +116,8 @@ def train(config: Config, console: Console, *, name: str) -> Path:
 
 def warnings_of(config: Config) -> list[str]:
     sampler, found = config.sampler, []
+    if config.data.eval is not None and not config.eval.every:
+        found.append("data.eval is not used: set eval.every to evaluate during training")
     if config.loss.kind == "reverse_kl_mc" and (sampler.top_p < 1 or sampler.top_k > 0 or sampler.min_p > 0):
         found.append(
             "sampling is truncated (top_p, top_k or min_p): importance weights are biased, because the loss is over "

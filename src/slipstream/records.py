@@ -85,7 +85,7 @@ class Rollout:
         _require(self.action_logp.shape == self.actions.shape, who, "action_logp and actions differ in shape")
         aligned = np.array_equal(self.actions[:, 0], self.tokens)
         _require(aligned, who, "actions[:, 0] is not the emitted token (a shifted row?)")
-        same = np.array_equal(self.action_logp[:, 0], self.logp)
+        same = np.array_equal(self.action_logp[:, 0], self.logp, equal_nan=True)
         _require(same, who, "action_logp[:, 0] is not logp (a shifted row?)")
 
 
@@ -111,7 +111,7 @@ class Scored:
         if self.teacher_action_logp is not None:
             same_shape = self.teacher_action_logp.shape == rollout.actions.shape
             _require(same_shape, who, "teacher_action_logp and actions differ in shape")
-            same = np.array_equal(self.teacher_action_logp[:, 0], self.teacher_logp)
+            same = np.array_equal(self.teacher_action_logp[:, 0], self.teacher_logp, equal_nan=True)
             _require(same, who, "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)")
         paired = (self.teacher_ids is None) == (self.teacher_topk_logp is None)
         _require(paired, who, "teacher_ids and teacher_topk_logp need each other")

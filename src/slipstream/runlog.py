@@ -23,7 +23,7 @@ from typing import Any, Protocol, TextIO
 
 from slipstream.config import Config, Tracker
 from slipstream.config_file import to_toml
-from slipstream.errors import ConfigError, RunDirError
+from slipstream.errors import ConfigError, RunDirError, first_line
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
 
@@ -52,7 +52,14 @@ class RunLog:
         except OSError as error:
             raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
         write_atomic(path / "meta.json", json.dumps(machine(), indent=2) + "\n")
-        return cls(path, [SINKS[name](config, path) for name in config.log.to])
+        sinks: list[Sink] = []
+        for name in config.log.to:
+            try:
+                sinks.append(SINKS[name](config, path))
+            except Exception as error:  # a tracker may refuse for reasons of its own: no key, no server
+                shutil.rmtree(path)  # it was free, so all that is in it is ours
+                raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}") from None
+        return cls(path, sinks)
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int) -> None:
         _line(self._metrics, {"kind": kind, "update": update, **numbers})
@@ -80,7 +87,7 @@ def run_path(config: Config, name: str) -> Path:
 
 
 def check_free(path: Path) -> None:
-    if (path / "metrics.jsonl").exists() or (path / "config.toml").exists():
+    if any((path / name).exists() for name in ("config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "final")):
         raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
     if path.exists() and not path.is_dir():
         raise RunDirError(f"{path} is a file: choose another run directory with --output")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.base import Sampling
+from slipstream.errors import NonFiniteError
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
@@ -65,5 +66,7 @@ def _cut(logp_NV: Tensor, drop_NV: Tensor) -> Tensor:
 def draw(logp_NV: Tensor, uniform_NM: Tensor) -> tuple[Tensor, Tensor]:
     """Invert the distribution function at every uniform number: ids [N, M] and their log-probs."""
     cdf_NV = logp_NV.double().exp().cumsum(-1)
+    if not cdf_NV[:, -1].isfinite().all():
+        raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
     ids_NM = torch.searchsorted(cdf_NV, uniform_NM * cdf_NV[:, -1:], right=True)
     return ids_NM, logp_NV.gather(1, ids_NM)

@@ -223,7 +223,7 @@ def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     if into.dtype == left.dtype:
         into.addmm_(left, right)
     elif into.is_cuda:
-        torch.addmm(into, left, right, out_dtype=into.dtype, out=into)
+        into += torch.mm(left, right, out_dtype=into.dtype)
     else:
         into.addmm_(left.to(into.dtype), right.to(into.dtype))
 

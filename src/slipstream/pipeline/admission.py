@@ -57,8 +57,8 @@ class Admission:
         free = self.schedule.credits - self.in_use
         if self.schedule.submit == "stream":
             return min(free, self.remaining)
-        whole = min(self.schedule.groups, self.remaining)
-        return whole if free >= whole else 0
+        # room for a whole batch, even where less remains: what is left after drops must not start beside another batch
+        return min(self.schedule.groups, self.remaining) if free >= self.schedule.groups else 0
 
     def scorable(self) -> bool:
         """Whether the scoring of what waits may begin: at once, or when nothing rolls out any more."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from slipstream.config import Config
 from slipstream.engines.base import Engines, Sampling
-from slipstream.errors import NonFiniteError, SlipstreamError
+from slipstream.errors import NonFiniteError
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
@@ -30,14 +30,19 @@ class Run:
         self, config: Config, engines: Engines, prompts: Prompts, log: RunLog, *, held_out: Sequence[Prompt] = ()
     ) -> None:
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
+        self.flow: Flow | None = None
         self.admission = Admission(schedule_of(config), updates=config.updates)
         self.checkpoints = Checkpoints(
             log.path / "checkpoints", every=config.checkpoint.every, keep=config.checkpoint.keep
         )
 
+    @property
+    def version(self) -> int:
+        return self.flow.version if self.flow else 0
+
     async def train(self) -> Path:
         """Make all updates; returns the directory of the final student."""
-        flow = Flow(
+        flow = self.flow = Flow(
             engines=self.engines,
             admission=self.admission,
             prompt=self.prompts.at,
@@ -53,21 +58,25 @@ class Run:
                 tasks.create_task(score(flow, tasks))
                 tasks.create_task(learn(flow, self._after_update))
         except BaseExceptionGroup as group:
-            await self._stopped(group, flow.version)
+            await self._stopped(group)
         final = self.log.path / "final"
         await save_whole(self.engines.learner, final, optimizer=False)
         return final
 
-    async def _stopped(self, group: BaseExceptionGroup[BaseException], version: int) -> None:
-        """One cause instead of a group of them. After NaN the weights are still those of the last update."""
+    async def _stopped(self, group: BaseExceptionGroup[BaseException]) -> None:
+        """Account for what was in flight, and raise one cause instead of a group of them.
+
+        A loss or gradient that is not finite never reached the weights: they are kept as they were after the last
+        update.
+        """
+        for number in self.admission.live:
+            self.log.ledger(number=number, end="dropped", reason="run stopped", version=self.version)
         cause: BaseException = group
         while isinstance(cause, BaseExceptionGroup):
             cause = cause.exceptions[0]
         if isinstance(cause, NonFiniteError):
-            path = await self.checkpoints.save(self.engines.learner, version)
-            raise NonFiniteError(f"{cause}; the weights of update {version} are in {path}") from None
-        if isinstance(cause, SlipstreamError):
-            raise cause from None
+            path = await self.checkpoints.save(self.engines.learner, self.version)
+            raise NonFiniteError(f"{cause}; the weights of update {self.version} are in {path}") from None
         raise cause from None
 
     async def _after_update(self, update: int) -> None:

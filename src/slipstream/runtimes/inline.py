@@ -12,7 +12,6 @@ from slipstream.engines.native.learner import NativeLearner
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import Cache, NativeScorer
-from slipstream.errors import ModelError
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.rewards import PoolGrader
 
@@ -35,15 +34,6 @@ def open_engines(config: Config, tokenizer: Tokenizer, *, say: Callable[[str], N
         copy = load_model(config.student, dtype=config.sampler.dtype, device=runtime.device)
         say(f"loading teacher {teacher.model}")
         expert = load_model(teacher.model, dtype=teacher.dtype, device=runtime.device)
-        if (
-            expert.vocab_size < student.vocab_size
-            and config.loss.kind == "forward_kl"
-            and config.loss.cache == "hidden"
-        ):
-            raise ModelError(
-                f"teachers.{name}: a vocabulary of {expert.vocab_size} is smaller than the student's "
-                f"{student.vocab_size}: the hidden cache needs all of it"
-            )
         cache, k = cache_of(config)
         scorer = NativeScorer(
             expert,
@@ -52,6 +42,7 @@ def open_engines(config: Config, tokenizer: Tokenizer, *, say: Callable[[str], N
             k=k,
             temperature=config.loss.temperature,
             token_budget=teacher.token_budget,
+            vocabulary=student.vocab_size,
             threads=runtime.threads,
         )
         sampler = NativeSampler(
@@ -65,6 +56,7 @@ def open_engines(config: Config, tokenizer: Tokenizer, *, say: Callable[[str], N
             loss=config.loss,
             config=config.learner,
             updates=config.updates,
+            export_dtype=config.sampler.dtype,
             tokenizer=tokenizer,
             teacher_head=expert.head,
             threads=runtime.threads,

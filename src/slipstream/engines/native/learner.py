@@ -41,12 +41,13 @@ class NativeLearner:
         loss: LossConfig,
         config: LearnerConfig,
         updates: int,
+        export_dtype: str | None = None,
         tokenizer: Any = None,
         teacher_head: torch.nn.Linear | None = None,
         threads: int = 1,
     ) -> None:
         self.lm, self.loss, self.config, self.updates, self.teacher_head = lm, loss, config, updates, teacher_head
-        self.tokenizer, self.steps = tokenizer, 0
+        self.tokenizer, self.export_dtype, self.steps = tokenizer, export_dtype or config.dtype, 0
         self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
         lm.model.train()
         for module in lm.model.modules():
@@ -69,7 +70,8 @@ class NativeLearner:
         return await self._run(lambda: self._step(scale))
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        return await self._run(lambda: (export_weights(self.lm.model), fingerprint(self.lm.model, self.config.dtype)))
+        model, dtype = self.lm.model, self.export_dtype
+        return await self._run(lambda: (export_weights(model, dtype), fingerprint(model, dtype)))
 
     async def save(self, path: Path, *, optimizer: bool = True) -> None:
         await self._run(lambda: self._save(path, optimizer))

@@ -65,11 +65,13 @@ def load_config(name: str) -> Any:
 
 def load_model(name: str, *, dtype: str, device: str = "auto") -> LanguageModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_path(name), dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        model, report = AutoModelForCausalLM.from_pretrained(
+            model_path(name), dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{name}: cannot load a causal LM there: {first_line(error)}") from None
+    if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
+        raise ModelError(f"{name}: {len(absent)} weights are missing or of another shape, {absent[0]} first")
     return split(name, model.to(pick_device(device)).eval())
 
 
@@ -81,6 +83,8 @@ def split(name: str, model: PreTrainedModel) -> LanguageModel:
     ids = torch.arange(1, 5, device=model.device)[None]
     with torch.no_grad():
         expected, found = model(ids).logits.float(), head(backbone(ids).last_hidden_state).float()
+    if not expected.isfinite().all():
+        raise ModelError(f"{name}: its logits are not finite: the weights are damaged")
     if not torch.allclose(expected, found, rtol=1e-2, atol=1e-2):
         raise ModelError(f"{name}: {type(model).__name__} changes its logits after the head (soft-capping or scaling)")
     return LanguageModel(name, model, backbone, head)
@@ -98,15 +102,16 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
     return cast("np.ndarray[Any, Any]", tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
-def export_weights(model: nn.Module) -> WeightsRef:
+def export_weights(model: nn.Module, dtype: str) -> WeightsRef:
+    """All weights, once each, in the precision in which the sampler runs them."""
     manifest, offset = [], 0
     for name, tensor in _parameters(model):
-        nbytes = tensor.numel() * tensor.element_size()
-        manifest.append(TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, nbytes))
+        nbytes = tensor.numel() * getattr(torch, dtype).itemsize
+        manifest.append(TensorSpec(name, dtype, tuple(tensor.shape), offset, nbytes))
         offset += nbytes
     flat = np.empty(offset, np.uint8)
     for spec, (_, tensor) in zip(manifest, _parameters(model), strict=True):
-        flat[spec.offset : spec.offset + spec.nbytes] = _bytes(tensor)
+        flat[spec.offset : spec.offset + spec.nbytes] = _bytes(tensor.to(getattr(torch, dtype)))
     return WeightsRef(tuple(manifest), flat)
 
 

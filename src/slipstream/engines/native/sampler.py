@@ -99,6 +99,8 @@ class NativeSampler:
         self.rows: list[Row] = []
         self.waiting: deque[Request] = deque()
         self.publishing: deque[Publish] = deque()
+        self.open: set[Request | Publish] = set()
+        """All that somebody waits for, wherever the engine has put it."""
         self.thread = ThreadPoolExecutor(1, "sampler", initializer=torch.set_num_threads, initargs=(threads,))
         self.driver: asyncio.Task[None] | None = None
         lm.model.set_attn_implementation(kv.NAME)
@@ -115,14 +117,22 @@ class NativeSampler:
             )
         request = Request(prompt, sampling, asyncio.get_running_loop().create_future())
         self.waiting.append(request)
-        self._wake()
-        return await request.answer
+        await self._answered(request)
+        return request.answer.result()
 
     async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Fingerprint:
         publish = Publish(weights, version, mode, asyncio.get_running_loop().create_future())
         self.publishing.append(publish)
+        await self._answered(publish)
+        return publish.answer.result()
+
+    async def _answered(self, item: Request | Publish) -> None:
+        self.open.add(item)
         self._wake()
-        return await publish.answer
+        try:
+            await item.answer
+        finally:
+            self.open.discard(item)
 
     def _wake(self) -> None:
         if self.driver is None or self.driver.done():
@@ -136,8 +146,7 @@ class NativeSampler:
                     if not answer.done():
                         answer.set_result(result)
             except Exception as error:  # whoever waits gets the cause; nobody waits for ever
-                waiting: list[Request | Publish] = [*self.publishing, *self.waiting]
-                for item in waiting + [row.request for row in self.rows]:
+                for item in self.open:
                     if not item.answer.done():
                         item.answer.set_exception(error)
                 self.rows, self.waiting, self.publishing = [], deque(), deque()

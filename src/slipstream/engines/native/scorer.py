@@ -19,7 +19,7 @@ from torch import Tensor
 
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import full_length, joined, micro_batches, padded, predictions
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.records import Group, Handle, Rollout, Scored, header_of
 
@@ -36,10 +36,13 @@ class NativeScorer:
         k: int = 32,
         temperature: float = 1.0,
         token_budget: int = 16384,
+        vocabulary: int | None = None,
         threads: int = 1,
     ) -> None:
-        if cache == "teacher_topk" and k > lm.vocab_size:
-            raise ModelError(f"loss.k = {k} is more than the teacher's vocabulary of {lm.vocab_size}")
+        """`vocabulary` is the student's, where the teacher's is padded to more: no id beyond it is ever sent."""
+        self.vocabulary = vocabulary or lm.vocab_size
+        if cache == "teacher_topk" and k > self.vocabulary:
+            raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
         self.temperature, self.token_budget = temperature, token_budget
         self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
@@ -96,6 +99,9 @@ class NativeScorer:
         else:
             tokens_N = joined([rollout.tokens for rollout in rollouts], device, torch.int64)
             found["teacher_logp"] = self._logp(hidden_ND, tokens_N[:, None])[:, 0]
+        if found["teacher_logp"].isnan().any():
+            prompts = f"{rollouts[0].prompt.id} … {rollouts[-1].prompt.id}"
+            raise NonFiniteError(f"teacher {self.name} gives log-probs that are not numbers, among prompts {prompts}")
         if self.cache == "teacher_topk":
             found |= self._topk(hidden_ND, tokens_N, found["teacher_logp"])
         if self.cache == "hidden":
@@ -117,7 +123,7 @@ class NativeScorer:
         ids, logps = [], []
         for hidden_CD in torch.split(hidden_ND, max(1, HELD // self.lm.vocab_size)):
             logits_CV = self.lm.head(hidden_CD).to(logp_N.dtype) / self.temperature
-            best = logits_CV.topk(self.k, -1)
+            best = logits_CV[:, : self.vocabulary].topk(self.k, -1)
             ids.append(best.indices.int())
             logps.append(best.values - logits_CV.logsumexp(-1, keepdim=True))
         ids_NK, logp_NK = torch.cat(ids), torch.cat(logps)
