@@ -83,7 +83,7 @@ def test_sinks_can_tell_training_from_evaluation_and_are_closed(tmp_path: Path) 
     assert sink.closed
 
 
-@pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl"])
+@pytest.mark.parametrize("file", ["config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "final"])
 def test_a_directory_that_holds_a_run_is_refused_and_left_alone(tmp_path: Path, file: str) -> None:
     (tmp_path / file).write_text("precious")
     with pytest.raises(RunDirError, match="already holds a run: choose another with --output, or remove it"):

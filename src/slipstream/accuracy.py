@@ -17,7 +17,7 @@ from slipstream.config import DataConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampler import NativeSampler
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, RunDirError
 from slipstream.launch import eval_prompts
 from slipstream.metrics import avg_at_n, pass_at_k
 from slipstream.pipeline.evaluate import answers, correctness
@@ -93,6 +93,9 @@ def evaluate(
 ) -> None:
     if max(ks) > n:
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
+    if (Path(model) / "ledger.jsonl").exists() and not (Path(model) / "final").is_dir():
+        kept = sorted(str(path) for path in Path(model).glob("checkpoints/*"))
+        raise RunDirError(f"{model}: this run has no final student; its checkpoints: {', '.join(kept) or 'none'}")
     if (Path(model) / "final").is_dir():
         model = str(Path(model) / "final")
     tokenizer = load_tokenizer(model)

@@ -11,9 +11,11 @@ MODELS = ("student", "teacher")
 
 
 def model_path(name: str) -> str:
-    """`builtin:student` as a directory; every other name is returned as it is."""
+    """`builtin:student` as a directory; every other name as it is. A path, which no hub name looks like, must exist."""
     kind, _, rest = name.partition(":")
     if kind != "builtin":
+        if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+            raise ModelError(f"{name}: no such directory")
         return name
     if rest not in MODELS:
         raise ModelError(f"no built-in model {rest!r}; {did_you_mean(rest, MODELS)}")
