@@ -17,7 +17,7 @@ import pytest
 from slipstream.config import Config, Tracker
 from slipstream.config_file import parse
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.runlog import RunLog, check_free, machine, read_lines, run_path, write_atomic
+from slipstream.runlog import SINKS, RunLog, Sink, check_free, machine, read_lines, run_path, write_atomic
 
 ROOT = Path(__file__).parents[1]
 
@@ -173,3 +173,18 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra_before_anything
     with pytest.raises(ConfigError, match=re.escape(message)):
         RunLog.create(config_of(log={"to": ["tensorboard", tracker]}), tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tracker_that_refuses_to_start_leaves_no_run_and_nobody_elses_files_are_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(config: Config, path: Path) -> Sink:
+        raise PermissionError("no key")
+
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.setitem(SINKS, "tensorboard", refuse)
+    config = parse({"student": "s", "teachers": {"main": {"model": "t"}}, "log": {"to": "tensorboard"}})
+    with pytest.raises(ConfigError, match="cannot start: no key"):
+        RunLog.create(config, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    check_free(tmp_path)

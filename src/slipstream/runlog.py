@@ -57,7 +57,8 @@ class RunLog:
             try:
                 sinks.append(SINKS[name](config, path))
             except Exception as error:  # a tracker may refuse for reasons of its own: no key, no server
-                shutil.rmtree(path)  # it was free, so all that is in it is ours
+                for written in ("config.toml", "meta.json"):  # the directory may hold files of the user's own
+                    (path / written).unlink()
                 raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}") from None
         return cls(path, sinks)
 
