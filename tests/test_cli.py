@@ -19,7 +19,7 @@ from slipstream.config_file import fields, parse
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_lines
 
-COMMANDS = ["demo", "train", "eval", "config", "estimators"]
+COMMANDS = ["demo", "train", "resume", "eval", "config", "estimators"]
 HEAVY = {"torch", "transformers", "tokenizers", "datasets", "pydantic", "numpy", "rich"}
 
 # every line is one command; what each writes to its two outputs is caught at the file descriptors

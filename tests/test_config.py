@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slipstream
-from slipstream.config import Config, ForwardKL, ReverseKLMC
+from slipstream.config import Async, Config, ForwardKL, ReverseKLMC
 from slipstream.config_file import describe, fields, load, parse, to_toml
 from slipstream.errors import ConfigError
 
@@ -37,7 +37,8 @@ def test_student_and_teacher_are_all_that_must_be_said() -> None:
     config = parsed()
     assert (config.student, config.teachers["main"].model) == ("s", "t")
     assert config.loss == ReverseKLMC(m=16, advantage="current", clip=None, importance=True, ratio_cap=None)
-    assert (config.schedule.kind, config.sampler.engine) == ("sync", "native")
+    assert (config.schedule.kind, config.sampler.engine) == ("async", "native")
+    assert config.schedule == Async(tau=4, publish_every=1, on_publish="keep", order="completion")
     assert (config.learner.batch_size, config.sampler.group, config.groups_per_update) == (64, 1, 64)
     assert (config.sampler.temperature, config.sampler.top_p, config.sampler.top_k) == (1.0, 1.0, 0)
 
@@ -224,7 +225,31 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown kind": ({"loss": {"kind": "reverse_kl"}}, "loss.kind: did you mean 'reverse_kl_mc'?"),
     "kind of the wrong type": ({"loss": {"kind": 3}}, "loss.kind: known: forward_kl, reverse_kl_mc"),
-    "kind of a schedule": ({"schedule": {"kind": "async"}}, "schedule.kind: input should be 'sync', got 'async'"),
+    "kind of a schedule": ({"schedule": {"kind": "asynch"}}, "schedule.kind: did you mean 'async'?"),
+    "age of what is never old": (
+        {"schedule": {"kind": "sync", "max_lag": 3}},
+        "unknown key 'schedule.max_lag'; known: kind",
+    ),
+    "bound that waiting cannot keep": (
+        {"schedule": {"tau": 4, "max_lag": 2}},
+        "schedule: max_lag = 2 cannot be kept by waiting with work for 4 more updates in flight: write max_lag = 4",
+    ),
+    "bound within a publish": (
+        {"schedule": {"publish_every": 3, "max_lag": 1, "on_old": "drop"}},
+        "schedule: max_lag = 1 cannot be kept when weights are published every 3 updates: write max_lag = 2 or more",
+    ),
+    "what to do about nothing": (
+        {"schedule": {"on_old": "drop"}},
+        "schedule: on_old does nothing without max_lag: set max_lag, or drop on_old",
+    ),
+    "two bounds": (
+        {"schedule": {"order": "submission", "max_lag": 9}},
+        'schedule: order = "submission" bounds the lag by itself: drop max_lag, or the order',
+    ),
+    "address of nothing": (
+        {"runtime": {"kind": "inline", "address": "auto"}},
+        'runtime.address is for runtime.kind = "ray": drop one of them',
+    ),
     "text for a number": ({"updates": "many"}, "updates: input should be a valid integer, got 'many'"),
     "digits for a number": ({"updates": "7"}, "updates: input should be a valid integer, got '7'"),
     "truth for a number": ({"updates": True}, "updates: input should be a valid integer, got True"),

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.metrics import avg_at_n, lag_metrics, pass_at_k, sample_metrics, throughput
+from slipstream.metrics import (
+    added,
+    avg_at_n,
+    lag_metrics,
+    mean_lag,
+    merged,
+    pass_at_k,
+    sample_metrics,
+    summary,
+    throughput,
+    usage,
+)
 from slipstream.records import Finish, Header
 
 
@@ -133,3 +144,80 @@ def test_pass_at_1_is_avg_at_n_of_answers_that_are_right_or_wrong() -> None:
 def test_pass_at_k_needs_k_samples_of_every_problem() -> None:
     with pytest.raises(ValueError, match="pass@3 needs at least 3 samples of each problem, there are 2"):
         pass_at_k([[1.0, 1.0, 1.0], [1.0, 0.0]], 3)
+
+
+def test_the_lag_of_a_sample_is_the_mean_over_its_tokens() -> None:
+    # at version 5: one token 3 updates old, three that are 1 old
+    assert mean_lag(header((2, 1), (4, 3)), 5) == (3 + 3 * 1) / 4
+
+
+def test_busy_seconds_count_once_however_many_are_busy() -> None:
+    # 0-3 and 2-5 overlap, 7-8 stands alone, 7.2-7.5 lies within: 5 + 1
+    assert merged([(7, 8), (0, 3), (2, 5), (7.2, 7.5)]) == 6
+    assert merged([]) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)).map(lambda pair: (min(pair), max(pair)))))
+def test_merged_intervals_are_no_longer_than_their_span_or_their_sum(intervals: list[tuple[float, float]]) -> None:
+    seconds = merged(intervals)
+    assert seconds <= sum(end - start for start, end in intervals) + 1e-6
+    if intervals:
+        span = max(end for _, end in intervals) - min(start for start, _ in intervals)
+        assert max(end - start for start, end in intervals) - 1e-9 <= seconds <= span + 1e-9
+
+
+def test_overlap_is_the_mean_of_the_samplers_and_the_union_of_the_others() -> None:
+    # of 10 s: samplers busy 10 and 4 (mean 7), scorers 0-2 and 1-4 (together 4), learner 5
+    busy = {
+        "rollout": {"sampler-0": [(0.0, 10.0)], "sampler-1": [(0.0, 1.0), (5.0, 8.0)]},
+        "score": {"scorer-0": [(0.0, 2.0)], "scorer-1": [(1.0, 4.0)]},
+        "learn": {"learner": [(5.0, 10.0)]},
+    }
+    assert usage(busy, 10.0) == pytest.approx(
+        {
+            "overlap": 0.7 + 0.4 + 0.5,
+            "busy/rollout": 0.7,
+            "busy/score": 0.4,
+            "busy/learn": 0.5,
+            "idle/sampler-0": 0.0,
+            "idle/sampler-1": 0.6,
+            "idle/scorer-0": 0.8,
+            "idle/scorer-1": 0.7,
+            "idle/learner": 0.5,
+        }
+    )
+
+
+def test_metrics_of_parts_add_up_and_extremes_stay() -> None:
+    parts = [{"loss": 6.0, "ratio_max": 2.0, "logp_min": -1.0}, {"loss": 2.0, "ratio_max": 3.0, "logp_min": -5.0}]
+    assert added(parts, 1 / 4) == {"loss": 2.0, "ratio_max": 3.0, "logp_min": -5.0}
+    assert added([{"loss": 2.0}], 1.0) == {"loss": 2.0}
+
+
+def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
+    """Four updates of 2 s; the first two are warm-up. Then 60 tokens in 4 s."""
+    line = {
+        "kind": "train",
+        "seconds/update": 2.0,
+        "busy/rollout": 0.9,
+        "busy/score": 0.3,
+        "busy/learn": 0.5,
+        "overlap": 1.7,
+        "seconds/data": 0.5,
+        "seconds/turn": 0.0,
+        "seconds/weights": 0.25,
+        "dropped": 1.0,
+        "restarted": 0.0,
+        "thrown_tokens": 7.0,
+    }
+    lines = [
+        line | {"update": n, "time": 2.0 * n, "tokens": 10.0 * n - 5, "lag/mean": n, "lag/max": 2.0 * n}
+        for n in range(1, 5)
+    ]
+    assert summary([{"kind": "eval", "update": 1}, *lines]) == [
+        "trained 15 tokens/s; busy: rollout 90%, scoring 30%, learner 50% (overlap 1.70)",
+        "lag 3.6 updates on average, 8 at most; the learner waited 25% of the time for data, 0% for its turn, 12% for "
+        "a publish",
+        "1 groups dropped or restarted, 7 tokens thrown away",
+    ]
+    assert summary(lines[:1]) == []

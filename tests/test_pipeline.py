@@ -1,8 +1,9 @@
-"""Admission as a state machine, and the loops over toy engines: order, credits, drops, failures."""
+"""The loops over toy engines: order, credits, drops, failures."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,139 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.config import Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config import Async, Config, LearnerConfig, SamplerConfig, Sync, TeacherConfig
 from slipstream.engines import toy
-from slipstream.engines.base import Engines, Fingerprint, Mode, Sampling, WeightsRef
-from slipstream.errors import ModelError, NonFiniteError
-from slipstream.pipeline.admission import Admission
+from slipstream.engines.base import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
+from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.schedules import Schedule, sync
-from slipstream.pipeline.stages import Signal
 from slipstream.records import Group, Handle, Prompt
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
-
-SCHEDULES = [
-    sync(3),
-    Schedule(groups=3, credits=6, submit="batch", score="stream", publish="drain"),
-    Schedule(groups=3, credits=9, submit="batch", score="batch", publish="drain"),
-    Schedule(groups=3, credits=7, submit="stream", score="stream", publish="keep"),
-    Schedule(groups=3, credits=9, submit="stream", score="stream", publish="keep", order="submission"),
-]
-
-
-# --- admission --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
-@given(data=st.data())
-def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule: Schedule, data: Any) -> None:
-    """Any legal event in any order: the state machine gets to its end and keeps its promises on the way."""
-    admission = Admission(schedule, updates=4)
-    ended: list[int] = []
-    consumed: list[int] = []
-    steps = drops = 0
-    while not admission.finished:
-        choices = ["submit"] if admission.quota() else []
-        choices += ["rolled"] if admission.rolling else []
-        choices += ["take"] if admission.scorable() else []
-        choices += ["scored"] if admission.scoring else []
-        choices += ["train"] if admission.next_batch() and not admission.gated else []
-        choices += ["publish"] if admission.gated else []
-        if drops < 6:
-            choices += ["drop"] if admission.rolling or admission.waiting or admission.scoring else []
-        assert choices, "deadlock"
-        match data.draw(st.sampled_from(choices)):
-            case "submit":
-                admission.submit()
-            case "rolled":
-                admission.rolled(data.draw(st.sampled_from(list(admission.rolling))))
-            case "take":
-                admission.take()
-            case "scored":
-                admission.scored(data.draw(st.sampled_from(list(admission.scoring))))
-            case "train":
-                numbers = admission.next_batch()
-                admission.train(numbers)
-                steps += 1
-                consumed += numbers
-                ended += numbers
-            case "publish":
-                admission.publish()
-            case "drop":
-                number = data.draw(
-                    st.sampled_from([*admission.rolling, *admission.waiting, *admission.scoring]), label="dropped"
-                )
-                admission.drop(number, "test")
-                ended.append(number)
-                drops += 1
-        outstanding = admission.submitted - admission.dropped.total() - admission.published
-        assert outstanding == admission.in_use <= schedule.credits
-        if admission.gated:
-            assert admission.quota() == 0
-    assert sorted(ended) == list(range(admission.submitted)), "each exactly once"
-    assert len(consumed) == admission.target == 4 * schedule.groups
-    assert admission.dropped.total() == drops
-    if schedule.submit == "stream":
-        assert steps == 4
-    if schedule.order == "submission" or schedule.submit == "batch":
-        assert consumed == sorted(consumed), "in the order of submission"
-
-
-def test_sync_takes_turns() -> None:
-    admission = Admission(sync(2), updates=2)
-    assert admission.submit() == [0, 1]
-    assert admission.quota() == 0
-    admission.rolled(1)
-    assert not admission.scorable(), "one still rolls out"
-    admission.rolled(0)
-    assert admission.take() == [1, 0]
-    admission.scored(0)
-    assert admission.next_batch() == []
-    admission.scored(1)
-    assert admission.next_batch() == [0, 1]
-    admission.train([0, 1])
-    assert admission.quota() == 0, "credits come back with the publish, not with the step"
-    admission.publish()
-    assert admission.submit() == [2, 3]
-
-
-def test_a_batch_whose_members_drop_closes_short_and_the_rest_follows() -> None:
-    admission = Admission(sync(3), updates=1)
-    admission.submit()
-    admission.drop(1, "broken")
-    admission.rolled(0)
-    admission.rolled(2)
-    admission.take()
-    admission.scored(2)
-    admission.scored(0)
-    assert admission.next_batch() == [0, 2]
-    admission.train([0, 2])
-    admission.publish()
-    assert not admission.finished and admission.submit() == [3], "submitted − dropped must reach updates · B"
-
-
-def test_what_a_drop_leaves_over_does_not_start_beside_the_batch() -> None:
-    """It would be rolled out under weights that are old when it is learned from."""
-    admission = Admission(sync(3), updates=1)
-    admission.submit()
-    admission.drop(1, "broken")
-    assert admission.quota() == 0, "the other two still roll out"
-
-
-def test_a_batch_that_drops_as_a_whole_makes_no_step() -> None:
-    admission = Admission(sync(2), updates=1)
-    admission.submit()
-    admission.drop(0, "broken")
-    admission.drop(1, "broken")
-    assert admission.next_batch() == [] and admission.submit() == [2, 3]
-
-
-def test_a_batch_that_can_never_fill_is_refused() -> None:
-    with pytest.raises(ValueError, match="2 credits can never fill a batch of 3 groups"):
-        Schedule(groups=3, credits=2, submit="stream", score="stream", publish="keep")
-
 
 # --- the loops, over toy engines --------------------------------------------------------------------------------------
 
@@ -158,6 +35,7 @@ def config(**changes: Any) -> Config:
         student="toy",
         teachers={"main": TeacherConfig(model="toy")},
         updates=changes.pop("updates", 5),
+        schedule=changes.pop("schedule", Sync()),
         sampler=SamplerConfig(max_tokens=10, group=2),
         learner=LearnerConfig(batch_size=8),
         **changes,
@@ -169,23 +47,22 @@ def prompts() -> Prompts:
     return Prompts([Row(id=str(i), prompt="x") for i in range(10)], tokens, seed=0, shuffle=True)
 
 
-def toy_engines(**changes: Any) -> Engines:
+def toy_engines(*, sampler: Any = None, scorer: Any = None, learner: Any = None) -> Engines:
     student = toy.random_table(VOCAB, seed=0)
-    engines: dict[str, Any] = {
-        "sampler": toy.ToySampler(student),
-        "scorer": toy.ToyScorer(TEACHER),
-        "learner": toy.ToyLearner(student),
-        "grader": toy.ToyGrader(),
-        "close": lambda: None,
-    }
-    return Engines(**(engines | changes))
+    return Engines(
+        samplers=(Graded(sampler or toy.ToySampler(student), toy.ToyGrader()),),
+        scorers=(scorer or toy.ToyScorer(TEACHER),),
+        learner=learner or toy.ToyLearner(student),
+        close=lambda: None,
+    )
 
 
 def train(path: Path, engines: Engines, **changes: Any) -> Run:
+    """On a virtual clock: a wait that would never end raises at once."""
     settings = config(**changes)
     with RunLog.create(settings, path) as log:
         run = Run(settings, engines, prompts(), log)
-        asyncio.run(asyncio.wait_for(run.train(), timeout=30))
+        virtual.run(run.train())
     return run
 
 
@@ -206,7 +83,7 @@ def test_the_ledger_accounts_for_every_group_once(tmp_path: Path) -> None:
     ledger = read_lines(tmp_path / "ledger.jsonl")
     assert sorted(entry["number"] for entry in ledger) == list(range(20))
     for entry in ledger:
-        assert entry["end"] == "trained" and entry["lag"] == 0 and entry["update"] == 1 + entry["number"] // 4
+        assert entry["end"] == "trained" and entry["lag"] == [0, 0] and entry["update"] == 1 + entry["number"] // 4
         assert entry["version"] == entry["update"] - 1
     tokens = sum(sum(entry["tokens"]) for entry in ledger)
     assert tokens == sum(line["tokens"] for line in read_lines(tmp_path / "metrics.jsonl"))
@@ -217,24 +94,6 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
         train(tmp_path / name, toy_engines())
     a, b = ([line["loss"] for line in read_lines(tmp_path / name / "metrics.jsonl")] for name in "ab")
     assert a == b
-
-
-def test_on_a_virtual_clock_a_synchronous_update_takes_the_sum_of_its_stages(tmp_path: Path) -> None:
-    """Rollouts of 2 s at the same time, then scores of 1 s, then 3 s of learning: 200 times 6 s, in no time."""
-    student = toy.random_table(VOCAB, seed=0)
-    engines = toy_engines(
-        sampler=toy.ToySampler(student, cost=lambda _: 2.0),
-        scorer=toy.ToyScorer(TEACHER, cost=lambda _: 1.0),
-        learner=toy.ToyLearner(student, cost=lambda _: 3.0),
-    )
-    settings = config(updates=200)
-    with RunLog.create(settings, tmp_path) as log:
-        _, seconds = virtual.run(Run(settings, engines, prompts(), log).train())
-    assert seconds == pytest.approx(1200)
-    for line in read_lines(tmp_path / "metrics.jsonl"):
-        assert line["time"] == pytest.approx(6 * line["update"])
-        assert (line["seconds/wait"], line["seconds/learn"]) == (pytest.approx(3), pytest.approx(3))
-        assert line["samples_per_s"] == pytest.approx(8 / 6)
 
 
 class Unreliable(toy.ToySampler):
@@ -260,14 +119,14 @@ def test_failed_rollouts_are_counted_and_their_credits_return(tmp_path: Path) ->
 class Deaf(toy.ToySampler):
     """Ignores the weights of version 2 and says truthfully what it runs."""
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Fingerprint:
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
         if version == 2:
-            return toy.fingerprint(self.table)
+            return Loaded(toy.fingerprint(self.table))
         return await super().publish(weights, version, mode)
 
 
 def test_a_sampler_that_skips_a_load_is_caught_at_that_publish(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="publish of version 2: the sampler runs weights"):
+    with pytest.raises(ModelError, match="publish of version 2: sampler runs weights"):
         train(tmp_path, toy_engines(sampler=Deaf(toy.random_table(VOCAB, seed=0))))
 
 
@@ -276,9 +135,39 @@ class Failing(toy.ToyScorer):
         raise ConnectionError("the teacher is gone")
 
 
-def test_a_failing_stage_surfaces_with_its_own_error(tmp_path: Path) -> None:
-    with pytest.raises(ConnectionError, match="the teacher is gone"):
+def test_a_teacher_that_is_down_is_tried_again_and_then_stops_the_run_with_its_cause(tmp_path: Path) -> None:
+    with pytest.raises(
+        EngineError,
+        match=r"scoring failed 5 times in 15 s, for 3 groups in a row: ConnectionError: the teacher is gone",
+    ) as caught:
         train(tmp_path, toy_engines(scorer=Failing(TEACHER)))
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    reasons = [entry["reason"] for entry in read_lines(tmp_path / "ledger.jsonl")]
+    assert reasons == ["scoring failed"] * 2 + ["run stopped"] * 2
+
+
+class Flaky(toy.ToyScorer):
+    """Every group fails twice; group 6 always."""
+
+    def __init__(self) -> None:
+        super().__init__(TEACHER)
+        self.tries = Counter[int]()
+
+    async def score(self, group: Group) -> list[Handle]:
+        number = group[0].header.number
+        self.tries[number] += 1
+        if number == 6 or self.tries[number] <= 2:
+            raise ConnectionError("busy")
+        return await super().score(group)
+
+
+def test_a_group_that_cannot_be_scored_is_dropped_and_others_are_tried_again(tmp_path: Path) -> None:
+    run = train(tmp_path, toy_engines(scorer=Flaky()), schedule=Async(tau=1))
+    dropped = [entry for entry in read_lines(tmp_path / "ledger.jsonl") if entry["end"] == "dropped"]
+    assert [(entry["number"], entry["reason"], entry["cause"]) for entry in dropped] == [
+        (6, "scoring failed", "ConnectionError: busy")
+    ]
+    assert run.admission.version == 5 and run.admission.in_use == 0
 
 
 class Diverging(toy.ToyLearner):
@@ -309,28 +198,6 @@ def test_checkpoints_are_kept_as_many_as_asked(tmp_path: Path) -> None:
     train(tmp_path, toy_engines(), checkpoint={"every": 1, "keep": 2})
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
     assert (tmp_path / "final" / "table.npy").exists()
-
-
-# --- waiting ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_wait_has_a_name_and_ends_when_its_condition_holds() -> None:
-    async def main() -> None:
-        signal, box = Signal(), list[int]()
-        tasks = [asyncio.create_task(signal.until(f"box {n}", lambda n=n: len(box) >= n)) for n in (1, 2)]  # type: ignore[misc]
-        await asyncio.sleep(0)
-        assert set(signal.waits) == {"box 1", "box 2"}
-        box.append(0)
-        signal.notify()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert [task.done() for task in tasks] == [True, False] and set(signal.waits) == {"box 2"}
-        box.append(0)
-        signal.notify()
-        await asyncio.gather(*tasks)
-        assert signal.waits == {}
-
-    asyncio.run(main())
 
 
 # --- the toy itself ---------------------------------------------------------------------------------------------------

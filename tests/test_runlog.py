@@ -49,6 +49,7 @@ def test_a_new_run_directory_says_what_runs_and_where(tmp_path: Path) -> None:
             "ledger.jsonl",
             "meta.json",
             "metrics.jsonl",
+            "trace.json",
         ]
     assert parse(tomllib.loads((path / "config.toml").read_text("utf-8"))) == config
     meta = json.loads((path / "meta.json").read_text())
@@ -61,7 +62,7 @@ def test_lines_are_there_as_soon_as_they_are_logged(tmp_path: Path) -> None:
     with RunLog.create(config_of(), tmp_path) as log:
         log.metrics("train", {"loss": 0.5, "lag/mean": 0.0}, update=1)
         log.metrics("eval", {"accuracy": 0.25}, update=1)
-        log.ledger(number=3, end="dropped", reason="rollout failed")
+        log.ledger({"number": 3, "end": "dropped", "reason": "rollout failed"})
         assert read_lines(tmp_path / "metrics.jsonl") == [
             {"kind": "train", "update": 1, "loss": 0.5, "lag/mean": 0.0},
             {"kind": "eval", "update": 1, "accuracy": 0.25},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.engines.base import Sampling
+from slipstream.engines.base import Loaded, Mode, Sampling
 from slipstream.engines.draws import process
 from slipstream.engines.native.model import export_weights, fingerprint
 from slipstream.engines.native.sampler import NativeSampler
@@ -109,67 +110,317 @@ def test_greedy_follows_the_most_likely_token() -> None:
         assert (rollout.logp == 0).all()
 
 
-@pytest.mark.parametrize("mode", ["keep", "drain", "restart"])
-def test_publish_changes_weights_exactly_where_the_version_changes(mode: str) -> None:
-    """Each segment's log-probs equal a full forward under that segment's weights on that prefix."""
-    models = [make_model(seed=seed) for seed in range(3)]
-    prompts, sampling = make_prompts(6), Sampling(max_tokens=40, draws=3)
+# --- publishing and aborting, at every token boundary ----------------------------------------------------------
 
-    async def work(sampler: NativeSampler) -> list[Rollout]:
-        running = [asyncio.create_task(sampler.generate(prompt, sampling)) for prompt in prompts]
-        for version in (1, 2):
-            while sum(row.length for row in sampler.rows) < version * 30 and not all(t.done() for t in running):
-                await asyncio.sleep(0.001)
-            weights = export_weights(models[version], "float32")
-            found = await sampler.publish(weights, version, mode)  # type: ignore[arg-type]
-            assert found == fingerprint(models[version], "float32")
-        return [handle.body for group in await asyncio.gather(*running) for handle in group]
 
-    rollouts = with_sampler(models[0], work, slots=4)
+class ByHand(NativeSampler):
+    """Steps when the test says so, on the test's own thread: every token boundary can be reached."""
+
+    def _wake(self) -> None:
+        pass
+
+    async def step(self, count: int = 1) -> None:
+        """Give every running response so many tokens; a request that was made before comes in with its first."""
+        for _ in range(count):
+            await asyncio.sleep(0)  # new calls reach their queues
+            while self._tell():  # weights were loaded, and no token drawn
+                pass
+        await asyncio.sleep(0)  # answers reach those who wait
+
+    def _tell(self) -> bool:
+        told = self._step()
+        for answer, result in told:
+            if not answer.done():
+                answer.set_result(result)
+        return any(isinstance(result, Loaded) for _, result in told)
+
+    async def finish(self, *jobs: asyncio.Future[T]) -> list[T]:
+        await asyncio.sleep(0)
+        while self.rows or self.waiting or self.publishing:
+            await self.step()
+        return await asyncio.gather(*jobs)
+
+
+def by_hand(model: PreTrainedModel, work: Callable[[ByHand], Awaitable[T]], *, slots: int = 8) -> T:
+    async def main() -> T:
+        sampler = ByHand(wrap(model), slots=slots, stop_ids={EOS})
+        try:
+            return await work(sampler)
+        finally:
+            sampler.close()
+
+    return asyncio.run(main())
+
+
+def begin(sampler: NativeSampler, prompt: Prompt, sampling: Sampling) -> asyncio.Task[list[Handle]]:
+    return asyncio.create_task(sampler.generate(prompt, sampling))
+
+
+def publishing(sampler: NativeSampler, model: PreTrainedModel, version: int, mode: Mode) -> asyncio.Task[Loaded]:
+    return asyncio.create_task(sampler.publish(export_weights(model, "float64"), version, mode))
+
+
+STEPS, SAMPLING = 9, Sampling(max_tokens=7, draws=2)
+ARRIVALS = ((0, 1), (0, 2), (2, 1), (3, 2))
+"""(how many steps have been made, group) when each prompt arrives: rows stand at different positions."""
+
+
+def exact_models(name: str, count: int) -> list[PreTrainedModel]:
+    return [make_model(name, seed=seed, dtype=torch.float64) for seed in range(count)]
+
+
+def publish_at(
+    models: Sequence[PreTrainedModel], boundaries: Sequence[int], mode: Mode, *, slots: int = 8
+) -> tuple[list[Rollout], list[Loaded]]:
+    """Requests arrive as planned; after so many steps, the next model's weights come in."""
+    prompts = make_prompts(len(ARRIVALS))
+
+    async def work(sampler: ByHand) -> tuple[list[Rollout], list[Loaded]]:
+        running, loaded = [], []
+        for done in range(STEPS):
+            for version, boundary in enumerate(boundaries, 1):
+                if boundary == done:
+                    loaded.append(publishing(sampler, models[version], version, mode))
+                    await asyncio.sleep(0)
+            for prompt, (arrival, group) in zip(prompts, ARRIVALS, strict=True):
+                if arrival == done:
+                    running.append(begin(sampler, prompt, replace(SAMPLING, group=group)))
+            await sampler.step()
+        groups = await sampler.finish(*running)
+        return [handle.body for group in groups for handle in group], await asyncio.gather(*loaded)
+
+    return by_hand(models[0], work, slots=slots)
+
+
+def assert_exact_in_every_segment(rollout: Rollout, models: Sequence[PreTrainedModel]) -> None:
+    """All draws' log-probs equal a full forward under that segment's weights on that prefix."""
+    for version in np.unique(rollout.versions):
+        at = rollout.versions == version
+        full = full_forward(models[version], rollout, SAMPLING)
+        expected = full.gather(1, torch.from_numpy(rollout.actions).long()).numpy()
+        np.testing.assert_allclose(rollout.action_logp[at], expected[at], rtol=0, atol=1e-11)
+        np.testing.assert_array_equal(rollout.logp, rollout.action_logp[:, 0])
+
+
+@pytest.mark.parametrize("apart", [None, 1, 3])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window", "gemma3-window"])
+def test_keep_mode_is_exact_at_every_token_boundary(name: str, apart: int | None) -> None:
+    """New weights after step b for every b, and again `apart` steps later, with rows at different positions."""
+    models = exact_models(name, 3)
+    untouched, _ = publish_at(models, [], "keep")
+    assert len({len(rollout.prompt.tokens) for rollout in untouched}) > 2
+    assert max(len(rollout.prompt.tokens) + len(rollout.tokens) for rollout in untouched) > 12, "beyond the window"
+    for boundary in range(STEPS):
+        boundaries = [boundary] if apart is None else [boundary, boundary + apart]
+        rollouts, loaded = publish_at(models, boundaries, "keep")
+        assert len(loaded) == sum(boundary < STEPS for boundary in boundaries)
+        for rollout, before in zip(rollouts, untouched, strict=True):
+            arrival, _ = ARRIVALS[rollout.prompt.number]
+            expected = [sum(b <= arrival + t for b in boundaries if b < STEPS) for t in range(len(rollout.tokens))]
+            assert rollout.versions.tolist() == expected
+            kept = expected.count(0)
+            np.testing.assert_array_equal(rollout.actions[:kept], before.actions[:kept])
+            np.testing.assert_array_equal(rollout.action_logp[:kept], before.action_logp[:kept])
+            assert_exact_in_every_segment(rollout, models)
+
+
+@pytest.mark.parametrize("boundary", range(STEPS))
+def test_restart_gives_what_a_new_sampler_with_the_new_weights_gives(boundary: int) -> None:
+    models = exact_models("qwen3", 2)
+    old, _ = publish_at(models, [], "keep")
+    fresh, _ = publish_at(models[1:], [], "keep")
+    rollouts, (loaded,) = publish_at(models, [boundary], "restart")
+    thrown = 0
+    for arrival, group in enumerate_groups(old):
+        tokens = [min(len(rollout.tokens), max(0, boundary - arrival)) for rollout in group]
+        finished = all(boundary - arrival >= len(rollout.tokens) for rollout in group)
+        thrown += 0 if finished else sum(tokens)
+        for rollout in group:
+            (again,) = [r for r in rollouts if (r.prompt.id, r.index) == (rollout.prompt.id, rollout.index)]
+            (expected,) = [r for r in fresh if (r.prompt.id, r.index) == (rollout.prompt.id, rollout.index)]
+            assert set(again.versions) == {0 if finished else 1}
+            np.testing.assert_array_equal(again.actions, (rollout if finished else expected).actions)
+            assert_exact_in_every_segment(again, models)
+    assert loaded.thrown == thrown
+
+
+def enumerate_groups(rollouts: Sequence[Rollout]) -> list[tuple[int, list[Rollout]]]:
+    return [
+        (arrival, [rollout for rollout in rollouts if rollout.prompt.number == number])
+        for number, (arrival, _) in enumerate(ARRIVALS)
+    ]
+
+
+@pytest.mark.parametrize("boundary", range(STEPS))
+def test_drain_finishes_what_runs_and_admits_nothing_before_the_new_weights(boundary: int) -> None:
+    models = exact_models("qwen3", 2)
+    old, _ = publish_at(models, [], "keep")
+    rollouts, (loaded,) = publish_at(models, [boundary], "drain")
+    assert loaded.thrown == 0
     for rollout in rollouts:
-        assert (np.diff(rollout.versions) >= 0).all()
-        for version in np.unique(rollout.versions):
-            at = rollout.versions == version
-            expected = full_forward(models[version], rollout, sampling).gather(
-                1, torch.from_numpy(rollout.actions).long()
-            )
-            np.testing.assert_allclose(rollout.action_logp[at], expected.numpy()[at], atol=1e-5)
-    if mode != "keep":
-        assert all(len(np.unique(rollout.versions)) == 1 for rollout in rollouts)
+        arrival, _ = ARRIVALS[rollout.prompt.number]
+        assert set(rollout.versions) == {int(arrival >= boundary)}, (
+            "what arrives while it waits runs under the new ones"
+        )
+        assert_exact_in_every_segment(rollout, models)
+        if arrival < boundary:
+            (before,) = [r for r in old if (r.prompt.id, r.index) == (rollout.prompt.id, rollout.index)]
+            np.testing.assert_array_equal(rollout.actions, before.actions)
 
 
-def test_keep_mode_at_every_token_boundary() -> None:
-    """New weights after token t, for every t: tokens before keep version and log-prob, later ones are exact."""
-    old, new = make_model(seed=0), make_model(seed=1)
-    sampling = Sampling(max_tokens=9)
-    before = next(r for r in generate(old, make_prompts(8), [sampling] * 8) if len(r.tokens) == 9)
-    prompt = before.prompt
+def long_prompt(model: PreTrainedModel) -> Prompt:
+    """One whose response does not end early."""
+    rollouts = generate(model, make_prompts(12), [SAMPLING] * 12, slots=12)
+    return next(rollout.prompt for rollout in rollouts if len(rollout.tokens) == SAMPLING.max_tokens)
 
-    for boundary in range(1, 9):
 
-        async def work(sampler: NativeSampler, boundary: int = boundary) -> Rollout:
-            """Step the engine by hand, as its own thread would, so that the boundary is exact."""
-            running = asyncio.create_task(sampler.generate(prompt, sampling))
-            sampler._wake = lambda: None  # type: ignore[method-assign]
-            await asyncio.sleep(0)
-            with torch.inference_mode():
-                sampler._emit(*sampler._admit())
-                for _ in range(boundary - 1):
-                    sampler._decode()
-            publish = asyncio.create_task(sampler.publish(export_weights(new, "float32"), 1, "keep"))
-            await asyncio.sleep(0)
-            del sampler._wake
-            sampler._wake()
-            await publish
-            (handle,) = await running
-            return handle.body
+def test_publishes_take_effect_in_their_order_behind_one_that_drains() -> None:
+    models = exact_models("qwen3", 3)
+    prompt = long_prompt(models[0])
 
-        rollout = with_sampler(old, work)
-        assert rollout.versions.tolist() == [0] * boundary + [1] * (len(rollout.tokens) - boundary)
-        np.testing.assert_array_equal(rollout.tokens[:boundary], before.tokens[:boundary])
-        np.testing.assert_allclose(rollout.logp[:boundary], before.logp[:boundary], atol=1e-5)
-        expected = full_forward(new, rollout, sampling).gather(1, torch.from_numpy(rollout.actions).long()).numpy()
-        np.testing.assert_allclose(rollout.action_logp[boundary:], expected[boundary:], atol=1e-5)
+    async def work(sampler: ByHand) -> None:
+        running = begin(sampler, prompt, SAMPLING)
+        await sampler.step()
+        first, second = publishing(sampler, models[1], 1, "drain"), publishing(sampler, models[2], 2, "keep")
+        await sampler.step()
+        assert sampler.version == 0 and not first.done() and not second.done()
+        (handle,), loaded, last = await sampler.finish(running, first, second)  # type: ignore[misc]
+        assert set(handle.body.versions) == {0}
+        assert [loaded.fingerprint, last.fingerprint] == [fingerprint(model, "float64") for model in models[1:]]
+        assert sampler.version == 2
+
+    by_hand(models[0], work)
+
+
+@pytest.mark.parametrize("mode", ["keep", "drain", "restart"])
+def test_a_publish_into_a_sampler_that_runs_by_itself(mode: Mode) -> None:
+    """Wherever the boundary falls, every segment is exact and every call is answered."""
+    models = exact_models("qwen3", 2)
+
+    async def work(sampler: NativeSampler) -> tuple[Loaded, list[list[Handle]]]:
+        running = [begin(sampler, prompt, SAMPLING) for prompt in make_prompts(12)]
+        await running[0]
+        loaded = await publishing(sampler, models[1], 1, mode)
+        return loaded, await asyncio.gather(*running)
+
+    loaded, groups = with_sampler(models[0], work, slots=3)
+    assert loaded.fingerprint == fingerprint(models[1], "float64")
+    assert loaded.wait > 0 and loaded.load > 0 and loaded.rebuild >= 0
+    versions = set()
+    for (handle,) in groups:
+        assert_exact_in_every_segment(handle.body, models)
+        versions |= set(handle.body.versions)
+    assert versions == {0, 1}
+
+
+@pytest.mark.parametrize("boundary", range(1, STEPS))
+@pytest.mark.parametrize("number", range(len(ARRIVALS)))
+def test_an_aborted_request_frees_its_slots_and_changes_no_other_token(number: int, boundary: int) -> None:
+    """In the middle of its group, before it came in, or after its end. Then a group as large as the sampler fits."""
+    (model,) = exact_models("qwen3", 1)
+    untouched, _ = publish_at([model], [], "keep")
+    prompts = make_prompts(len(ARRIVALS) + 1)
+
+    async def work(sampler: ByHand) -> list[Rollout]:
+        running = {}
+        for done in range(boundary):
+            for prompt, (arrival, group) in zip(prompts, ARRIVALS, strict=False):
+                if arrival == done:
+                    running[prompt.number] = begin(sampler, prompt, replace(SAMPLING, group=group))
+            await sampler.step()
+        aborted = running.pop(number, None)
+        if aborted is not None and not aborted.done():
+            aborted.cancel()
+            await sampler.step()
+            assert all(row.request.prompt.number != number for row in sampler.rows)
+            with pytest.raises(asyncio.CancelledError):
+                await aborted
+        last = begin(sampler, prompts[-1], replace(SAMPLING, group=6))
+        groups = await sampler.finish(*running.values(), last)
+        assert len(groups.pop()) == 6 and not sampler.rows and not sampler.open
+        return [handle.body for group in groups for handle in group]
+
+    for rollout in by_hand(model, work, slots=6):
+        (before,) = [r for r in untouched if (r.prompt.id, r.index) == (rollout.prompt.id, rollout.index)]
+        np.testing.assert_array_equal(rollout.actions, before.actions)
+        np.testing.assert_allclose(rollout.action_logp, before.action_logp, rtol=0, atol=1e-11)
+
+
+def test_a_request_aborted_while_it_waits_never_runs() -> None:
+    (model,) = exact_models("qwen3", 1)
+    first, second, third = make_prompts(3)
+
+    async def work(sampler: ByHand) -> None:
+        running = begin(sampler, first, SAMPLING)
+        await sampler.step()
+        waiting, behind = begin(sampler, second, SAMPLING), begin(sampler, third, SAMPLING)
+        await sampler.step()
+        waiting.cancel()
+        seen = set()
+        while not behind.done():
+            await sampler.step()
+            seen |= {row.request.prompt.id for row in sampler.rows}
+        assert second.id not in seen and third.id in seen and waiting.cancelled()
+        await running
+
+    by_hand(model, work, slots=1)
+
+
+def test_a_drain_waits_for_running_requests_or_for_their_abortion() -> None:
+    models = exact_models("qwen3", 2)
+    prompt = long_prompt(models[0])
+
+    async def work(sampler: ByHand) -> None:
+        running = begin(sampler, prompt, replace(SAMPLING, group=2))
+        await sampler.step(2)
+        draining = publishing(sampler, models[1], 1, "drain")
+        waiting = begin(sampler, make_prompts(1)[0], SAMPLING)
+        await sampler.step(2)
+        assert len(sampler.rows) == 2 and not draining.done() and not waiting.done(), "room, but not yet"
+        running.cancel()
+        await sampler.step()
+        assert draining.done() and [row.request.prompt.id for row in sampler.rows] == ["p0"]
+        ((handle,),) = await sampler.finish(waiting)
+        assert set(handle.body.versions) == {1}
+
+    by_hand(models[0], work)
+
+
+def test_a_publish_whose_caller_is_gone_holds_nothing_up() -> None:
+    models = exact_models("qwen3", 2)
+    prompt = long_prompt(models[0])
+
+    async def work(sampler: ByHand) -> None:
+        running = begin(sampler, prompt, SAMPLING)
+        await sampler.step()
+        draining = publishing(sampler, models[1], 1, "drain")
+        await sampler.step()
+        draining.cancel()
+        ((handle,),) = await sampler.finish(running)
+        assert set(handle.body.versions) == {0} and sampler.version == 0
+
+    by_hand(models[0], work)
+
+
+@pytest.mark.parametrize("mode", ["keep", "drain", "restart"])
+def test_a_sampler_that_runs_by_itself_answers_after_everything_was_aborted(mode: Mode) -> None:
+    models, sampling = exact_models("qwen3", 2), Sampling(max_tokens=100, group=2)
+
+    async def work(sampler: NativeSampler) -> list[Handle]:
+        running = [begin(sampler, prompt, sampling) for prompt in make_prompts(6)]
+        await sampler.generate(make_prompts(1)[0], Sampling(max_tokens=1))  # first in the queue: tasks begin later
+        loading = publishing(sampler, models[1], 1, mode)
+        await asyncio.sleep(0)
+        for task in running:
+            task.cancel()
+        assert (await loading).fingerprint == fingerprint(models[1], "float64")
+        return await sampler.generate(make_prompts(1)[0], Sampling(max_tokens=3, group=5))
+
+    group = with_sampler(models[0], work, slots=5)
+    assert [set(handle.body.versions) for handle in group] == [{1}] * 5
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
 
 
 def test_a_failure_in_the_engine_reaches_everyone_who_waits() -> None:

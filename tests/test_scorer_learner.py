@@ -275,9 +275,48 @@ def test_weights_travel_as_bytes_and_fingerprints_tell_them_apart() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_weights_of_another_architecture_are_refused() -> None:
-    with pytest.raises(ModelError, match="weights do not fit the model"):
-        load_weights(make_model("qwen3"), export_weights(make_model("llama"), "float32"))
+@pytest.mark.parametrize("ours", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("travels", ["float32", "bfloat16"])
+def test_weights_arrive_in_every_precision_from_memory_that_is_read_only(travels: str, ours: torch.dtype) -> None:
+    source, target = make_model("gemma3-window", seed=0), make_model("gemma3-window", seed=1, dtype=ours)
+    weights = export_weights(source, travels)
+    weights.body.flags.writeable = False  # as it is in Ray's object store
+    load_weights(target, weights)
+    for exported, loaded in zip(source.parameters(), target.parameters(), strict=True):
+        assert torch.equal(loaded, exported.to(getattr(torch, travels)).to(ours))
+    lossless = travels == "bfloat16" or ours != torch.bfloat16
+    again = export_weights(target, travels)
+    assert again.manifest == weights.manifest and np.array_equal(again.body, weights.body) == lossless
+    assert (fingerprint(target, travels) == fingerprint(source, travels)) == lossless, "it is of what really runs"
+
+
+def test_one_wrong_bit_changes_the_fingerprint() -> None:
+    model = make_model()
+    found = {fingerprint(model, "float32")}
+    layers = model.base_model.layers
+    for tensor in (layers[0].self_attn.o_proj.weight, layers[1].mlp.down_proj.weight):
+        tensor.detach().view(torch.int32)[3, 5] ^= 1
+        found.add(fingerprint(model, "float32"))
+    with torch.no_grad():  # the same bytes in other places
+        one, other = (layer.self_attn.o_proj.weight for layer in layers)
+        one[:], other[:] = other.clone(), one.clone()
+    assert len(found | {fingerprint(model, "float32")}) == 4
+
+
+def test_weights_of_another_model_are_refused_and_change_nothing() -> None:
+    model = make_model("qwen3")
+    before = export_weights(model, "float32").body
+    with pytest.raises(
+        ModelError, match=r"weights do not fit the model: lm_head.weight \[31, 32\], .* on one side only"
+    ):
+        load_weights(model, export_weights(make_model("llama"), "float32"))
+    wider = export_weights(model, "float32")
+    wider = replace(wider, manifest=(replace(wider.manifest[0], shape=(32, 31)), *wider.manifest[1:]))
+    with pytest.raises(
+        ModelError, match=r"embed_tokens.weight \[31, 32\], model.embed_tokens.weight \[32, 31\] on one"
+    ):
+        load_weights(model, wider)
+    np.testing.assert_array_equal(export_weights(model, "float32").body, before)
 
 
 def test_a_checkpoint_goes_on_where_it_was_and_is_a_hf_directory(tmp_path: Path) -> None:
@@ -360,7 +399,7 @@ def test_what_is_exported_in_another_precision_is_what_the_sampler_then_runs() -
         sampler = NativeSampler(wrap(make_model(seed=0, dtype=torch.bfloat16)), slots=2, stop_ids={EOS})
         for version in range(3):
             weights, expected = await learner.export()
-            assert await sampler.publish(weights, version, "keep") == expected
+            assert (await sampler.publish(weights, version, "keep")).fingerprint == expected
             await update(learner, batch)
         sampler.close()
 

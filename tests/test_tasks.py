@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -487,3 +490,54 @@ def test_the_pool_that_replaces_a_broken_one_grades_on() -> None:
     first, second = asyncio.run(run())
     grader.close()
     assert [handle.header.rewards for handle in first + second] == [{"exact": 0.0, "crash": 1.0}, {"exact": 1.0}]
+
+
+def test_a_cancelled_call_leaves_the_pool_whole() -> None:
+    """One call is cancelled while its answer is graded and one while it waits for the only process."""
+    grader = PoolGrader("exact", decode, timeout=0.5)
+
+    async def run() -> list[Handle]:
+        await grader.grade(group_of(["1"], 1))  # the process is there
+        running, waiting = (asyncio.create_task(grader.grade(group_of(["a"], Endless()))) for _ in range(2))
+        await asyncio.sleep(0)
+        for task in (running, waiting):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        return await grader.grade(group_of(["1", "2"], 1))
+
+    pool = grader.pool
+    graded = asyncio.run(run())
+    assert grader.pool is pool
+    grader.close()
+    assert [handle.header.rewards for handle in graded] == [{"exact": 1.0}, {"exact": 0.0}]
+
+
+KILLED = """
+import os, signal
+from slipstream.tasks.rewards import PoolGrader
+
+if __name__ == "__main__":
+    pool = PoolGrader("exact", str).pool
+    child = pool.submit(os.getpid).result()
+    if {busy}:
+        pool.submit(signal.pause)
+    print(child, flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_grading_processes_do_not_outlive_a_parent_that_is_killed(busy: bool, tmp_path: Path) -> None:
+    """All its processes hold the other end of the pipe that is read here: it ends when the last of them has ended."""
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(busy=busy))
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        try:
+            parent.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            os.kill(child, signal.SIGKILL)
+            raise

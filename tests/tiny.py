@@ -11,6 +11,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    PhiConfig,
     PreTrainedModel,
     Qwen3Config,
 )
@@ -36,6 +37,7 @@ SHAPE = {
 CONFIGS = {
     "qwen3": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**SHAPE),
+    "phi": lambda: PhiConfig(**SHAPE),  # LayerNorm with biases: the others round to fp32 in the middle of every norm
     "mistral-window": lambda: MistralConfig(**SHAPE, sliding_window=6),
     "gemma3-window": lambda: Gemma3TextConfig(
         **SHAPE, sliding_window=6, layer_types=["sliding_attention", "full_attention"]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.config import DataConfig
-from slipstream.engines.base import Sampling
+from slipstream.engines.base import Graded, Sampling
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.errors import ConfigError, DataError, RunDirError
@@ -22,7 +22,7 @@ from slipstream.launch import eval_prompts
 from slipstream.metrics import avg_at_n, pass_at_k
 from slipstream.pipeline.evaluate import answers, correctness
 from slipstream.records import Handle, Prompt
-from slipstream.runtimes.inline import decoder
+from slipstream.runtimes.build import decoder
 from slipstream.tasks.chat import Tokenizer, load_tokenizer, stop_ids
 from slipstream.tasks.rewards import PoolGrader
 
@@ -59,7 +59,8 @@ def measure(
     greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0)
 
     async def both() -> tuple[list[list[Handle]], list[list[Handle]]]:
-        return await answers(sampler, grader, prompts, sampling), await answers(sampler, grader, prompts, greedy)
+        generate = Graded(sampler, grader).generate
+        return await answers(generate, prompts, sampling), await answers(generate, prompts, greedy)
 
     began = time.perf_counter()
     try:

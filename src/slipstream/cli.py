@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError, Terminated
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from slipstream.config import Config
 
 OVERRIDABLE = ("demo", "train", "config")
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
@@ -46,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return 143
     except BrokenPipeError:  # whoever read our output has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -66,6 +68,10 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a student", epilog=OVERRIDES)
     train.add_argument("config", help="a TOML file")
     train.set_defaults(run=run_train)
+
+    resume = commands.add_parser("resume", help="go on with a run that was stopped, from its last checkpoint")
+    resume.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    resume.set_defaults(run=run_resume)
 
     evaluate = commands.add_parser("eval", help="accuracy of a model: avg@n, pass@k, greedy")
     evaluate.add_argument("model", help="HF directory or hub name, a run directory, or builtin:student")
@@ -138,15 +144,19 @@ def note(text: str) -> None:
 
 def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.config_file import load
-
-    config = load(args.config, changes, say=note)
-    return train(config, name=Path(args.config).stem)
-
-
-def train(config: Config, *, name: str) -> int:
     from slipstream.launch import train
 
-    path = train(config, console(), name=name)
+    config = load(args.config, changes, say=note)
+    return tell_done(train(config, console(), name=Path(args.config).stem))
+
+
+def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.launch import resume
+
+    return tell_done(resume(args.directory, console()))
+
+
+def tell_done(path: Path) -> int:
     print(f"done: student in {path / 'final'}, metrics in {path / 'metrics.jsonl'}")
     return 0
 

@@ -1,11 +1,12 @@
 """The configuration: one schema, one set of defaults, unknown keys fail.
 
 The text under each field is its help, printed by `slipstream config`. A section that needs other settings for another
-kind (`loss`) is a union told apart by `kind`. Reading a file is the business of `config_file.py`.
+kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the business of `config_file.py`.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -54,6 +55,8 @@ class TeacherConfig(Section):
     """Precision in which the teacher runs."""
     token_budget: int = Field(16384, ge=1)
     """Tokens, padding included, of one forward pass."""
+    replicas: int = Field(1, ge=1)
+    """How many copies score; each group goes to the one with least to do."""
 
 
 class SamplerConfig(Section):
@@ -71,8 +74,10 @@ class SamplerConfig(Section):
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Drop tokens less likely than this fraction of the most likely one."""
+    replicas: int = Field(1, ge=1)
+    """How many samplers; each group goes to the one with least to do."""
     slots: int = Field(64, ge=1)
-    """Sequences generated at a time."""
+    """Sequences generated at a time by each."""
     dtype: Dtype = "float32"
     """Precision in which the student generates."""
 
@@ -153,6 +158,8 @@ class LearnerConfig(Section):
     """Tokens, padding included, of one micro-batch; at least the longest sequence."""
     dtype: Dtype = "float32"
     """Precision of weights, gradients and optimizer."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the learner; runtime.threads without it."""
 
 
 class TaskConfig(Section):
@@ -166,7 +173,76 @@ class Sync(Section):
     """Strictly on-policy: roll out a batch, score it, learn from it, publish, begin again."""
 
     kind: Literal["sync"] = "sync"
-    """What may run at the same time: here, nothing."""
+    """One stage at a time, strictly on-policy."""
+
+
+class Periodic(Section):
+    """On-policy like sync, but scoring and learning begin with the first finished sample."""
+
+    kind: Literal["periodic"] = "periodic"
+    """The stages of one update overlap, strictly on-policy."""
+
+
+class StepOff(Section):
+    """Whole batches, k of them ahead of the learner: tokens are exactly k updates old."""
+
+    kind: Literal["step_off"] = "step_off"
+    """Stages overlap across batches, a fixed number of updates off-policy."""
+    k: int = Field(1, ge=1)
+    """How many batches roll out ahead."""
+
+
+class Async(Section):
+    """Everything overlaps: groups start as credits allow, weights change in the middle of a response."""
+
+    kind: Literal["async"] = "async"
+    """All stages overlap, with bounded work in flight."""
+    tau: float = Field(4.0, ge=0)
+    """Work in flight: (tau + 1) batches between submission and publish. More overlaps more and is staler."""
+    publish_every: int = Field(1, ge=1)
+    """Updates between two publishes; work in flight grows with it."""
+    on_publish: Literal["keep", "drain", "restart"] = "keep"
+    """Running responses go on under the new weights, are finished first, or begin again."""
+    order: Literal["completion", "submission"] = "completion"
+    """Learn from groups as they finish, or as they were submitted, which bounds their age and waits for stragglers."""
+    max_lag: int | None = Field(None, ge=0)
+    """Most updates between a token's policy and the one that learns from it; none by default."""
+    on_old: Literal["wait", "restart", "drop"] | None = None
+    """What keeps max_lag: hold the learner (wait, unless told otherwise), roll the group out again, or drop it, which
+    favours short responses."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Async:
+        if self.max_lag is None:
+            if self.on_old is not None:
+                raise ValueError("on_old does nothing without max_lag: set max_lag, or drop on_old")
+            return self
+        if self.order == "submission":
+            raise ValueError('order = "submission" bounds the lag by itself: drop max_lag, or the order')
+        reach = ceil((self.tau + 1) * self.publish_every) - 1
+        if self.on_old in (None, "wait") and self.max_lag < reach:
+            raise ValueError(
+                f"max_lag = {self.max_lag} cannot be kept by waiting with work for {reach} more updates in flight: "
+                f'write max_lag = {reach} or more, a smaller tau, or on_old = "restart"'
+            )
+        if self.max_lag < self.publish_every - 1:
+            raise ValueError(
+                f"max_lag = {self.max_lag} cannot be kept when weights are published every {self.publish_every} "
+                f"updates: write max_lag = {self.publish_every - 1} or more"
+            )
+        return self
+
+
+class Replay(Section):
+    """Serial like sync, on batches that are k updates old: controlled staleness, for studies."""
+
+    kind: Literal["replay"] = "replay"
+    """One stage at a time, a fixed number of updates off-policy."""
+    k: int = Field(1, ge=0)
+    """Age of every batch in updates, once as many have been made."""
+
+
+ScheduleConfig = Annotated[Sync | Periodic | StepOff | Async | Replay, Field(discriminator="kind")]
 
 
 class EvalConfig(Section):
@@ -192,6 +268,8 @@ class LogConfig(Section):
     """Also send the metrics there: any of tensorboard, wandb, mlflow, trackio; one name or a list."""
     project: str = "slipstream"
     """Project name for trackers that have one."""
+    trace: bool = True
+    """Write trace.json, what every worker did when; opens in ui.perfetto.dev."""
 
     @field_validator("to", mode="before")
     @classmethod
@@ -201,8 +279,14 @@ class LogConfig(Section):
 
 
 class RuntimeConfig(Section):
+    kind: Literal["ray", "inline"] = "ray"
+    """Each engine in a process of its own, started here or on a Ray cluster, or all in this process."""
+    address: str | None = None
+    """Address of a Ray cluster, or auto; without it Ray is started on this machine and stopped with the run."""
+    patience: float = Field(1800.0, gt=0)
+    """Seconds without any progress after which the run stops and says who waits for whom."""
     device: str = "auto"
-    """Where models run: auto, cpu, cuda, cuda:1 …"""
+    """Where models run: auto, cpu, cuda; with runtime.kind = inline also cuda:1 …"""
     threads: int = Field(1, ge=1)
     """CPU threads of one engine; one is fastest for very small models."""
     graders: int = Field(1, ge=1)
@@ -225,7 +309,7 @@ class Config(Section):
     loss: LossConfig = ReverseKLMC()
     learner: LearnerConfig = LearnerConfig()
     task: TaskConfig = TaskConfig()
-    schedule: Sync = Sync()
+    schedule: ScheduleConfig = Async()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
@@ -246,6 +330,8 @@ class Config(Section):
             raise ValueError(f"learner.batch_size = {batch} is not a multiple of sampler.group = {group}")
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
+        if self.runtime.kind == "inline" and self.runtime.address is not None:
+            raise ValueError('runtime.address is for runtime.kind = "ray": drop one of them')
         if self.eval.every and self.eval.n > self.sampler.slots:
             raise ValueError(f"eval.n = {self.eval.n} needs sampler.slots of at least {self.eval.n}")
         if self.eval.every and self.data.eval is None:

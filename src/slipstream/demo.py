@@ -13,7 +13,7 @@ from slipstream.assets import HERE
 from slipstream.config_file import load
 from slipstream.engines.base import Sampling
 from slipstream.launch import eval_prompts, train
-from slipstream.runtimes.inline import decoder
+from slipstream.runtimes.build import decoder
 from slipstream.tasks.chat import load_tokenizer
 from slipstream.tasks.rewards import PoolGrader
 

@@ -5,7 +5,12 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 ├── DataError           a file or a row is wrong: names the file, the line and what is expected
 ├── ModelError          a model or tokenizer cannot be used: names it and why
 ├── RunDirError         the run directory is missing, or already holds a run
+├── EngineError         an engine failed, again and again: names it and the cause
+│   └── WorkerDied      the process of an engine is gone
+├── Stalled             nothing has moved for too long: says who waits for whom
 └── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
+
+Terminated              not an error: the run was told to stop by SIGTERM, as KeyboardInterrupt tells by Ctrl-C
 
 Anything else that is raised is a defect of ours and keeps its traceback.
 """
@@ -36,7 +41,23 @@ class RunDirError(SlipstreamError):
     pass
 
 
+class EngineError(SlipstreamError):
+    pass
+
+
+class WorkerDied(EngineError):
+    pass
+
+
+class Stalled(SlipstreamError):
+    pass
+
+
 class NonFiniteError(SlipstreamError):
+    pass
+
+
+class Terminated(BaseException):
     pass
 
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
 from slipstream.config import Config, DataConfig
+from slipstream.config_file import load
+from slipstream.engines.base import Engines
 from slipstream.engines.native.model import context_length, load_config
-from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.errors import ConfigError, DataError, ModelError, RunDirError, Terminated
+from slipstream.metrics import summary
+from slipstream.pipeline.admission import Standing
+from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.run import Run
 from slipstream.progress import Progress
 from slipstream.records import Prompt
-from slipstream.runlog import RunLog, check_free, check_trackers, run_path
+from slipstream.runlog import RunLog, check_free, check_trackers, read_lines, run_path
 from slipstream.runtimes import inline
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import (
@@ -96,22 +104,130 @@ def train(config: Config, console: Console, *, name: str) -> Path:
     path = run_path(config, name)
     check_free(path)
     job = prepare(config)
-    for warning in warnings_of(config):
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
-    engines = inline.open_engines(config, job.tokenizer)
+    warn(config, console)
+    engines = open_engines(config, job, console)
     try:
         with RunLog.create(config, path) as log:
-            run = Run(config, engines, job.prompts, log, held_out=job.held_out)
-            with Progress(console, updates=config.updates, title=name, admission=run.admission) as progress:
-                log.sinks.append(progress)
-                try:
-                    asyncio.run(run.train())
-                except KeyboardInterrupt:
-                    console.print(f"stopped at version {run.version}; what there is lies in {path}", highlight=False)
-                    raise
+            go(config, job, engines, log, console, name=name)
     finally:
         engines.close()
     return path
+
+
+def resume(path: Path, console: Console) -> Path:
+    """Go on with a run from its last checkpoint."""
+    config = stopped_run(path)
+    checkpoint, standing = newest(path)
+    job = prepare(config)
+    warn(config, console)
+    engines = open_engines(config, job, console)
+    in_flight = len(standing.in_flight)
+    console.print(f"going on from {checkpoint}; {in_flight} groups that were in flight start again", highlight=False)
+    try:
+        with RunLog.reopen(config, path, update=standing.version, ended=standing.ended) as log:
+            go(config, job, engines, log, console, name=path.name, standing=standing, checkpoint=checkpoint)
+    finally:
+        engines.close()
+    return path
+
+
+def stopped_run(path: Path) -> Config:
+    if not (path / "config.toml").exists():
+        raise RunDirError(f"{path} holds no run: there is no config.toml in it")
+    if (path / "final").exists():
+        raise RunDirError(f"{path} is finished: the student is in {path / 'final'}")
+    return load(path / "config.toml", [])
+
+
+def open_engines(config: Config, job: Job, console: Console) -> Engines:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False)
+
+    match config.runtime.kind:
+        case "ray":
+            from slipstream.runtimes.ray import open_engines as open_on_ray
+
+            return open_on_ray(config, job.tokenizer, say=say)
+        case "inline":
+            return inline.open_engines(config, job.tokenizer, say=say)
+
+
+def go(
+    config: Config,
+    job: Job,
+    engines: Engines,
+    log: RunLog,
+    console: Console,
+    *,
+    name: str,
+    standing: Standing | None = None,
+    checkpoint: Path | None = None,
+) -> None:
+    """From the first rollout to the last update, with a display, signals and a last line that says how to go on."""
+    run = Run(
+        config,
+        engines,
+        job.prompts,
+        log,
+        held_out=job.held_out,
+        standing=standing,
+        patience=config.runtime.patience,
+        say=lambda text: console.print(text, highlight=False, markup=False),
+    )
+
+    async def main() -> None:
+        if checkpoint is not None:
+            await engines.learner.restore(checkpoint)
+        with heeding_signals(run, console):
+            await run.train()
+
+    began = run.admission.version
+    with Progress(console, updates=config.updates, title=name, admission=run.admission) as progress:
+        log.sinks.append(progress)
+        try:
+            asyncio.run(main())
+        except BaseException:
+            progress.stop()
+            if (log.path / "checkpoints").exists():
+                console.print(
+                    f"stopped after update {run.admission.version}; go on with: slipstream resume {log.path}",
+                    highlight=False,
+                    markup=False,
+                    soft_wrap=True,
+                )
+            raise
+    for line in summary(read_lines(log.path / "metrics.jsonl"), since=began):
+        console.print(line, highlight=False, markup=False)
+
+
+@contextmanager
+def heeding_signals(run: Run, console: Console) -> Iterator[None]:
+    """SIGTERM stops as Ctrl-C does; Ctrl-\\ says who waits for whom, and stops nothing."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGQUIT, lambda: console.print(run.report(), highlight=False, markup=False))
+    try:
+        yield
+    except asyncio.CancelledError:
+        if terminated:
+            raise Terminated from None
+        raise
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        loop.remove_signal_handler(signal.SIGQUIT)
+
+
+def warn(config: Config, console: Console) -> None:
+    for warning in warnings_of(config):
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
 
 
 def warnings_of(config: Config) -> list[str]:

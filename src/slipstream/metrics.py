@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import comb
 from statistics import fmean
+from typing import Any
 
 from slipstream.records import Header
 
 Numbers = dict[str, float]
+Interval = tuple[float, float]
+WARMUP = 5
 
 
 def lag_metrics(headers: Iterable[Header], version: int) -> Numbers:
@@ -22,6 +25,11 @@ def lag_metrics(headers: Iterable[Header], version: int) -> Numbers:
     histogram = {f"lag/tokens_{lag}": float(count) for lag, count in sorted(lags.items()) if count}
     mean = sum(lag * count for lag, count in lags.items()) / max(tokens, 1)
     return {"lag/mean": mean, "lag/max": float(max((lag for lag in lags if lags[lag]), default=0)), **histogram}
+
+
+def mean_lag(header: Header, version: int) -> float:
+    """Over the trained tokens of one response."""
+    return sum((version - made_at) * count for made_at, count in header.versions) / max(header.trained_tokens, 1)
 
 
 def sample_metrics(headers: Sequence[Header]) -> Numbers:
@@ -39,13 +47,77 @@ def sample_metrics(headers: Sequence[Header]) -> Numbers:
     return numbers
 
 
-def throughput(tokens: Sequence[float], finished: Sequence[float], *, warmup: int = 5) -> float:
+def throughput(tokens: Sequence[float], finished: Sequence[float], *, warmup: int = WARMUP) -> float:
     """Response tokens per second over the updates after the first `warmup`: Σ_{j>w} n_j / (t_J − t_w)."""
     if len(tokens) != len(finished):
         raise ValueError(f"{len(tokens)} token counts for {len(finished)} times")
     if len(tokens) <= warmup or warmup < 1:
         return float("nan")
     return sum(tokens[warmup:]) / (finished[-1] - finished[warmup - 1])
+
+
+def merged(intervals: Iterable[Interval]) -> float:
+    """Seconds in which at least one of these intervals lies."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def usage(busy: Mapping[str, Mapping[str, Sequence[Interval]]], seconds: float) -> Numbers:
+    """How much the stages overlap, from the busy intervals of every stage's workers in so many seconds of wall clock.
+
+    overlap = (T_rollout + T_score + T_learn) / T_wall. T_rollout is the mean over its workers, the others are merged.
+    """
+    seconds, numbers = max(seconds, 1e-9), Numbers()
+    for stage, workers in busy.items():
+        each = {name: merged(intervals) for name, intervals in workers.items()}
+        together = fmean(each.values()) if stage == "rollout" else merged(i for w in workers.values() for i in w)
+        numbers[f"busy/{stage}"] = together / seconds
+        numbers |= {f"idle/{name}": max(0.0, 1 - value / seconds) for name, value in each.items()}
+    return {"overlap": sum(numbers[f"busy/{stage}"] for stage in busy), **numbers}
+
+
+def added(parts: Sequence[Mapping[str, float]], scale: float) -> Numbers:
+    """The metrics of an update whose parts were learned from one after another: sums, scaled; extremes as they are."""
+    numbers: Numbers = {}
+    for part in parts:
+        for name, value in part.items():
+            before = numbers.get(name)
+            if name.endswith(("_max", "_min")):
+                choose = max if name.endswith("_max") else min
+                numbers[name] = value if before is None else choose(before, value)
+            else:
+                numbers[name] = value * scale + (before or 0.0)
+    return numbers
+
+
+def summary(lines: Sequence[Mapping[str, Any]], *, since: int = 0) -> list[str]:
+    """What is worth knowing at the end of a run, from its metrics.jsonl: speed, overlap, staleness, waits."""
+    lines = [line for line in lines if line["kind"] == "train" and line["update"] > since]
+    if len(lines) < 2:
+        return []
+    warmup = min(WARMUP, len(lines) // 2)
+    speed = throughput([line["tokens"] for line in lines], [line["time"] for line in lines], warmup=warmup)
+    late = lines[warmup:]
+    seconds = sum(line["seconds/update"] for line in late)
+
+    def share(name: str) -> float:
+        return float(sum(line[name] * line["seconds/update"] for line in late) / seconds)
+
+    waits = {name: sum(line[f"seconds/{name}"] for line in late) / seconds for name in ("data", "turn", "weights")}
+    lag = sum(line["lag/mean"] * line["tokens"] for line in late) / sum(line["tokens"] for line in late)
+    found = [
+        f"trained {speed:,.0f} tokens/s; busy: rollout {share('busy/rollout'):.0%}, scoring {share('busy/score'):.0%}, "
+        f"learner {share('busy/learn'):.0%} (overlap {share('overlap'):.2f})",
+        f"lag {lag:.1f} updates on average, {max(line['lag/max'] for line in lines):.0f} at most; the learner waited "
+        f"{waits['data']:.0%} of the time for data, {waits['turn']:.0%} for its turn, {waits['weights']:.0%} for a "
+        "publish",
+    ]
+    if lost := lines[-1]["dropped"] + lines[-1]["restarted"]:
+        found.append(f"{lost:.0f} groups dropped or restarted, {lines[-1]['thrown_tokens']:,.0f} tokens thrown away")
+    return found
 
 
 def avg_at_n(correct: Sequence[Sequence[float]]) -> float:

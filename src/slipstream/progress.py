@@ -35,6 +35,10 @@ class Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the panel as it is; what is printed next comes below it."""
         if self.console.is_terminal:
             self.live.stop()
 

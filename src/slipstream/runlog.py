@@ -2,7 +2,8 @@
 
 config.toml    the resolved configuration          metrics.jsonl   one line per update (and per evaluation)
 meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended
-checkpoints/N  HF directories to go on from        final/          the trained student, a HF directory
+checkpoints/N  HF directories to go on from        trace.json      what every worker did when, in Chrome's format
+final/         the trained student, a HF directory
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ class Sink(Protocol):
 
 
 class RunLog:
-    def __init__(self, path: Path, sinks: list[Sink]) -> None:
-        self.path, self.sinks = path, sinks
+    def __init__(self, path: Path, sinks: list[Sink], *, trace: bool = True, time: float = 0.0) -> None:
+        self.path, self.sinks, self.time = path, sinks, time
+        """`time` is how long the run had gone on when it was stopped, if this is its continuation."""
         self._metrics: TextIO = (path / "metrics.jsonl").open("a")
         self._ledger: TextIO = (path / "ledger.jsonl").open("a")
+        self.trace: TextIO | None = open_trace(path / "trace.json") if trace else None
 
     @classmethod
     def create(cls, config: Config, path: Path) -> RunLog:
@@ -52,15 +55,28 @@ class RunLog:
         except OSError as error:
             raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
         write_atomic(path / "meta.json", json.dumps(machine(), indent=2) + "\n")
-        sinks: list[Sink] = []
-        for name in config.log.to:
-            try:
-                sinks.append(SINKS[name](config, path))
-            except Exception as error:  # a tracker may refuse for reasons of its own: no key, no server
-                for written in ("config.toml", "meta.json"):  # the directory may hold files of the user's own
-                    (path / written).unlink()
-                raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}") from None
-        return cls(path, sinks)
+        try:
+            sinks = start_trackers(config, path)
+        except ConfigError:
+            for written in ("config.toml", "meta.json"):  # the directory may hold files of the user's own
+                (path / written).unlink()
+            raise
+        return cls(path, sinks, trace=config.log.trace)
+
+    @classmethod
+    def reopen(cls, config: Config, path: Path, *, update: int, ended: Callable[[int], bool]) -> RunLog:
+        """Go on after an update. What came later is forgotten: its lines, and those of groups that had not ended."""
+        check_trackers(config.log.to)
+        lines = [line for line in read_lines(path / "metrics.jsonl") if line["update"] <= update]
+        time = max((line["time"] for line in lines if "time" in line), default=0.0)
+        write_atomic(path / "metrics.jsonl", as_lines(lines))
+        ledger = read_lines(path / "ledger.jsonl")
+        write_atomic(path / "ledger.jsonl", as_lines(entry for entry in ledger if ended(entry["number"])))
+        if (path / "trace.json").exists():
+            events = (path / "trace.json").read_text().splitlines(keepends=True)
+            kept = [line for line in events if line.startswith("[") or _timestamp(line) <= time * 1e6]
+            write_atomic(path / "trace.json", "".join(kept))
+        return cls(path, start_trackers(config, path), trace=config.log.trace, time=time)
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int) -> None:
         _line(self._metrics, {"kind": kind, "update": update, **numbers})
@@ -70,8 +86,9 @@ class RunLog:
         for sink in self.sinks:
             sink.log(names, update)
 
-    def ledger(self, **entry: Any) -> None:
-        _line(self._ledger, entry)
+    def ledger(self, *entries: Mapping[str, Any]) -> None:
+        self._ledger.write(as_lines(entries))
+        self._ledger.flush()
 
     def __enter__(self) -> RunLog:
         return self
@@ -81,6 +98,8 @@ class RunLog:
             sink.close()
         self._metrics.close()
         self._ledger.close()
+        if self.trace is not None:
+            self.trace.close()
 
 
 def run_path(config: Config, name: str) -> Path:
@@ -102,12 +121,34 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """All whole lines; a run that was killed may have left half of one at the end."""
+    text = path.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def as_lines(entries: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(entry) + "\n" for entry in entries)
 
 
 def _line(file: TextIO, entry: Mapping[str, Any]) -> None:
     file.write(json.dumps(entry) + "\n")
     file.flush()
+
+
+def open_trace(path: Path) -> TextIO:
+    """A list of events, one on each line, that need not be closed."""
+    file = path.open("a")
+    if file.tell() == 0:
+        file.write("[\n")
+    return file
+
+
+def _timestamp(line: str) -> float:
+    """Of one line of a trace; infinite where it was cut off, and 0 for what has none."""
+    try:
+        return float(json.loads(line.rstrip(",\n")).get("ts", 0))
+    except json.JSONDecodeError:
+        return float("inf")
 
 
 def machine() -> dict[str, Any]:
@@ -141,6 +182,16 @@ def check_trackers(names: Iterable[Tracker]) -> None:
     for name in names:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.to = [{name!r}] needs {name}: pip install 'slipstream[{name}]'")
+
+
+def start_trackers(config: Config, path: Path) -> list[Sink]:
+    sinks: list[Sink] = []
+    for name in config.log.to:
+        try:
+            sinks.append(SINKS[name](config, path))
+        except Exception as error:  # a tracker may refuse for reasons of its own: no key, no server
+            raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}") from None
+    return sinks
 
 
 class TensorBoard:

@@ -49,13 +49,32 @@ class WeightsRef:
     body: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a publish did. The three times are the parts of the pause in which no token is drawn."""
+
+    fingerprint: Fingerprint
+    """Of the weights that this engine will really run."""
+    wait: float = 0.0
+    """Seconds until running requests stood still: a token boundary, or in drain mode their end."""
+    load: float = 0.0
+    """Seconds in which weights were copied and their fingerprint taken."""
+    rebuild: float = 0.0
+    """Seconds in which the prefixes of running requests went through the new weights."""
+    thrown: int = 0
+    """Tokens of running requests that begin again."""
+
+
 class Sampler(Protocol):
     async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        """The whole group: `sampling.group` responses, in the order of their index."""
+        """The whole group: `sampling.group` responses, in the order of their index.
+
+        Cancelling the call aborts the request and frees its room.
+        """
         ...
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Fingerprint:
-        """Load weights at a token boundary; returns what this engine will really run."""
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        """Load weights at a token boundary; requests that came before run, or have run, under the old ones."""
         ...
 
 
@@ -68,7 +87,9 @@ class Learner(Protocol):
         """The passes without gradient that the method's scope needs, and the counts that losses are divided by."""
         ...
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics: ...
+    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
+        """Add the gradient of a batch, or of a part of one. Metrics are sums over tokens divided by the counts."""
+        ...
 
     async def step(self, scale: float = 1.0) -> Metrics:
         """Scale the gradients, clip, optimise. Raises NonFiniteError before a bad gradient touches the weights."""
@@ -87,12 +108,21 @@ class Grader(Protocol):
     async def grade(self, group: Group) -> list[Handle]: ...
 
 
+class Graded:
+    """A sampler whose responses come with their rewards."""
+
+    def __init__(self, sampler: Sampler, grader: Grader) -> None:
+        self.sampler, self.grader, self.publish = sampler, grader, sampler.publish
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        return await self.grader.grade(await self.sampler.generate(prompt, sampling))
+
+
 @dataclass(frozen=True, slots=True)
 class Engines:
     """What a runtime hands to the pipeline. `close` ends whatever it started."""
 
-    sampler: Sampler
-    scorer: Scorer
+    samplers: tuple[Sampler, ...]
+    scorers: tuple[Scorer, ...]
     learner: Learner
-    grader: Grader
     close: Callable[[], None]

@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.engines.base import Fingerprint, Metrics, Mode, Sampling, TensorSpec, WeightsRef
+from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.engines.draws import draw, process, uniforms
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.surrogate import mc_reverse_kl
@@ -47,42 +48,89 @@ def previous(rollout: Rollout) -> Tensor:
     return torch.from_numpy(np.concatenate([rollout.prompt.tokens[-1:], rollout.tokens[:-1]]).astype(np.int64))
 
 
+@dataclass
+class Row:
+    """One response as it is written, token by token."""
+
+    last: int
+    actions: list[NDArray[np.int32]] = field(default_factory=list)
+    logps: list[NDArray[np.float64]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
 class ToySampler:
-    def __init__(self, table_VV: Tensor, *, cost: Cost = free) -> None:
-        self.table, self.cost, self.version = table_VV.clone(), cost, 0
+    """Between two tokens of a group it gives way, so that a publish takes effect at any token boundary."""
+
+    def __init__(self, table_VV: Tensor, *, seconds: float = 0.0) -> None:
+        """`seconds` is how long a token takes; all running responses get theirs at the same time."""
+        self.table, self.seconds, self.version = table_VV.clone(), seconds, 0
+        self.running: dict[object, list[Row]] = {}
+        self.restarts = 0
+        self.draining = 0
+        self.changed = asyncio.Condition()
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        rollouts = [self._respond(prompt, index, sampling) for index in range(sampling.group)]
-        await asyncio.sleep(self.cost(max(len(rollout.tokens) for rollout in rollouts)))
+        async with self.changed:
+            await self.changed.wait_for(lambda: not self.draining)
+        rows, restarts, key = [Row(int(prompt.tokens[-1])) for _ in range(sampling.group)], self.restarts, object()
+        self.running[key] = rows
+        try:
+            for _ in range(sampling.max_tokens):
+                await asyncio.sleep(self.seconds)
+                if restarts != self.restarts:
+                    return await self.generate(prompt, sampling)
+                ended = [self._write(row, prompt, index, sampling) for index, row in enumerate(rows)]
+                if all(ended):
+                    break
+        finally:
+            self.running.pop(key, None)
+            async with self.changed:
+                self.changed.notify_all()
+        rollouts = [self._read(row, prompt, index) for index, row in enumerate(rows)]
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Fingerprint:
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        clock, thrown = asyncio.get_running_loop().time, 0
+        began = clock()
+        if mode == "drain":
+            self.draining += 1
+            async with self.changed:
+                await self.changed.wait_for(lambda: not self.running)
+                self.draining -= 1
+                self.changed.notify_all()
+        elif mode == "restart":
+            thrown = sum(len(row.versions) for rows in self.running.values() for row in rows)
+            self.restarts += 1
+            self.running.clear()
         spec = weights.manifest[0]
         self.table = torch.from_numpy(weights.body.copy()).view(torch.float64).view(spec.shape)
         self.version = version
-        return fingerprint(self.table)
+        return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
-    def _respond(self, prompt: Prompt, index: int, sampling: Sampling) -> Rollout:
+    def _write(self, row: Row, prompt: Prompt, index: int, sampling: Sampling) -> bool:
+        """The next token of a response, if it has not ended; returns whether it has now."""
+        if row.last == EOS and row.actions:
+            return True
         seed_N = torch.tensor([derive_seed(prompt.seed, index)])
-        last, actions, logps = int(prompt.tokens[-1]), [], []
-        for position in range(sampling.max_tokens):
-            uniform_NM = uniforms(seed_N, torch.tensor([position]), sampling.draws)
-            ids_NM, logp_NM = draw(process(self.table[last][None], sampling), uniform_NM)
-            actions.append(ids_NM[0].numpy())
-            logps.append(logp_NM[0].numpy())
-            last = int(ids_NM[0, 0])
-            if last == EOS:
-                break
-        tokens_TM, logp_TM = np.stack(actions).astype(np.int32), np.stack(logps)
+        uniform_NM = uniforms(seed_N, torch.tensor([len(row.actions)]), sampling.draws)
+        ids_NM, logp_NM = draw(process(self.table[row.last][None], sampling), uniform_NM)
+        row.actions.append(ids_NM[0].numpy().astype(np.int32))
+        row.logps.append(logp_NM[0].numpy())
+        row.versions.append(self.version)
+        row.last = int(ids_NM[0, 0])
+        return row.last == EOS
+
+    def _read(self, row: Row, prompt: Prompt, index: int) -> Rollout:
+        tokens_TM, logp_TM = np.stack(row.actions), np.stack(row.logps)
         return Rollout(
             prompt=prompt,
             index=index,
             tokens=tokens_TM[:, 0],
-            versions=np.full(len(tokens_TM), self.version, np.int32),
+            versions=np.array(row.versions, np.int32),
             logp=logp_TM[:, 0],
             actions=tokens_TM,
             action_logp=logp_TM,
-            finish="eos" if last == EOS else "length",
+            finish="eos" if row.last == EOS else "length",
             loss_mask=np.ones(len(tokens_TM), np.bool_),
         )
 
@@ -114,7 +162,7 @@ class ToyLearner:
         return Counts(n_tokens=sum(rows), n_sequences=len(rows))
 
     async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
-        await asyncio.sleep(self.cost(counts.n_tokens))
+        await asyncio.sleep(self.cost(sum(header.tokens for header in batch.headers)))
         samples: list[Scored] = [handle.body for handle in batch.handles]
         state_N = torch.cat([previous(sample.rollout) for sample in samples])
         actions_NM = torch.from_numpy(np.concatenate([sample.rollout.actions for sample in samples]).astype(np.int64))

@@ -1,16 +1,20 @@
 """Credits, as a pure state machine: no task, clock or tensor. The unit is the group, known by its number.
 
-    submit ─▶ rolling ─rolled─▶ waiting ─take─▶ scoring ─scored─▶ ready ─train─▶ trained ─publish─▶ (credit returned)
-                 └──────────────── drop(reason) ─────┘ (credit returned)
+    submit ─▶ rolling ─rolled─▶ waiting ─take─▶ scoring ─scored─▶ ready ─learn─▶ learning ─train─▶ trained
+                 ▲                                                  │                                 │
+                 └───────────────── restart ────────────────────────┤            publish: credit returned
+                                                     drop(reason): credit returned
 
 Guarantor of invariant 1: a credit comes back only when its group has been trained on and the weights of that update
-are published, so `submitted − published ≤ credits` always. Guarantor of invariant 2: every submitted group ends exactly
-once, trained or dropped, and admission ends when submitted − dropped = updates · B.
+are published, so `submitted − published ≤ credits` always; and where the schedule promises a bound on age, an update
+that would break it is held, and one that has broken it raises. Guarantor of invariant 2: every submitted group ends
+exactly once, trained or dropped, and admission ends when submitted − dropped = updates · B.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from itertools import islice
 
 from slipstream.pipeline.schedules import Schedule
@@ -19,19 +23,51 @@ Numbers = dict[int, None]
 """An ordered set: numbers in the order in which they came."""
 
 
+@dataclass(slots=True)
+class Ticket:
+    """What is remembered of a group between submission and training."""
+
+    batch: int
+    """First number of those that were submitted together."""
+    version: int
+    """No token of the group is from an older policy; exact once it is rolled out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a run stands at the end of an update: enough to go on from there."""
+
+    version: int
+    submitted: int
+    dropped: dict[str, int]
+    in_flight: dict[int, int]
+    """Groups that had not ended, and the batch each was submitted with."""
+
+    def ended(self, number: int) -> bool:
+        return number < self.submitted and number not in self.in_flight
+
+
 class Admission:
-    def __init__(self, schedule: Schedule, *, updates: int) -> None:
+    def __init__(self, schedule: Schedule, *, updates: int, standing: Standing | None = None) -> None:
         self.schedule = schedule
         self.target = updates * schedule.groups
-        self.live: dict[int, int] = {}
-        """Groups between submission and training, in the order of submission: the batch each was submitted with."""
-        self.rolling: Numbers = {}
+        self.version = self.published_version = standing.version if standing else 0
+        """Updates made, and those whose weights are in every sampler."""
+        self.submitted = standing.submitted if standing else 0
+        self.dropped = Counter[str](standing.dropped if standing else {})
+        self.restarted = 0
+        in_flight = standing.in_flight if standing else {}
+        self.live = {number: Ticket(batch, self.version) for number, batch in in_flight.items()}
+        """Groups between submission and training, in the order of submission."""
+        self.batches = Counter(in_flight.values())
+        """How many groups are live of those that were submitted together; oldest first."""
+        self.rolling: Numbers = dict.fromkeys(in_flight)
         self.waiting: Numbers = {}
         self.scoring: Numbers = {}
         self.ready: Numbers = {}
+        self.learning: Numbers = {}
         self.trained: Numbers = {}
-        self.submitted = self.published = 0
-        self.dropped: Counter[str] = Counter()
+        self.published = self.submitted - self.dropped.total() - len(self.live)
         self.gated = False
         """From the end of an update until its weights are in every sampler: nothing may start under old weights."""
 
@@ -54,78 +90,171 @@ class Admission:
         """How many groups may be submitted now."""
         if self.gated:
             return 0
-        free = self.schedule.credits - self.in_use
         if self.schedule.submit == "stream":
-            return min(free, self.remaining)
-        # room for a whole batch, even where less remains: what is left after drops must not start beside another batch
-        return min(self.schedule.groups, self.remaining) if free >= self.schedule.groups else 0
+            return min(self.schedule.credits - self.in_use, self.remaining)
+        # whole batches, however many of their groups were dropped: each is an update by which those behind it age
+        room = len(self.batches) < self.schedule.credits // self.schedule.groups
+        return min(self.schedule.groups, self.remaining) if room else 0
 
     def scorable(self) -> bool:
         """Whether the scoring of what waits may begin: at once, or when nothing rolls out any more."""
-        return bool(self.waiting) and (self.schedule.score == "stream" or not self.rolling)
+        return bool(self.waiting) and (self.schedule.stages == "overlap" or not self.rolling)
 
-    def next_batch(self) -> list[int]:
-        """The groups of the next update, in the order in which they are consumed; empty when it cannot begin yet.
+    @property
+    def size(self) -> int:
+        """Groups of the next update; fewer where members of a batch that was submitted whole were dropped."""
+        oldest = next(iter(self.batches.values()), 0) if self.schedule.submit == "batch" else 0
+        return oldest or self.schedule.groups
 
-        A batch that was submitted whole closes short when members of it were dropped.
-        """
-        groups = self.schedule.groups
-        if self.schedule.submit == "batch":
-            first = next(iter(self.live.values()), None)
-            oldest = [number for number, batch in self.live.items() if batch == first]
-        elif self.schedule.order == "submission":
-            oldest = list(islice(self.live, groups))
-        else:
-            oldest = list(islice(self.ready, groups))
-        complete = self.schedule.submit == "batch" or len(oldest) == groups
-        return oldest if complete and all(number in self.ready for number in oldest) else []
+    @property
+    def enough(self) -> bool:
+        """Whether the learner has something to learn from, were it not for order and age."""
+        return len(self.ready) >= (1 if self.schedule.learn == "ready" else self.size)
+
+    def learnable(self) -> list[int]:
+        """What the learner may take now, in the order in which it is consumed; empty while it must wait."""
+        schedule, missing = self.schedule, self.size - len(self.learning)
+        if not self.enough or (schedule.stages == "turns" and self._busy_before_learning):
+            return []
+        if schedule.submit == "batch" or schedule.order == "submission":
+            oldest = list(islice(self.live, missing))
+            return oldest if all(number in self.ready for number in oldest) else []
+        if schedule.max_lag is None:
+            return list(islice(self.ready, missing))
+        return self._oldest_within(schedule.max_lag)
+
+    @property
+    def full(self) -> bool:
+        """Whether what is being learned from makes an update."""
+        return len(self.learning) == self.size
+
+    def outdated(self) -> list[int]:
+        """Groups that are older than max_lag and cannot be learned from any more: to be restarted or dropped."""
+        if self.schedule.max_lag is None or self.schedule.on_old == "wait":
+            return []
+        oldest = self.version - self.schedule.max_lag
+        return [n for n, ticket in self.live.items() if ticket.version < oldest and n not in self.learning]
+
+    @property
+    def standing(self) -> Standing:
+        return Standing(
+            version=self.version,
+            submitted=self.submitted,
+            dropped=dict(self.dropped),
+            in_flight={number: ticket.batch for number, ticket in self.live.items()},
+        )
 
     # --- what happens ----------------------------------------------------------------------------------------
 
     def submit(self) -> list[int]:
         """Take credits for as many groups as may start; returns their numbers."""
-        numbers = list(range(self.submitted, self.submitted + self.quota()))
-        for number in numbers:
-            self.live[number] = numbers[0]
-            self.rolling[number] = None
-        self.submitted += len(numbers)
-        return numbers
+        first = self.submitted
+        while count := self.quota():
+            batch = self.submitted
+            for number in range(batch, batch + count):
+                self.live[number] = Ticket(batch, self.published_version)
+                self.rolling[number] = None
+            self.batches[batch] = count
+            self.submitted += count
+        return list(range(first, self.submitted))
 
-    def rolled(self, number: int) -> None:
-        self._move(number, self.rolling, self.waiting)
+    def rolled(self, number: int, version: int) -> None:
+        """A group has come back; its oldest token is of this version."""
+        _move(number, self.rolling, self.waiting)
+        assert version >= self.live[number].version, f"group {number} holds tokens from before its submission"
+        self.live[number].version = version
 
     def take(self) -> list[int]:
-        """Begin to score all that waits; returns the numbers."""
-        assert self.scorable()
-        numbers = list(self.waiting)
+        """Begin to score what may be scored; returns the numbers."""
+        numbers = list(self.waiting) if self.scorable() else []
         for number in numbers:
-            self._move(number, self.waiting, self.scoring)
+            _move(number, self.waiting, self.scoring)
         return numbers
 
     def scored(self, number: int) -> None:
-        self._move(number, self.scoring, self.ready)
+        _move(number, self.scoring, self.ready)
 
-    def train(self, numbers: list[int]) -> None:
-        """An update has consumed these groups. Their credits stay out until its weights are published."""
+    def learn(self) -> list[int]:
+        """Take what the learner may take; returns the numbers."""
+        numbers, bound = self.learnable(), self.schedule.bound
         for number in numbers:
-            self._move(number, self.ready, self.trained)
-            del self.live[number]
-        self.gated = True
+            _move(number, self.ready, self.learning)
+            lag = self.version - self.live[number].version
+            if bound is not None and lag > bound:
+                raise RuntimeError(f"group {number} is {lag} updates old, the schedule promises at most {bound}")
+        return numbers
+
+    def train(self) -> None:
+        """An update has been made of what was learned from. Credits stay out until its weights are published."""
+        assert self.full
+        for number in list(self.learning):
+            _move(number, self.learning, self.trained)
+            self._leave(number)
+        self.version += 1
+        nothing_left = self.remaining == 0 and not self.live
+        self.gated = self.version % self.schedule.publish_every == 0 or nothing_left
 
     def publish(self) -> None:
         """The weights of all updates so far are in every sampler."""
         self.published += len(self.trained)
         self.trained.clear()
+        self.published_version = self.version
         self.gated = False
+
+    def restart(self, number: int) -> None:
+        """A group begins again under the weights that are published now, on the same credit."""
+        del self._place(number)[number]
+        self.rolling[number] = None
+        self.live[number].version = self.published_version
+        self.restarted += 1
 
     def drop(self, number: int, reason: str) -> None:
         """A group ends without being trained on, and its credit returns at once."""
-        states = [state for state in (self.rolling, self.waiting, self.scoring) if number in state]
-        assert states, f"group {number} cannot be dropped: it is not on its way to the learner"
-        del states[0][number], self.live[number]
+        del self._place(number)[number]
+        self._leave(number)
         self.dropped[reason] += 1
 
-    def _move(self, number: int, before: Numbers, after: Numbers) -> None:
-        assert number in before, f"group {number} is not where it should be"
-        del before[number]
-        after[number] = None
+    # --- how ---------------------------------------------------------------------------------------------------
+
+    def _place(self, number: int) -> Numbers:
+        places = (self.rolling, self.waiting, self.scoring, self.ready)
+        found = [place for place in places if number in place]
+        assert found, f"group {number} is not on its way to the learner"
+        return found[0]
+
+    @property
+    def _busy_before_learning(self) -> bool:
+        return bool(self.gated or self.rolling or self.waiting or self.scoring)
+
+    def _leave(self, number: int) -> None:
+        batch = self.live.pop(number).batch
+        self.batches[batch] -= 1
+        if not self.batches[batch]:
+            del self.batches[batch]
+
+    def _oldest_within(self, max_lag: int) -> list[int]:
+        """The oldest ready groups, if all that stay behind can still be consumed in time.
+
+        After this update, at most B · (w + max_lag − v) groups of version ≤ w may be left, for every version w ≤ v.
+        Holding only for groups that are not finished would not be enough.
+        """
+        v, groups = self.version, self.schedule.groups
+        within = [number for number in self.ready if v - self.live[number].version <= max_lag]
+        chosen = sorted(within, key=lambda number: (self.live[number].version, number))[:groups]
+        if len(chosen) < groups:
+            return []
+        if self.schedule.on_old == "wait":
+            left = Counter(ticket.version for ticket in self.live.values())
+            left.subtract(self.live[number].version for number in chosen)
+            behind = 0
+            for version in sorted(left):
+                behind += left[version]
+                if behind > groups * (version + max_lag - v):
+                    return []
+        return chosen
+
+
+def _move(number: int, before: Numbers, after: Numbers) -> None:
+    assert number in before, f"group {number} is not where it should be"
+    del before[number]
+    after[number] = None

@@ -1,11 +1,22 @@
-"""Checkpoints: written beside, then renamed, so that what has a name is whole."""
+"""Checkpoints: written beside, then renamed, so that what has a name is whole.
+
+checkpoints/N holds the learner after update N (a HF directory, and its optimizer) and `standing.json`, where the run
+stood then. A run that goes on from it forgets whatever came later and submits what was in flight again, with the same
+seeds: every group still ends exactly once.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 from slipstream.engines.base import Learner
+from slipstream.errors import RunDirError
+from slipstream.pipeline.admission import Standing
+
+STANDING = "standing.json"
 
 
 class Checkpoints:
@@ -15,21 +26,35 @@ class Checkpoints:
     def due(self, update: int) -> bool:
         return self.every > 0 and update % self.every == 0
 
-    async def save(self, learner: Learner, update: int) -> Path:
-        path = self.directory / str(update)
+    async def save(self, learner: Learner, standing: Standing) -> Path:
+        path = self.directory / str(standing.version)
         if not path.exists():
-            await save_whole(learner, path)
-            for old in sorted(self.existing())[: -self.keep]:
+            await save_whole(learner, path, standing=standing)
+            for old in self.existing()[: -self.keep]:
                 shutil.rmtree(self.directory / str(old))
         return path
 
     def existing(self) -> list[int]:
-        return [int(path.name) for path in self.directory.glob("*") if path.name.isdigit()]
+        return sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
 
 
-async def save_whole(learner: Learner, path: Path, *, optimizer: bool = True) -> None:
+async def save_whole(learner: Learner, path: Path, *, standing: Standing | None = None) -> None:
+    """The student; with a standing, also what is needed to go on from here."""
     beside = path.with_name(path.name + ".tmp")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    await learner.save(beside, optimizer=optimizer)
+    await learner.save(beside, optimizer=standing is not None)
+    if standing is not None:
+        (beside / STANDING).write_text(json.dumps(asdict(standing)))
     beside.rename(path)
+
+
+def newest(run: Path) -> tuple[Path, Standing]:
+    """The last checkpoint of a run directory."""
+    found = Checkpoints(run / "checkpoints", every=0, keep=1).existing()
+    if not found:
+        raise RunDirError(f"{run} has no checkpoint to go on from: set checkpoint.every")
+    path = run / "checkpoints" / str(found[-1])
+    saved = json.loads((path / STANDING).read_text())
+    in_flight = {int(number): batch for number, batch in saved.pop("in_flight").items()}
+    return path, Standing(**saved, in_flight=in_flight)

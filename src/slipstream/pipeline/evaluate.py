@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
-from slipstream.engines.base import Grader, Sampler, Sampling
+from slipstream.engines.base import Sampling
 from slipstream.metrics import Numbers, avg_at_n, sample_metrics
 from slipstream.records import Handle, Prompt
 
+Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]
 
-async def answers(
-    sampler: Sampler, grader: Grader, prompts: Iterable[Prompt], sampling: Sampling
-) -> list[list[Handle]]:
-    """A graded group for every prompt, in the order of the prompts."""
 
-    async def one(prompt: Prompt) -> list[Handle]:
-        return await grader.grade(await sampler.generate(prompt, sampling))
-
-    async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(one(prompt)) for prompt in prompts]
-    return [task.result() for task in running]
+async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampling) -> list[list[Handle]]:
+    """A group for every prompt, in the order of the prompts."""
+    return list(await asyncio.gather(*(generate(prompt, sampling) for prompt in prompts)))
 
 
 def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:

@@ -1,17 +1,46 @@
-"""New weights into the samplers. Guarantor that what rolls out is what was learned: the fingerprints must agree."""
+"""New weights into the samplers: gate, pause, load, check, resume.
+
+The gate is `admission`'s, pausing and resuming is the sampler's. Guarantor that what rolls out is what was learned: the
+fingerprint of what every sampler will really run must be the learner's.
+"""
 
 from __future__ import annotations
 
-from slipstream.engines.base import Engines, Mode
-from slipstream.errors import ModelError
+import asyncio
+
+from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampler, WeightsRef
+from slipstream.errors import ModelError, WorkerDied
+from slipstream.metrics import Numbers
+from slipstream.pipeline.pool import Pool, Worker
 
 
-async def publish(engines: Engines, version: int, mode: Mode) -> None:
-    """Export, load, compare. The caller keeps the gate shut until this returns."""
-    weights, expected = await engines.learner.export()
-    found = await engines.sampler.publish(weights, version, mode)
-    if found != expected:
-        raise ModelError(
-            f"publish of version {version}: the sampler runs weights {found}, the learner exported {expected}; "
-            "its rollouts would be from another policy than recorded"
-        )
+async def publish(
+    samplers: Pool[Sampler], weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode
+) -> Numbers:
+    """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why."""
+    done: list[Loaded] = []
+
+    async def one(worker: Worker[Sampler]) -> None:
+        try:
+            with worker.track.busy(f"publish {version}"):
+                loaded = await worker.engine.publish(weights, version, mode)
+        except WorkerDied as error:
+            samplers.bury(worker, error)
+            return
+        if loaded.fingerprint != expected:
+            raise ModelError(
+                f"publish of version {version}: {worker.name} runs weights {loaded.fingerprint}, the learner exported "
+                f"{expected}; its rollouts would be from another policy than recorded"
+            )
+        worker.track.relabel(f"rollout v{version}")
+        done.append(loaded)
+
+    async with asyncio.TaskGroup() as tasks:
+        for worker in list(samplers.workers):
+            tasks.create_task(one(worker))
+    return {
+        "publish/wait": max(loaded.wait for loaded in done),
+        "publish/load": max(loaded.load for loaded in done),
+        "publish/rebuild": max(loaded.rebuild for loaded in done),
+        "thrown_tokens": float(sum(loaded.thrown for loaded in done)),
+    }

@@ -1,95 +1,158 @@
 """A run, from the first prompt to the final student.
 
          one credit = one group; credits come back when its update is published
-       ┌──────────────────────────────────────────────────────────────────────────┐
-prompts ─▶ feed ─▶ roll (Sampler, Grader) ─▶ score (Scorer) ─▶ learn (Learner) ─▶ publish ┘
+       ┌────────────────────────────────────────────────────────────────────────┐
+prompts ─▶ admission ─▶ roll (Samplers) ─▶ mark (Scorers) ─▶ learn (Learner) ─▶ deliver ┘
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from slipstream.config import Config
 from slipstream.engines.base import Engines, Sampling
 from slipstream.errors import NonFiniteError
-from slipstream.pipeline.admission import Admission
+from slipstream.pipeline import publish
+from slipstream.pipeline.account import Account
+from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
-from slipstream.pipeline.publish import publish
+from slipstream.pipeline.pool import Pool
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.pipeline.stages import Flow, feed, learn, score
-from slipstream.records import Prompt
+from slipstream.pipeline.stages import Flow, learn, roll, watch
+from slipstream.pipeline.trace import Trace
+from slipstream.records import Handle, Prompt
 from slipstream.runlog import RunLog
 from slipstream.tasks.data import Prompts
 
 
 class Run:
     def __init__(
-        self, config: Config, engines: Engines, prompts: Prompts, log: RunLog, *, held_out: Sequence[Prompt] = ()
+        self,
+        config: Config,
+        engines: Engines,
+        prompts: Prompts,
+        log: RunLog,
+        *,
+        held_out: Sequence[Prompt] = (),
+        standing: Standing | None = None,
+        patience: float | None = None,
+        say: Callable[[str], None] = print,
     ) -> None:
+        """`standing` is where an earlier part of the run ended; `patience` is not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
-        self.flow: Flow | None = None
-        self.admission = Admission(schedule_of(config), updates=config.updates)
+        self.patience, self.say = patience, say
+        self.admission = Admission(schedule_of(config), updates=config.updates, standing=standing)
         self.checkpoints = Checkpoints(
             log.path / "checkpoints", every=config.checkpoint.every, keep=config.checkpoint.keep
         )
-
-    @property
-    def version(self) -> int:
-        return self.flow.version if self.flow else 0
+        self.flow: Flow | None = None
 
     async def train(self) -> Path:
         """Make all updates; returns the directory of the final student."""
-        flow = self.flow = Flow(
-            engines=self.engines,
+        try:
+            with rare_collections():
+                await self._update_all()
+        except BaseExceptionGroup as group:
+            await self._stopped(_cause(group))
+        except asyncio.CancelledError as error:
+            await self._stopped(error)
+        final = self.log.path / "final"
+        await save_whole(self.engines.learner, final)
+        return final
+
+    async def _update_all(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            flow = self.flow = self._flow(tasks)
+            weights, expected = await self.engines.learner.export()
+            await publish.publish(flow.samplers, weights, expected, version=self.admission.version, mode="drain")
+            if self.admission.version == 0:
+                await self._evaluate()
+            watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
+            for number in list(self.admission.rolling):
+                flow.start(number, roll(flow, number))
+            flow.advance()
+            await learn(flow)
+            if watchdog:
+                watchdog.cancel()
+
+    def report(self) -> str:
+        """Who waits for whom."""
+        return self.flow.report() if self.flow else "engines are starting"
+
+    def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
+        trace = Trace(self.log.trace, asyncio.get_running_loop().time, before=self.log.time)
+        samplers = Pool(self.engines.samplers, trace, stage="rollout", name="sampler", say=self.say)
+        scorers = Pool(self.engines.scorers, trace, stage="score", name="scorer", say=self.say)
+        return Flow(
+            samplers=samplers,
+            scorers=scorers,
+            learner=self.engines.learner,
+            learning=trace.track("learn", "learner"),
             admission=self.admission,
             prompt=self.prompts.at,
             sampling=rollout_sampling(self.config),
-            log=self.log,
-            began=asyncio.get_running_loop().time(),
+            account=Account(self.log, trace, self.admission),
+            trace=trace,
+            tasks=tasks,
+            after_step=self._checkpoint,
+            after_publish=self._evaluate,
         )
-        await publish(self.engines, 0, "drain")
-        await self._evaluate(0)
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(feed(flow, tasks))
-                tasks.create_task(score(flow, tasks))
-                tasks.create_task(learn(flow, self._after_update))
-        except BaseExceptionGroup as group:
-            await self._stopped(group)
-        final = self.log.path / "final"
-        await save_whole(self.engines.learner, final, optimizer=False)
-        return final
 
-    async def _stopped(self, group: BaseExceptionGroup[BaseException]) -> None:
-        """Account for what was in flight, and raise one cause instead of a group of them.
+    async def _stopped(self, cause: BaseException) -> None:
+        """Save what can be gone on from, account for what was in flight, and raise one cause instead of a group.
 
-        A loss or gradient that is not finite never reached the weights: they are kept as they were after the last
-        update.
+        A loss or gradient that is not finite never reached the weights: they are as they were after the last update.
         """
-        for number in self.admission.live:
-            self.log.ledger(number=number, end="dropped", reason="run stopped", version=self.version)
-        cause: BaseException = group
-        while isinstance(cause, BaseExceptionGroup):
-            cause = cause.exceptions[0]
-        if isinstance(cause, NonFiniteError):
-            path = await self.checkpoints.save(self.engines.learner, self.version)
-            raise NonFiniteError(f"{cause}; the weights of update {self.version} are in {path}") from None
-        raise cause from None
+        if self.flow:
+            for number in self.admission.live:
+                self.flow.account.dropped(number, "run stopped")
+        try:
+            path = await self.checkpoints.save(self.engines.learner, self.admission.standing)
+        except Exception as error:  # the learner itself may be what failed: the cause is what matters
+            self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
+        else:
+            if isinstance(cause, NonFiniteError):
+                raise NonFiniteError(f"{cause}; the weights of update {self.admission.version} are in {path}") from None
+        raise cause from cause.__cause__
 
-    async def _after_update(self, update: int) -> None:
-        await self._evaluate(update)
-        if self.checkpoints.due(update):
-            await self.checkpoints.save(self.engines.learner, update)
+    async def _checkpoint(self) -> None:
+        if self.checkpoints.due(self.admission.version):
+            await self.checkpoints.save(self.engines.learner, self.admission.standing)
 
-    async def _evaluate(self, update: int) -> None:
-        every, reward = self.config.eval.every, self.config.task.reward
-        if not every or update % every or reward is None:
+    async def _evaluate(self) -> None:
+        every, reward, update = self.config.eval.every, self.config.task.reward, self.admission.version
+        if not every or update % every or reward is None or self.flow is None:
             return
-        groups = await answers(self.engines.sampler, self.engines.grader, self.held_out, eval_sampling(self.config))
+        samplers = self.flow.samplers
+
+        async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
+            call = f"held-out prompt {prompt.number}"
+            return await samplers.call(call, lambda worker: worker.engine.generate(prompt, sampling))
+
+        groups = await answers(generate, self.held_out, eval_sampling(self.config))
         self.log.metrics("eval", summary(groups, reward), update=update)
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Nearly all that a run holds is alive; looking for garbage as often as Python does takes a third of its time."""
+    before = gc.get_threshold()
+    gc.set_threshold(50_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _cause(group: BaseException) -> BaseException:
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group
 
 
 def rollout_sampling(config: Config) -> Sampling:

@@ -1,170 +1,309 @@
-"""The loops of the pipeline, one short coroutine each. What may happen is decided in `admission`; here it is done.
+"""What happens to a group, and the loop that learns. What may happen is decided in `admission`; here it is done.
 
-| loop  | consumes               | produces               | waits for                      | is unblocked by      |
-|-------|------------------------|------------------------|--------------------------------|----------------------|
-| feed  | prompts                | groups that roll out   | credits                        | publish, drop        |
-| roll  | one prompt             | a graded group         | sampler, grader                | –                    |
-| score | graded groups          | groups that are scored | rollouts (all, where serial)   | roll, drop           |
-| mark  | one graded group       | a scored group         | scorer                         | –                    |
-| learn | scored groups          | updates                | a whole batch                  | mark, drop           |
+| coroutine | consumes         | produces        | waits for                       | is unblocked by         |
+|-----------|------------------|-----------------|---------------------------------|-------------------------|
+| roll      | one prompt       | a rolled group  | a sampler                       | –                       |
+| mark      | one rolled group | a scored group  | a scorer                        | –                       |
+| learn     | scored groups    | updates         | a batch, its turn, the publish  | mark, drop, deliver     |
+| deliver   | one update       | new weights     | samplers                        | –                       |
+
+`advance` starts every roll and mark that may start; it is called wherever something has changed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from slipstream.engines.base import Engines, Sampling
-from slipstream.metrics import Numbers, lag_metrics, sample_metrics
+from slipstream.engines.base import Learner, Metrics, Sampler, Sampling, Scorer
+from slipstream.errors import EngineError, SlipstreamError, Stalled, first_line
+from slipstream.metrics import Numbers, added
+from slipstream.pipeline import publish
+from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
-from slipstream.pipeline.publish import publish
-from slipstream.records import Batch, Group, Prompt
-from slipstream.runlog import RunLog
+from slipstream.pipeline.pool import Pool, Worker
+from slipstream.pipeline.trace import Trace, Track
+from slipstream.records import Batch, Counts, Group, Handle, Prompt
+
+T = TypeVar("T")
+PAUSES = (1.0, 2.0, 4.0, 8.0)
+"""Seconds between the tries of a call that fails."""
+DOWN = 3
+"""A stage that gave up so many groups in a row is down."""
+ONE = Counts(n_tokens=1, n_sequences=1)
 
 
-class Signal:
-    """Something has changed. Every wait has a name, and since when it lasts can be read at any time."""
+class GivenUp(Exception):
+    """A call failed at every try."""
 
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self.waits: dict[str, float] = {}
 
-    def notify(self) -> None:
-        self._event.set()
+class Tries:
+    """Calls of one stage, tried again with growing pauses.
 
-    async def until(self, name: str, ready: Callable[[], bool]) -> None:
-        self.waits[name] = asyncio.get_running_loop().time()
-        try:
-            while not ready():
-                self._event.clear()
-                await self._event.wait()
-        finally:
-            del self.waits[name]
+    A call that fails at every try is given up, and its group with it. When several in a row are, the stage is down, and
+    with it the run.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self.stage, self.in_a_row = stage, 0
+
+    async def call(self, work: Callable[[], Awaitable[T]]) -> T:
+        for pause in (*PAUSES, None):
+            try:
+                result = await work()
+            except SlipstreamError:  # ours: it says what is wrong, and trying again cannot help
+                raise
+            except Exception as error:
+                if pause is None:
+                    raise self._given_up(error) from error
+                await asyncio.sleep(pause)
+            else:
+                self.in_a_row = 0
+                return result
+        raise AssertionError("the last try returns or raises")
+
+    def _given_up(self, error: Exception) -> Exception:
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        self.in_a_row += 1
+        if self.in_a_row < DOWN:
+            return GivenUp(cause)
+        tries = f"{len(PAUSES) + 1} times in {sum(PAUSES):.0f} s"
+        return EngineError(f"{self.stage} failed {tries}, for {DOWN} groups in a row: {cause}")
 
 
 @dataclass
 class Flow:
-    """What the loops share."""
+    """What the coroutines share."""
 
-    engines: Engines
+    samplers: Pool[Sampler]
+    scorers: Pool[Scorer]
+    learner: Learner
+    learning: Track
     admission: Admission
     prompt: Callable[[int], Prompt]
     sampling: Sampling
-    log: RunLog
-    began: float
-    """The clock when the run began."""
-    version: int = 0
+    account: Account
+    trace: Trace
+    tasks: asyncio.TaskGroup
+    after_step: Callable[[], Coroutine[Any, Any, None]]
+    """With the learner at rest at the end of an update."""
+    after_publish: Callable[[], Awaitable[None]]
+    """With the newest weights in every sampler, before anything starts under them."""
     held: dict[int, Group] = field(default_factory=dict)
-    """The newest handles of every group that is live."""
-    signal: Signal = field(default_factory=Signal)
+    """The newest handles of every group that has any."""
+    running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """The task that a group is in, if it is in one."""
+    rolling: Tries = field(default_factory=lambda: Tries("rollout"))
+    scoring: Tries = field(default_factory=lambda: Tries("scoring"))
+    moved: float = 0.0
+    """When something last changed."""
+    waits: dict[str, float] = field(default_factory=dict)
+    """What the learner waits for, and since when."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def drop(self, number: int, reason: str) -> None:
+    def start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
+        self.running[number] = self.tasks.create_task(work)
+
+    def advance(self) -> None:
+        """Something has changed: start all that may start now, and let those who wait look again."""
+        for number in self.admission.submit():
+            self.start(number, roll(self, number))
+        for number in self.admission.take():
+            self.start(number, mark(self, number))
+        self.moved = self.trace.now()
+        self.changed.set()
+
+    async def until(self, name: str, ready: Callable[[], bool]) -> float:
+        """Wait under a name; returns for how long."""
+        began = self.waits[name] = self.trace.now()
+        try:
+            while not ready():
+                self.changed.clear()
+                await self.changed.wait()
+        finally:
+            del self.waits[name]
+        return self.trace.now() - began
+
+    def drop(self, number: int, reason: str, cause: str = "") -> None:
         self.admission.drop(number, reason)
-        self.held.pop(number, None)
-        self.log.ledger(number=number, end="dropped", reason=reason, version=self.version)
-        self.signal.notify()
+        self.forget(number)
+        self.account.dropped(number, reason, cause)
+
+    def forget(self, number: int) -> asyncio.Task[None] | None:
+        """Throw away what a group has so far, and cancel what it is in; returns that."""
+        self.account.thrown += sum(handle.header.tokens for handle in self.held.pop(number, ()))
+        task = self.running.pop(number, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+            return task
+        return None
+
+    def renew(self) -> None:
+        """Groups that have become too old begin again, or are dropped."""
+        for number in self.admission.outdated():
+            if self.admission.schedule.on_old == "drop":
+                self.drop(number, "older than max_lag")
+            else:
+                self.admission.restart(number)
+                self.start(number, roll(self, number, after=self.forget(number)))
+
+    def report(self) -> str:
+        """Who waits for whom, and since when."""
+        now, a = self.trace.now(), self.admission
+        places = ("rolling", "waiting", "scoring", "ready", "learning", "trained")
+        counts = ", ".join(f"{len(getattr(a, place))} {place}" for place in places)
+        return "\n".join([
+            f"after {now:.1f} s, {now - self.moved:.1f} s after the last move, at version {a.version}",
+            f"groups: {counts}; {a.in_use} of {a.schedule.credits} credits in use" + (", gate shut" if a.gated else ""),
+            *(f"learner waits for {name}, for {now - since:.1f} s" for name, since in self.waits.items()),
+            *self.trace.report(),
+        ])  # fmt: skip
 
 
-async def feed(flow: Flow, tasks: asyncio.TaskGroup) -> None:
-    admission = flow.admission
-    while not admission.finished:
-        await flow.signal.until("feed: a credit", lambda: admission.quota() > 0 or admission.finished)
-        for number in admission.submit():
-            tasks.create_task(roll(flow, flow.prompt(number)))
+# --- a group's way ----------------------------------------------------------------------------------------------------
 
 
-async def roll(flow: Flow, prompt: Prompt) -> None:
-    group: Group = await flow.engines.sampler.generate(prompt, flow.sampling)
-    if any(handle.header.finish == "error" for handle in group):
-        flow.drop(prompt.number, "rollout failed")
-        return
-    flow.held[prompt.number] = await flow.engines.grader.grade(group)
-    flow.admission.rolled(prompt.number)
-    flow.signal.notify()
+async def roll(flow: Flow, number: int, *, after: asyncio.Task[None] | None = None) -> None:
+    if after is not None:
+        await asyncio.wait([after])
+    prompt = flow.prompt(number)
 
+    async def generate(worker: Worker[Sampler]) -> list[Handle]:
+        group = await worker.engine.generate(prompt, flow.sampling)
+        worker.track.tokens += sum(handle.header.tokens for handle in group)
+        flow.trace.leaves(worker.track, number)
+        return group
 
-async def score(flow: Flow, tasks: asyncio.TaskGroup) -> None:
-    admission = flow.admission
-    while not admission.finished:
-        await flow.signal.until("score: rollouts", lambda: admission.scorable() or admission.finished)
-        if admission.scorable():
-            for number in admission.take():
-                tasks.create_task(mark(flow, number))
+    try:
+        group = await flow.rolling.call(lambda: flow.samplers.call(number, generate))
+    except GivenUp as failure:
+        flow.drop(number, "rollout failed", str(failure))
+    else:
+        if any(handle.header.finish == "error" for handle in group):
+            flow.drop(number, "rollout failed")
+        else:
+            flow.held[number] = group
+            flow.admission.rolled(number, min(handle.header.oldest for handle in group))
+    flow.running.pop(number, None)
+    flow.advance()
 
 
 async def mark(flow: Flow, number: int) -> None:
-    flow.held[number] = await flow.engines.scorer.score(flow.held[number])
-    flow.admission.scored(number)
-    flow.signal.notify()
+    async def score(worker: Worker[Scorer]) -> list[Handle]:
+        group = await worker.engine.score(flow.held[number])
+        worker.track.tokens += sum(handle.header.tokens for handle in group)
+        return group
+
+    try:
+        flow.held[number] = await flow.scoring.call(lambda: flow.scorers.call(number, score))
+    except GivenUp as failure:
+        flow.drop(number, "scoring failed", str(failure))
+    else:
+        flow.admission.scored(number)
+    flow.running.pop(number, None)
+    flow.advance()
 
 
-async def learn(flow: Flow, after_update: Callable[[int], Awaitable[None]]) -> None:
-    """`after_update` runs while nothing else may start: evaluation and checkpoints."""
-    admission, clock = flow.admission, asyncio.get_running_loop().time
-    update, began = 0, clock()
+# --- the learner ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Update:
+    """One update as it comes about: its groups in the order in which they were learned from, and its times."""
+
+    number: int
+    groups: list[Group] = field(default_factory=list)
+    parts: list[Metrics] = field(default_factory=list)
+    n_tokens: int = 0
+    seconds: Numbers = field(default_factory=lambda: dict.fromkeys(("data", "turn", "learn", "weights"), 0.0))
+
+
+async def learn(flow: Flow) -> None:
+    admission = flow.admission
     while not admission.finished:
-        await flow.signal.until("learn: a scored batch", lambda: bool(admission.next_batch()) or admission.finished)
-        numbers = admission.next_batch()
-        if not numbers:
-            continue
-        update += 1
-        fed = clock()
-        batch = Batch(tuple(flow.held.pop(number) for number in numbers), update)
-        learned = await learn_from(flow, batch)
-        admission.train(numbers)
-        account(flow, batch)
-        stepped = clock()
-        await publish(flow.engines, flow.version + 1, admission.schedule.publish)
-        flow.version += 1
-        published = clock()
-        times = {
-            "wait": fed - began,
-            "learn": stepped - fed,
-            "publish": published - stepped,
-            "update": published - began,
-        }
-        tell(flow, batch, learned | {f"seconds/{name}": value for name, value in times.items()})
-        await after_update(update)
-        admission.publish()
-        flow.signal.notify()
-        began = clock()
+        update = Update(admission.version + 1)
+        while not admission.full:
+            update.seconds["data"] += await flow.until("scored groups", lambda: admission.enough or admission.finished)
+            update.seconds["turn"] += await flow.until(
+                "groups whose turn it is", lambda: bool(admission.learnable()) or admission.finished
+            )
+            if admission.finished:
+                return
+            await gather(flow, update, admission.learn())
+        update.seconds["weights"] = await flow.until("weights in the samplers", lambda: not admission.gated)
+        await unbroken(step(flow, update))
+        await unbroken(flow.after_step())
+        if admission.gated:
+            weights, expected = await flow.learner.export()
+            publishing = publish.publish(
+                flow.samplers, weights, expected, version=admission.version, mode=admission.schedule.publish
+            )
+            flow.tasks.create_task(deliver(flow, publishing))
+        else:
+            flow.renew()
+            flow.advance()
 
 
-async def learn_from(flow: Flow, batch: Batch) -> Numbers:
-    learner = flow.engines.learner
-    counts = await learner.prepare(batch)
-    numbers = await learner.accumulate(batch, counts)
-    return numbers | await learner.step()
+async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
+    """Add the gradient of these groups.
+
+    A part of a batch cannot know the counts of the whole: it is a plain sum, which the step divides.
+    """
+    groups = tuple(flow.held.pop(number) for number in numbers)
+    part, began = Batch(groups, update.number), flow.trace.now()
+    flow.learning.label = f"update {update.number}"
+    with flow.learning.busy(flow.learning.label):
+        for number in numbers:
+            flow.trace.arrives(flow.learning, number)
+        counts = await flow.learner.prepare(part)
+        whole = flow.admission.schedule.learn == "batch"
+        update.parts.append(await flow.learner.accumulate(part, counts if whole else ONE))
+    update.groups += groups
+    update.n_tokens += counts.n_tokens
+    update.seconds["learn"] += flow.trace.now() - began
 
 
-def account(flow: Flow, batch: Batch) -> None:
-    """How each group of the update ended."""
-    for group in batch.groups:
-        headers = [handle.header for handle in group]
-        flow.log.ledger(
-            number=headers[0].number,
-            prompt=headers[0].prompt,
-            end="trained",
-            update=batch.update,
-            version=flow.version,
-            lag=max(flow.version - header.oldest for header in headers),
-            tokens=[header.tokens for header in headers],
-            rewards=[header.rewards for header in headers],
-        )
+async def step(flow: Flow, update: Update) -> None:
+    began = flow.trace.now()
+    scale = 1.0 if flow.admission.schedule.learn == "batch" else 1 / max(update.n_tokens, 1)
+    with flow.learning.busy(flow.learning.label):
+        numbers = await flow.learner.step(scale)
+    update.seconds["learn"] += flow.trace.now() - began
+    version = flow.admission.version
+    flow.admission.train()
+    flow.learning.tokens += update.n_tokens
+    flow.account.trained(update.groups, update=update.number, version=version)
+    batch = Batch(tuple(update.groups), update.number)
+    flow.account.updated(batch, added(update.parts, scale) | numbers, update.seconds)
 
 
-def tell(flow: Flow, batch: Batch, numbers: Numbers) -> None:
-    samples = sample_metrics(batch.headers)
-    seconds = max(numbers["seconds/update"], 1e-9)
-    line = {
-        **numbers,
-        **samples,
-        **lag_metrics(batch.headers, flow.version - 1),
-        "samples_per_s": samples["samples"] / seconds,
-        "tokens_per_s": samples["tokens"] / seconds,
-        "dropped": float(flow.admission.dropped.total()),
-        "version": float(flow.version),
-        "time": asyncio.get_running_loop().time() - flow.began,
-    }
-    flow.log.metrics("train", line, update=batch.update)
+async def deliver(flow: Flow, publishing: Awaitable[Numbers]) -> None:
+    """Publish, then open the gate: the credits of everything trained so far come back."""
+    began = flow.trace.now()
+    numbers = await publishing
+    flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
+    await flow.after_publish()
+    flow.admission.publish()
+    flow.renew()
+    flow.advance()
+
+
+async def unbroken(work: Coroutine[Any, Any, T]) -> T:
+    """Whoever is cancelled here waits until the work is done: an update happens with all its bookkeeping or not."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        task.exception()
+        raise
+
+
+async def watch(flow: Flow, patience: float) -> None:
+    """The bound on every wait: when nothing moves for so long, the run stops and says why."""
+    while True:
+        await asyncio.sleep(patience / 10)
+        if flow.trace.now() - flow.moved > patience:
+            raise Stalled(f"nothing has moved for {patience:.0f} s (runtime.patience)\n{flow.report()}")

@@ -2,7 +2,7 @@
 
 A verifier may loop or crash on what a model writes, so it runs in processes of its own, one answer at a time, each
 under a deadline. An answer that takes longer counts as wrong, and `timeout` says so; one that kills its process counts
-as wrong, and `crash` says so.
+as wrong, and `crash` says so. A grading process ends with its parent, however that ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import multiprocessing.connection
+import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -75,9 +78,22 @@ def _out_of_time(*_: object) -> None:
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:
-    """Spawned, as a fork would copy the threads' locks of torch and tokenizers; Ctrl-C is the parent's to handle."""
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, context, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    """Spawned, as a fork would copy the threads' locks of torch and tokenizers."""
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin)
+
+
+def _begin() -> None:
+    """First of all in a grading process. Ctrl-C is the parent's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """The executor's workers would wait for work for ever: they hold the sending end of their own queue too."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 class PoolGrader:
@@ -117,18 +133,21 @@ class PoolGrader:
     async def _graded_alone(self, text: str, truth: Any) -> dict[str, float]:
         """After a process died, and took with it all that its pool had in hand: was it this answer?"""
         assert self.reward is not None
-        with _pool(1) as pool:
-            try:
-                await asyncio.wrap_future(pool.submit(int))
-            except BrokenProcessPool:
-                raise SlipstreamError(
-                    "no grading process can start: a script that starts a run needs `if __name__ == '__main__':`"
-                ) from None
+        pool = _pool(1)
+        try:
+            await asyncio.wrap_future(pool.submit(int))
+        except BrokenProcessPool:
+            raise SlipstreamError(
+                "no grading process can start: a script that starts a run needs `if __name__ == '__main__':`"
+            ) from None
+        else:
             try:
                 (rewards,) = await self._graded(pool, [text], truth)
             except BrokenProcessPool:
                 return {self.reward: 0.0, "crash": 1.0}
             return rewards
+        finally:
+            pool.shutdown(wait=False)  # a cancelled call does not hold up the loop until the answer's deadline
 
     def close(self) -> None:
         if self.pool is not None:

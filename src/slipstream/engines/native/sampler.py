@@ -2,93 +2,33 @@
 
 A request is a group: it waits until `group` slots are free, shares one prefill, and leaves when its last response ends.
 Active rows always fill slots 0..n−1; when rows end, the last ones move into the holes. All state belongs to one thread:
-the event loop only appends to `waiting` and `publishing`, and the thread looks at them between two tokens, so weights
-change exactly at a token boundary.
+the event loop only appends to `waiting` and `publishing` and cancels the futures that answer them, and the thread looks
+at those between two tokens, so weights change, and requests go, exactly at a token boundary.
 
-Shapes: S slots, N rows of a step, Q prompt positions, L positions, T response positions, M draws, V vocabulary.
+Shapes: N rows of a step, Q prompt positions, M draws, V vocabulary; those of the tape are in its own file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Fingerprint, Mode, Sampling, WeightsRef
+from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, process, uniforms
 from slipstream.engines.native import kv
 from slipstream.engines.native.model import LanguageModel, fingerprint, load_weights
+from slipstream.engines.native.requests import Publish, Request, Row, Told
+from slipstream.engines.native.tape import Tape
 from slipstream.errors import ModelError
-from slipstream.records import Finish, Handle, Prompt, Rollout, derive_seed, header_of
+from slipstream.records import Handle, Prompt, header_of
 
 PREFILL_TOKENS = 1 << 15
 """Most tokens, padding included, of one prefill pass."""
-
-
-@dataclass(eq=False)
-class Request:
-    prompt: Prompt
-    sampling: Sampling
-    answer: asyncio.Future[list[Handle]]
-    done: dict[int, Rollout] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Row:
-    """One running response: its place in the group, and how many positions its sequence has."""
-
-    request: Request
-    index: int
-    length: int
-
-
-@dataclass(eq=False)
-class Publish:
-    weights: WeightsRef
-    version: int
-    mode: Mode
-    answer: asyncio.Future[Fingerprint]
-
-
-class Tape:
-    """What has been written for every slot so far: tensors with S rows, widened when a request needs more room."""
-
-    def __init__(self, slots: int, device: torch.device) -> None:
-        self.seed_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.prompt_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.last_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        """Position of the newest token, which no forward pass has seen yet."""
-        self.limit_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.ids_SL = torch.zeros(slots, 0, dtype=torch.int64, device=device)
-        self.version_ST = torch.zeros(slots, 0, dtype=torch.int64, device=device)
-        self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int64, device=device)
-        self.logp_STM = torch.zeros(slots, 0, 0, device=device)
-
-    def widen(self, length: int, tokens: int, draws: int, dtype: torch.dtype) -> None:
-        self.ids_SL = _grown(self.ids_SL, length)
-        self.version_ST = _grown(self.version_ST, tokens)
-        self.action_STM = _grown(self.action_STM, tokens, draws)
-        self.logp_STM = _grown(self.logp_STM.to(dtype), tokens, draws)
-
-    def move(self, source: Tensor, target: Tensor) -> None:
-        for name, tensor in vars(self).items():
-            assert isinstance(tensor, Tensor), name
-            tensor[target] = tensor[source]
-
-
-def _grown(tensor: Tensor, *sizes: int) -> Tensor:
-    shape = [max(have, want) for have, want in zip(tensor.shape[1:], sizes, strict=True)]
-    if list(tensor.shape[1:]) == shape:
-        return tensor
-    wider = tensor.new_zeros(len(tensor), *shape)
-    wider[tuple(slice(size) for size in tensor.shape)] = tensor
-    return wider
 
 
 class NativeSampler:
@@ -120,8 +60,9 @@ class NativeSampler:
         await self._answered(request)
         return request.answer.result()
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Fingerprint:
-        publish = Publish(weights, version, mode, asyncio.get_running_loop().create_future())
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        answer: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+        publish = Publish(weights, version, mode, answer, time.perf_counter())
         self.publishing.append(publish)
         await self._answered(publish)
         return publish.answer.result()
@@ -156,31 +97,53 @@ class NativeSampler:
 
     # --- on the engine's thread ------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def _advance(self) -> list[tuple[asyncio.Future[Any], Any]]:
+    def _advance(self) -> list[Told]:
         """Work until there is something to tell."""
-        told: list[tuple[asyncio.Future[Any], Any]] = []
+        told: list[Told] = []
         while not told and (self.publishing or self.waiting or self.rows):
-            told += self._publish()
-            told += self._emit(*self._admit())
-            told += self._decode()
+            told = self._step()
         return told
 
-    def _publish(self) -> list[tuple[asyncio.Future[Any], Any]]:
-        if not self.publishing or (self.publishing[0].mode == "drain" and self.rows):
-            return []
-        publish = self.publishing.popleft()
-        if publish.mode == "restart":
-            for request in reversed(list({row.request: None for row in self.rows})):
-                request.done.clear()
-                self.waiting.appendleft(request)
-            self.rows.clear()
+    @torch.inference_mode()
+    def _step(self) -> list[Told]:
+        """New weights, or one token for every running row and the first one for those that find room now."""
+        self._abort()
+        return self._publish() or self._decode() + self._emit(*self._admit())
+
+    def _abort(self) -> None:
+        self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
+
+    def _publish(self) -> list[Told]:
+        """Every publish whose turn it is; one that drains waits for running rows, and holds up those behind it."""
+        told: list[Told] = []
+        while self.publishing and not (self.publishing[0].mode == "drain" and self.rows):
+            publish = self.publishing.popleft()
+            if not publish.answer.cancelled():
+                told.append((publish.answer, self._load(publish)))
+        return told
+
+    def _load(self, publish: Publish) -> Loaded:
+        still = time.perf_counter()
+        thrown = self._restart() if publish.mode == "restart" else 0
         load_weights(self.lm.model, publish.weights)
         self.version = publish.version
+        found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
+        loaded = time.perf_counter()
         if self.rows:
             self._rebuild()
-        dtype = publish.weights.manifest[0].dtype
-        return [(publish.answer, fingerprint(self.lm.model, dtype))]
+        rebuilt = time.perf_counter()
+        return Loaded(found, wait=still - publish.called, load=loaded - still, rebuild=rebuilt - loaded, thrown=thrown)
+
+    def _restart(self) -> int:
+        """Send running requests back to the head of the queue, in their order; returns how many tokens that costs."""
+        requests = list(dict.fromkeys(row.request for row in self.rows))
+        thrown = sum(row.tokens for row in self.rows)
+        for request in reversed(requests):
+            thrown += sum(len(rollout.tokens) for rollout in request.done.values())
+            request.done.clear()
+            self.waiting.appendleft(request)
+        self.rows.clear()
+        return thrown
 
     def _rebuild(self) -> None:
         """The prefixes of all running rows under the new weights. Their newest token has not been through the model."""
@@ -188,6 +151,8 @@ class NativeSampler:
         rows = max(1, PREFILL_TOKENS // longest)
         for start in range(0, len(self.rows), rows):
             self._prefill(start, self.tape.ids_SL[start : min(start + rows, len(self.rows)), :longest])
+        if self.lm.device.type == "cuda":
+            torch.cuda.synchronize(self.lm.device)  # so that the time this takes is seen
 
     def _admit(self) -> tuple[int, int, Tensor | None]:
         """Move waiting groups into free slots, prefill them; returns their rows and the logits of their first token."""
@@ -196,6 +161,9 @@ class NativeSampler:
         longest = 0
         while self.waiting and not self.publishing:
             request = self.waiting[0]
+            if request.aborted:
+                self.waiting.popleft()
+                continue
             longest = max(longest, len(request.prompt.tokens))
             if request.sampling.group > free or (admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS):
                 break
@@ -219,23 +187,17 @@ class NativeSampler:
         return start, len(self.rows), logits_NV[source]
 
     def _seat(self, request: Request) -> None:
-        """Write a group's prompt, seeds and limits to the next free rows of the tape."""
-        prompt, sampling, tape = request.prompt, request.sampling, self.tape
-        q, start = len(prompt.tokens), len(self.rows)
-        at = slice(start, start + sampling.group)
+        sampling, start = request.sampling, len(self.rows)
         dtype = torch.promote_types(self.lm.head.weight.dtype, torch.float32)
-        tape.widen(q + sampling.max_tokens, sampling.max_tokens, sampling.draws, dtype)
-        tape.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(self.lm.device)
-        tape.prompt_S[at], tape.last_S[at], tape.limit_S[at] = q, q - 1, q - 1 + sampling.max_tokens
-        seeds = [derive_seed(prompt.seed, index) for index in range(sampling.group)]
-        tape.seed_S[at] = torch.tensor(seeds, device=self.lm.device)
-        self.rows += [Row(request, index, q) for index in range(sampling.group)]
+        self.tape.seat(start, request.prompt, sampling, dtype)
+        length = len(request.prompt.tokens)
+        self.rows += [Row(request, index, length) for index in range(sampling.group)]
 
     def _prefill(self, start: int, ids_NQ: Tensor) -> Tensor:
         positions_NQ = torch.arange(ids_NQ.shape[1], device=ids_NQ.device).expand(ids_NQ.shape)
         return self._forward(start, ids_NQ, positions_NQ, ids_NQ.shape[1])
 
-    def _decode(self) -> list[tuple[asyncio.Future[Any], Any]]:
+    def _decode(self) -> list[Told]:
         n = len(self.rows)
         if n == 0:
             return []
@@ -250,7 +212,7 @@ class NativeSampler:
         hidden_NQH: Tensor = out.last_hidden_state
         return hidden_NQH
 
-    def _emit(self, start: int, stop: int, logits_NV: Tensor | None) -> list[tuple[asyncio.Future[Any], Any]]:
+    def _emit(self, start: int, stop: int, logits_NV: Tensor | None) -> list[Told]:
         """Draw the next token of rows start…stop, write it to the tape, and collect what has ended."""
         if logits_NV is None:
             return []
@@ -279,42 +241,35 @@ class NativeSampler:
         ended = (stopped_N | (next_N >= tape.limit_S[start:stop])).nonzero()[:, 0].tolist()
         return self._end([start + i for i in ended], stopped_N.tolist() if ended else [], start)
 
-    def _end(self, ended: list[int], stopped: list[bool], start: int) -> list[tuple[asyncio.Future[Any], Any]]:
-        """Read finished rows off the tape, move the last rows into the holes, and tell of groups that are complete."""
-        told: list[tuple[asyncio.Future[Any], Any]] = []
+    def _end(self, ended: list[int], stopped: list[bool], start: int) -> list[Told]:
+        """Read finished rows off the tape, and tell of groups that are complete."""
+        told: list[Told] = []
         for slot in ended:
             row = self.rows[slot]
             request = row.request
-            request.done[row.index] = self._read(slot, row, "eos" if stopped[slot - start] else "length")
+            request.done[row.index] = self.tape.read(
+                slot,
+                request.prompt,
+                row.index,
+                tokens=row.tokens,
+                draws=request.sampling.draws,
+                finish="eos" if stopped[slot - start] else "length",
+            )
             if len(request.done) == request.sampling.group:
                 rollouts = [request.done[index] for index in range(request.sampling.group)]
                 told.append((request.answer, [Handle(header_of(rollout), rollout) for rollout in rollouts]))
-        if ended:
-            gone, left = set(ended), len(self.rows) - len(ended)
-            holes = [slot for slot in ended if slot < left]
-            tails = [slot for slot in range(left, len(self.rows)) if slot not in gone]
-            if holes:
-                source, target = (torch.tensor(slots, device=self.lm.device) for slots in (tails, holes))
-                self.tape.move(source, target)
-                self.slots.copy(source, target, max(self.rows[slot].length for slot in tails))
-                for hole, tail in zip(holes, tails, strict=True):
-                    self.rows[hole] = self.rows[tail]
-            del self.rows[left:]
+        self._vacate(ended)
         return told
 
-    def _read(self, slot: int, row: Row, finish: Finish) -> Rollout:
-        q, m = len(row.request.prompt.tokens), row.request.sampling.draws
-        n = row.length - q
-        actions = self.tape.action_STM[slot, :n, :m].cpu().numpy().astype(np.int32)
-        action_logp = self.tape.logp_STM[slot, :n, :m].cpu().numpy().copy()
-        return Rollout(
-            prompt=row.request.prompt,
-            index=row.index,
-            tokens=actions[:, 0],
-            versions=self.tape.version_ST[slot, :n].cpu().numpy().astype(np.int32),
-            logp=action_logp[:, 0],
-            actions=actions,
-            action_logp=action_logp,
-            finish=finish,
-            loss_mask=np.ones(n, np.bool_),
-        )
+    def _vacate(self, ended: list[int]) -> None:
+        """Rows leave; the last ones that stay move into the holes."""
+        gone, left = set(ended), len(self.rows) - len(ended)
+        holes = [slot for slot in ended if slot < left]
+        tails = [slot for slot in range(left, len(self.rows)) if slot not in gone]
+        if holes:
+            source, target = (torch.tensor(slots, device=self.lm.device) for slots in (tails, holes))
+            self.tape.move(source, target)
+            self.slots.copy(source, target, max(self.rows[slot].length for slot in tails))
+            for hole, tail in zip(holes, tails, strict=True):
+                self.rows[hole] = self.rows[tail]
+        del self.rows[left:]

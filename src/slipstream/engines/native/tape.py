@@ -1,0 +1,73 @@
+"""What has been written for every slot so far: prompts, tokens, draws, log-probs and versions.
+
+Shapes: S slots, L positions, T response positions, M draws.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.engines.base import Sampling
+from slipstream.records import Finish, Prompt, Rollout, derive_seed
+
+
+class Tape:
+    """Tensors with S rows, widened when a request needs more room."""
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.seed_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.prompt_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.last_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        """Position of the newest token, which no forward pass has seen yet."""
+        self.limit_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.ids_SL = torch.zeros(slots, 0, dtype=torch.int64, device=device)
+        self.version_ST = torch.zeros(slots, 0, dtype=torch.int64, device=device)
+        self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int64, device=device)
+        self.logp_STM = torch.zeros(slots, 0, 0, device=device)
+
+    def seat(self, start: int, prompt: Prompt, sampling: Sampling, dtype: torch.dtype) -> None:
+        """Write a group's prompt, seeds and limits to the slots from `start` on; log-probs will be of `dtype`."""
+        q, device = len(prompt.tokens), self.seed_S.device
+        self._widen(q + sampling.max_tokens, sampling.max_tokens, sampling.draws, dtype)
+        at = slice(start, start + sampling.group)
+        self.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
+        self.prompt_S[at], self.last_S[at], self.limit_S[at] = q, q - 1, q - 1 + sampling.max_tokens
+        seeds = [derive_seed(prompt.seed, index) for index in range(sampling.group)]
+        self.seed_S[at] = torch.tensor(seeds, device=device)
+
+    def _widen(self, length: int, tokens: int, draws: int, dtype: torch.dtype) -> None:
+        self.ids_SL = _grown(self.ids_SL, length)
+        self.version_ST = _grown(self.version_ST, tokens)
+        self.action_STM = _grown(self.action_STM, tokens, draws)
+        self.logp_STM = _grown(self.logp_STM.to(dtype), tokens, draws)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        for name, tensor in vars(self).items():
+            assert isinstance(tensor, Tensor), name
+            tensor[target] = tensor[source]
+
+    def read(self, slot: int, prompt: Prompt, index: int, *, tokens: int, draws: int, finish: Finish) -> Rollout:
+        actions_TM = self.action_STM[slot, :tokens, :draws].cpu().numpy().astype(np.int32)
+        logp_TM = self.logp_STM[slot, :tokens, :draws].cpu().numpy().copy()
+        return Rollout(
+            prompt=prompt,
+            index=index,
+            tokens=actions_TM[:, 0],
+            versions=self.version_ST[slot, :tokens].cpu().numpy().astype(np.int32),
+            logp=logp_TM[:, 0],
+            actions=actions_TM,
+            action_logp=logp_TM,
+            finish=finish,
+            loss_mask=np.ones(tokens, np.bool_),
+        )
+
+
+def _grown(tensor: Tensor, *sizes: int) -> Tensor:
+    shape = [max(have, want) for have, want in zip(tensor.shape[1:], sizes, strict=True)]
+    if list(tensor.shape[1:]) == shape:
+        return tensor
+    wider = tensor.new_zeros(len(tensor), *shape)
+    wider[tuple(slice(size) for size in tensor.shape)] = tensor
+    return wider

@@ -1,0 +1,224 @@
+"""Engines that only take time: what the pipeline would do on machines that are not here.
+
+Samplers decode all their running rows in steps whose duration depends on how many there are; scorers and the learner
+take so long for so many tokens. Responses have a length and versions, and nothing else. Meant for a virtual clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, WeightsRef
+from slipstream.records import Batch, Counts, Group, Handle, Header, Prompt
+
+Length = Callable[[Prompt, int], int]
+"""Tokens of a prompt's response with this index in its group."""
+Step = Callable[[int], float]
+"""Seconds in which so many running rows get one token each."""
+Cost = Callable[[int], float]
+"""Seconds for so many tokens."""
+
+
+@dataclass(eq=False)
+class Request:
+    prompt: Prompt
+    lengths: list[int]
+    answer: asyncio.Future[list[Handle]]
+    left: int = 0
+    """Rows that are still running."""
+    began: float = 0.0
+    """The sampler's step count when it was seated."""
+    versions: list[tuple[float, int]] = field(default_factory=list)
+    """From which step on it ran under which version."""
+
+
+class SleepSampler:
+    def __init__(self, length: Length, *, step: Step, slots: int = 1 << 30, load: float = 0.0) -> None:
+        """`load` is how many seconds a publish stands still."""
+        self.length, self.step, self.slots, self.load = length, step, slots, load
+        self.version = 0
+        self.waiting: deque[Request] = deque()
+        self.running: dict[Request, None] = {}
+        self.rows: list[tuple[float, int, Request]] = []
+        """A heap: the step at which a row ends, a number that breaks ties, and its request."""
+        self.seated = self.count = 0
+        self.steps = 0.0
+        """Steps made so far, as of `at`."""
+        self.at = 0.0
+        self.paused = False
+        self.timer: asyncio.TimerHandle | None = None
+        self.drained: asyncio.Event | None = None
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        lengths = [min(self.length(prompt, index), sampling.max_tokens) for index in range(sampling.group)]
+        request = Request(prompt, lengths, asyncio.get_running_loop().create_future())
+        self._catch_up()
+        self.waiting.append(request)
+        self._go_on()
+        try:
+            return await request.answer
+        finally:
+            if not request.answer.done() or request.answer.cancelled():
+                self._abort(request)
+
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        clock = asyncio.get_running_loop().time
+        began, thrown = clock(), 0
+        self.paused = True  # nothing new is seated
+        if mode == "drain" and self.running:
+            self.drained = asyncio.Event()
+            await self.drained.wait()
+            self.drained = None
+        self._catch_up()
+        stood = clock()
+        if mode == "restart":
+            thrown = sum(min(int(self.steps - r.began), n) for r in self.running for n in r.lengths)
+            self.waiting.extendleft(reversed(self.running))
+            self._clear()
+        if self.load:
+            if self.timer:
+                self.timer.cancel()
+            self.timer = None
+            running, self.count = self.count, 0  # rows stand still
+            await asyncio.sleep(self.load)
+            self._catch_up()
+            self.count = running
+        self.version = version
+        for request in self.running:
+            request.versions.append((self.steps, version))
+        self.paused = False
+        self._go_on()
+        return Loaded(str(version), wait=stood - began, load=clock() - stood, thrown=thrown)
+
+    # --- time passes ---------------------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.count:
+            self.steps += (now - self.at) / self.step(self.count)
+        self.at = now
+
+    def _go_on(self) -> None:
+        """Seat what fits, and wake up when the next row ends."""
+        while self.waiting and not self.paused and self.count + len(self.waiting[0].lengths) <= self.slots:
+            self._seat(self.waiting.popleft())
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
+        while self.rows and self.rows[0][2] not in self.running:  # aborted
+            heapq.heappop(self.rows)
+        if self.rows:
+            seconds = max(self.rows[0][0] - self.steps, 0.0) * self.step(self.count)
+            self.timer = asyncio.get_running_loop().call_later(seconds, self._end)
+
+    def _seat(self, request: Request) -> None:
+        request.left, request.began = len(request.lengths), self.steps
+        request.versions = [(self.steps, self.version)]
+        self.running[request] = None
+        self.count += len(request.lengths)
+        for length in request.lengths:
+            heapq.heappush(self.rows, (self.steps + length, self.seated, request))
+            self.seated += 1
+
+    def _end(self) -> None:
+        """The next row has ended, and all that end with it."""
+        self._catch_up()
+        self.steps = max(self.steps, self.rows[0][0])
+        while self.rows and self.rows[0][0] <= self.steps + 1e-6:
+            _, _, request = heapq.heappop(self.rows)
+            if request not in self.running:
+                continue
+            self.count -= 1
+            request.left -= 1
+            if request.left == 0:
+                del self.running[request]
+                if not request.answer.done():
+                    request.answer.set_result([self._handle(request, index) for index in range(len(request.lengths))])
+        if self.drained and not self.running:
+            self.drained.set()
+        self._go_on()
+
+    def _abort(self, request: Request) -> None:
+        self._catch_up()
+        if request in self.running:
+            del self.running[request]
+            self.count -= request.left
+        else:
+            self.waiting.remove(request)
+        if self.drained and not self.running:
+            self.drained.set()
+        self._go_on()
+
+    def _clear(self) -> None:
+        self.running.clear()
+        self.rows.clear()
+        self.count = 0
+
+    def _handle(self, request: Request, index: int) -> Handle:
+        length, edges = request.lengths[index], [(0, request.versions[0][1])]
+        for step, version in request.versions[1:]:
+            edges.append((min(int(step - request.began), length), version))
+        ends = [*edges, (length, -1)]
+        runs = tuple((version, after - at) for (at, version), (after, _) in pairwise(ends) if after > at)
+        prompt = request.prompt
+        header = Header(
+            prompt=prompt.id,
+            number=prompt.number,
+            index=index,
+            data_source=prompt.data_source,
+            prompt_tokens=len(prompt.tokens),
+            tokens=length,
+            versions=runs,
+            finish="eos",
+        )
+        return Handle(header, None)
+
+
+class Server:
+    """Works on one thing at a time, in the order in which they came."""
+
+    def __init__(self, cost: Cost) -> None:
+        self.cost, self.free = cost, 0.0
+
+    async def work(self, tokens: int) -> None:
+        now = asyncio.get_running_loop().time()
+        self.free = max(self.free, now) + self.cost(tokens)
+        await asyncio.sleep(self.free - now)
+
+
+class SleepScorer(Server):
+    async def score(self, group: Group) -> list[Handle]:
+        await self.work(sum(handle.header.tokens for handle in group))
+        return list(group)
+
+
+class SleepLearner(Server):
+    steps = 0
+
+    async def prepare(self, batch: Batch) -> Counts:
+        headers = batch.headers
+        return Counts(n_tokens=sum(header.trained_tokens for header in headers), n_sequences=len(headers))
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
+        await self.work(sum(header.tokens for header in batch.headers))
+        return {}
+
+    async def step(self, scale: float = 1.0) -> Metrics:
+        await asyncio.sleep(0)
+        self.steps += 1
+        return {}
+
+    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+        return WeightsRef((), None), str(self.steps)
+
+    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+        (path / "steps").write_text(str(self.steps))
+
+    async def restore(self, path: Path) -> None:
+        self.steps = int((path / "steps").read_text())

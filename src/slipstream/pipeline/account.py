@@ -1,0 +1,90 @@
+"""What a run writes of itself: how every group ended, and a line of metrics for every update."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from slipstream.metrics import Interval, Numbers, lag_metrics, mean_lag, sample_metrics, usage
+from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.trace import Trace
+from slipstream.records import Batch, Group
+from slipstream.runlog import RunLog
+
+
+class Account:
+    def __init__(self, log: RunLog, trace: Trace, admission: Admission) -> None:
+        self.log, self.trace, self.admission = log, trace, admission
+        self.thrown = 0
+        """Tokens of responses that were rolled out and not learned from."""
+        self.at = trace.now()
+        """When the last update ended."""
+        self.publish: Numbers = {}
+        """Of the publish since then."""
+        self._tokens = Counter[str]()
+
+    def trained(self, groups: Iterable[Group], *, update: int, version: int) -> None:
+        self.log.ledger(*(
+            {
+                "number": group[0].header.number,
+                "prompt": group[0].header.prompt,
+                "end": "trained",
+                "update": update,
+                "version": version,
+                "lag": [version - handle.header.oldest for handle in group],
+                "mean_lag": [round(mean_lag(handle.header, version), 4) for handle in group],
+                "tokens": [handle.header.tokens for handle in group],
+                "rewards": [handle.header.rewards for handle in group],
+            }
+            for group in groups
+        ))  # fmt: skip
+
+    def dropped(self, number: int, reason: str, cause: str = "") -> None:
+        entry = {"number": number, "end": "dropped", "reason": reason, "version": self.admission.version}
+        self.log.ledger(entry | ({"cause": cause} if cause else {}))
+
+    def published(self, numbers: Numbers) -> None:
+        self.publish = numbers
+        self.thrown += round(numbers.pop("thrown_tokens"))
+
+    def updated(self, batch: Batch, numbers: Numbers, seconds: Numbers) -> None:
+        """At the end of an update: its metrics, and what everybody did since the end of the one before."""
+        now, admission, samples = self.trace.now(), self.admission, sample_metrics(batch.headers)
+        wall = max(now - self.at, 1e-9)
+        places = ("rolling", "waiting", "scoring", "ready")
+        line = {
+            **numbers,
+            **samples,
+            **lag_metrics(batch.headers, batch.update - 1),
+            **{f"seconds/{name}": value for name, value in seconds.items()},
+            "seconds/update": wall,
+            "samples_per_s": samples["samples"] / wall,
+            "tokens_per_s": samples["tokens"] / wall,
+            **self.publish,
+            **usage(self._busy(now), wall),
+            **{f"tokens_per_s/{stage}": count / wall for stage, count in self._tokens_since().items()},
+            **{f"groups/{place}": float(len(getattr(admission, place))) for place in places},
+            "credits": float(admission.in_use),
+            "dropped": float(admission.dropped.total()),
+            **{f"dropped/{reason}": float(count) for reason, count in sorted(admission.dropped.items())},
+            "restarted": float(admission.restarted),
+            "thrown_tokens": float(self.thrown),
+            "version": float(batch.update),
+            "time": now,
+        }
+        self.log.metrics("train", line, update=batch.update)
+        self.at, self.publish = now, {}
+
+    def _busy(self, now: float) -> dict[str, dict[str, list[Interval]]]:
+        busy: dict[str, dict[str, list[Interval]]] = {}
+        for track in self.trace.tracks:
+            busy.setdefault(track.stage, {})[track.name] = track.intervals(self.at, now)
+        return busy
+
+    def _tokens_since(self) -> Counter[str]:
+        tokens = Counter[str]()
+        for track in self.trace.tracks:
+            tokens[track.stage] += track.tokens
+        found = Counter({stage: tokens[stage] - self._tokens[stage] for stage in tokens})
+        self._tokens = tokens
+        return found

@@ -1,0 +1,123 @@
+"""What every worker does when: the source of overlap and idle time, of trace.json and of the stall report.
+
+trace.json is in Chrome's format (a list of events that need not be closed) and opens in ui.perfetto.dev: one track per
+worker, one slice per busy interval, an arrow from the rollout of every group to the update that learned from it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from slipstream.metrics import Interval
+
+
+class Track:
+    """One worker's time. It is busy while at least one call is with it."""
+
+    def __init__(self, trace: Trace, tid: int, stage: str, name: str) -> None:
+        self.trace, self.tid, self.stage, self.name = trace, tid, stage, name
+        self.calls: dict[str | int, float] = {}
+        """What is with the worker now, and since when."""
+        self.tokens = 0
+        self.since = 0.0
+        """Since when it is busy, if it is."""
+        self.label = stage
+        self._intervals: list[Interval] = []
+
+    def begin(self, call: str | int) -> None:
+        now = self.trace.now()
+        if not self.calls:
+            self.since = now
+        self.calls[call] = now
+
+    def end(self, call: str | int) -> None:
+        del self.calls[call]
+        if not self.calls:
+            self._close(self.trace.now())
+
+    @contextmanager
+    def busy(self, call: str | int) -> Iterator[None]:
+        self.begin(call)
+        try:
+            yield
+        finally:
+            self.end(call)
+
+    def relabel(self, label: str) -> None:
+        """What it does from now on is called otherwise."""
+        if self.calls:
+            now = self.trace.now()
+            self._close(now)
+            self.since = now
+        self.label = label
+
+    def intervals(self, start: float, end: float) -> list[Interval]:
+        """Busy intervals between two times; what lies before `end` is forgotten."""
+        found = [*self._intervals, *([(self.since, end)] if self.calls else [])]
+        self._intervals = []
+        return [(max(a, start), min(b, end)) for a, b in found if b > start]
+
+    def _close(self, now: float) -> None:
+        self._intervals.append((self.since, now))
+        self.trace.slice(self, self.label, self.since, now)
+
+
+class Trace:
+    def __init__(self, file: TextIO | None, clock: Callable[[], float], *, before: float = 0.0) -> None:
+        """`before` is how long the run had gone on when it was stopped, if this is its continuation."""
+        self.file, self.clock, self.began = file, clock, clock() - before
+        self.tracks: list[Track] = []
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self.clock() - self.began
+
+    def track(self, stage: str, name: str) -> Track:
+        track = Track(self, len(self.tracks) + 1, stage, name)
+        self.tracks.append(track)
+        for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track.tid})):
+            self._write({"ph": "M", "pid": 1, "tid": track.tid, "name": kind, "args": value})
+        return track
+
+    def slice(self, track: Track, name: str, start: float, end: float) -> None:
+        at, duration = round(start * 1e6), max(1, round((end - start) * 1e6))
+        self._write({"ph": "X", "pid": 1, "tid": track.tid, "ts": at, "dur": duration, "name": name})
+
+    def leaves(self, track: Track, number: int) -> None:
+        """A group has been rolled out: the tail of its arrow. Call it while the worker is busy with it."""
+        self._arrow("s", track, number, self.now())
+
+    def arrives(self, track: Track, number: int) -> None:
+        """An update begins to learn from a group: the head of its arrow."""
+        self._arrow("f", track, number, self.now())
+
+    def _arrow(self, phase: str, track: Track, number: int, at: float) -> None:
+        if self.file is not None:
+            self.file.write(
+                f'{{"ph":"{phase}","pid":1,"tid":{track.tid},"ts":{round(at * 1e6)},"id":{number},"name":"group",'
+                '"cat":"group","bp":"e"},\n'
+            )
+
+    def _write(self, event: dict[str, object]) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(event) + ",\n")
+
+    def report(self) -> list[str]:
+        """For every worker, what is with it and since when."""
+        now, lines = self.now(), []
+        for track in self.tracks:
+            oldest = sorted(track.calls.items(), key=lambda call: call[1])[:3]
+            if oldest:
+                names = ", ".join(f"{_named(call)} for {now - since:.1f} s" for call, since in oldest)
+                more = f" and {len(track.calls) - len(oldest)} more" if len(track.calls) > len(oldest) else ""
+                lines.append(f"{track.name} works on {names}{more}")
+            else:
+                lines.append(f"{track.name} is idle")
+        return lines
+
+
+def _named(call: str | int) -> str:
+    return f"group {call}" if isinstance(call, int) else call

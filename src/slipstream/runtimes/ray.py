@@ -1,0 +1,241 @@
+"""Every engine in a Ray actor of its own: here, where Ray is started and stopped with the run, or on a cluster.
+
+Placement, processes and the transport of records are Ray's; how calls travel is in `exchange`. Nothing restarts: the
+pipeline goes on with the workers that are left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray._private import ray_constants, services
+from ray.exceptions import RayActorError
+
+from slipstream.config import Config
+from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Metrics, Mode, Sampling, WeightsRef
+from slipstream.errors import ConfigError, EngineError, first_line
+from slipstream.records import Batch, Counts, Group, Handle, Prompt
+from slipstream.runtimes.build import build_grader, build_learner, build_sampler, build_scorer
+from slipstream.runtimes.exchange import RemoteWorker, reason
+from slipstream.tasks.chat import Tokenizer
+
+Say = Callable[[str], None]
+QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+GOODBYE = 10.0
+"""Seconds that engines have to close before their processes are killed."""
+KNOCK = 10.0
+"""Seconds in which a cluster must accept a connection."""
+REMINDER = 60.0
+"""Seconds between two lines about actors that have not started."""
+
+
+class RemoteSampler(RemoteWorker):
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        group: list[Handle] = await self.call("generate", prompt, sampling)
+        return group
+
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        loaded: Loaded = await self.call("publish", weights, version, mode)
+        return loaded
+
+
+class RemoteScorer(RemoteWorker):
+    async def score(self, group: Group) -> list[Handle]:
+        scored: list[Handle] = await self.call("score", group)
+        return scored
+
+
+class RemoteLearner(RemoteWorker):
+    async def prepare(self, batch: Batch) -> Counts:
+        counts: Counts = await self.call("prepare", batch)
+        return counts
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
+        metrics: Metrics = await self.call("accumulate", batch, counts)
+        return metrics
+
+    async def step(self, scale: float = 1.0) -> Metrics:
+        metrics: Metrics = await self.call("step", scale)
+        return metrics
+
+    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+        weights, fingerprint = await self.call("export")
+        return weights, fingerprint
+
+    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+        await self.call("save", path.absolute(), optimizer=optimizer)
+
+    async def restore(self, path: Path) -> None:
+        await self.call("restore", path.absolute())
+
+
+@dataclass(frozen=True)
+class Place:
+    """An engine to be: its name, what it asks of the cluster, and what builds it, there."""
+
+    kind: type[RemoteWorker]
+    name: str
+    threads: int
+    build: Callable[[], Any]
+
+
+class SelfGrading(Graded):
+    """Rewards are attached where the tokens are."""
+
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+        with ExitStack() as stack:
+            grader = build_grader(config, tokenizer)
+            stack.callback(grader.close)
+            sampler = build_sampler(config, tokenizer)
+            stack.callback(sampler.close)
+            super().__init__(sampler, grader)
+            self.close = stack.pop_all().close
+
+
+def open_engines(config: Config, tokenizer: Tokenizer, *, say: Say = print) -> Engines:
+    plan = places(config, tokenizer)
+    with ExitStack() as stack:
+        connect(config.runtime.address, plan, stack, say)
+        gpus = gpus_each(config.runtime.device, len(plan), say)
+        ((_, teacher),) = config.teachers.items()
+        say(f"loading student {config.student} and teacher {teacher.model}")
+        workers = start(plan, stack, gpus=gpus, say=say)
+        opened = stack.pop_all()
+    return Engines(
+        samplers=tuple(worker for worker in workers if isinstance(worker, RemoteSampler)),
+        scorers=tuple(worker for worker in workers if isinstance(worker, RemoteScorer)),
+        learner=next(worker for worker in workers if isinstance(worker, RemoteLearner)),
+        close=opened.close,
+    )
+
+
+def places(config: Config, tokenizer: Tokenizer) -> list[Place]:
+    ((_, teacher),) = config.teachers.items()
+    threads = config.runtime.threads
+    return [
+        Place(RemoteLearner, "learner", config.learner.threads or threads, partial(build_learner, config, tokenizer)),
+        *(
+            Place(RemoteSampler, name, threads, partial(SelfGrading, config, tokenizer))
+            for name in names("sampler", config.sampler.replicas)
+        ),
+        *(
+            Place(RemoteScorer, name, threads, partial(build_scorer, config))
+            for name in names("scorer", teacher.replicas)
+        ),
+    ]
+
+
+def names(kind: str, number: int) -> list[str]:
+    """As the pipeline calls them."""
+    return [kind] if number == 1 else [f"{kind}-{index}" for index in range(number)]
+
+
+def connect(address: str | None, plan: Sequence[Place], stack: ExitStack, say: Say) -> None:
+    """Use the Ray of this process, connect to a cluster, or start one here that always has room for the plan."""
+    cpus = sum(place.threads for place in plan)
+    if not ray.is_initialized():
+        stack.callback(ray.shutdown)
+        if address is None:
+            say("starting Ray")
+            start_here(cpus)
+        else:
+            say(f"connecting to Ray at {address}")
+            start_there(address)
+    there = has("CPU")
+    if there < cpus:
+        raise ConfigError(
+            f"the engines ask Ray for {cpus} CPUs and it has {there:.0f}: lower runtime.threads or the replicas"
+        )
+
+
+def start_here(cpus: int) -> None:
+    """A Ray that only this machine can reach.
+
+    Ray's ports run code for whoever connects. It replaces 127.0.0.1 by an address that others can reach, unless it
+    believes that there are no clusters here, as on macOS.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def start_there(address: str) -> None:
+    try:
+        address_there = services.canonicalize_bootstrap_address(address)
+        host, _, port = str(address_there).rpartition(":")
+        socket.create_connection((host, int(port)), timeout=KNOCK).close()  # Ray itself would try for minutes
+        ray.init(address_there, **QUIET)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"runtime.address = {address!r}: no Ray cluster answers there ({first_line(error)}); write the host:port "
+            "that `ray start --head` printed, or drop the address to start Ray here"
+        ) from None
+
+
+def has(resource: str) -> float:
+    resources: dict[str, float] = dict(ray.cluster_resources())
+    return resources.get(resource, 0.0)
+
+
+def gpus_each(device: str, engines: int, say: Say) -> int:
+    """One for each engine, or none."""
+    there = has("GPU")
+    if device == "auto":
+        if 0 < there < engines:
+            say(f"running on CPU: {engines} engines need a GPU each, Ray has {there:.0f}; see runtime.kind = 'inline'")
+        return int(there >= engines)
+    if not device.startswith("cuda"):
+        return 0
+    if device != "cuda":
+        raise ConfigError(f"runtime.device = {device!r}: Ray chooses the GPU of each engine; write 'cuda'")
+    if there < engines:
+        raise ConfigError(
+            f"runtime.device = 'cuda': {engines} engines need a GPU each, Ray has {there:.0f}; lower the replicas, or "
+            "write runtime.kind = 'inline' to share one"
+        )
+    return 1
+
+
+def start(plan: Sequence[Place], stack: ExitStack, *, gpus: float = 0, cpus: float = 1, say: Say) -> list[RemoteWorker]:
+    """All at the same time. An engine that cannot be built raises here as itself."""
+    workers = [place.kind(place.name, threads=place.threads, cpus=cpus * place.threads, gpus=gpus) for place in plan]
+    stack.callback(stop, workers)
+    starting = {worker.host.start.remote(place.build): worker for worker, place in zip(workers, plan, strict=True)}
+    while starting:
+        ready, _ = ray.wait(list(starting), timeout=REMINDER)
+        if not ready:
+            say(f"waiting for Ray to start {', '.join(worker.name for worker in starting.values())}")
+        for ref in ready:
+            worker = starting.pop(ref)
+            try:
+                worker.pid = ray.get(ref).get()
+            except RayActorError as error:
+                raise EngineError(f"{worker.name} died while it was loaded: {reason(error)}") from None
+    return workers
+
+
+def stop(workers: Sequence[RemoteWorker]) -> None:
+    closing = [worker.host.close.remote() for worker in workers if worker.pid]
+    if closing:
+        ray.wait(closing, num_returns=len(closing), timeout=GOODBYE)
+    for worker in workers:
+        ray.kill(worker.host)
+
+
+async def cpu_seconds(engines: Engines) -> dict[str, float]:
+    """CPU time that every engine has used so far, with the processes it started and has waited for."""
+    workers = [w for w in (*engines.samplers, *engines.scorers, engines.learner) if isinstance(w, RemoteWorker)]
+    return {worker.name: await worker.host.cpu_seconds.remote() for worker in workers}

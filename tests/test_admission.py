@@ -1,0 +1,252 @@
+"""Admission as a state machine: every schedule, any legal order of events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.config import Async
+from slipstream.pipeline.admission import Admission, Standing
+from slipstream.pipeline.schedules import Schedule, asynchronous, periodic, replay, step_off, sync
+
+GROUPS = st.integers(1, 4)
+
+
+@st.composite
+def async_knobs(draw: Any) -> Async:
+    every = draw(st.integers(1, 3))
+    knobs: dict[str, Any] = {"tau": draw(st.sampled_from([0, 0.5, 1, 2, 4])), "publish_every": every}
+    knobs["order"] = draw(st.sampled_from(["completion", "submission"]))
+    if knobs["order"] == "completion" and draw(st.booleans()):
+        knobs["on_old"] = draw(st.sampled_from(["wait", "restart", "drop"]))
+        reach = -(-(knobs["tau"] + 1) * every // 1) - 1
+        least = int(reach) if knobs["on_old"] == "wait" else every - 1
+        knobs["max_lag"] = least + draw(st.integers(0, 2))
+    return Async(**knobs)
+
+
+SCHEDULES = st.one_of(
+    st.builds(sync, GROUPS),
+    st.builds(periodic, GROUPS),
+    st.builds(step_off, GROUPS, st.integers(1, 3)),
+    st.builds(replay, GROUPS, st.integers(0, 3)),
+    st.builds(asynchronous, GROUPS, async_knobs()),
+)
+
+
+@given(schedule=SCHEDULES, data=st.data())
+def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule: Schedule, data: Any) -> None:
+    """Any legal event in any order: the state machine gets to its end and keeps its promises on the way."""
+    admission = Admission(schedule, updates=4)
+    ended: list[int] = []
+    consumed: list[int] = []
+    versions: dict[int, int] = {}
+    drops = 0
+    while not admission.finished:
+        choices = ["submit"] if admission.quota() else []
+        choices += ["rolled"] if admission.rolling else []
+        choices += ["take"] if admission.scorable() else []
+        choices += ["scored"] if admission.scoring else []
+        choices += ["learn"] if admission.learnable() and not admission.full else []
+        choices += ["train"] if admission.full and not admission.gated else []
+        choices += ["publish"] if admission.gated else []
+        choices += ["renew"] if admission.outdated() and not admission.gated else []
+        on_the_way = [*admission.rolling, *admission.waiting, *admission.scoring]
+        if drops < 6:
+            choices += ["drop"] if on_the_way else []
+        assert choices, f"deadlock: {vars(admission)}"
+        match data.draw(st.sampled_from(choices)):
+            case "submit":
+                versions |= dict.fromkeys(admission.submit(), admission.published_version)
+            case "rolled":
+                number = data.draw(st.sampled_from(list(admission.rolling)))
+                admission.rolled(number, versions[number])
+            case "take":
+                admission.take()
+            case "scored":
+                admission.scored(data.draw(st.sampled_from(list(admission.scoring))))
+            case "learn":
+                for number in admission.learn():
+                    consumed.append(number)
+                    if schedule.bound is not None:
+                        assert admission.version - versions[number] <= schedule.bound
+            case "train":
+                ended += admission.learning
+                admission.train()
+            case "publish":
+                admission.publish()
+            case "renew":
+                for number in admission.outdated():
+                    if schedule.on_old == "drop":
+                        admission.drop(number, "old")
+                        ended.append(number)
+                    else:
+                        admission.restart(number)
+                        versions[number] = admission.published_version
+            case "drop":
+                number = data.draw(st.sampled_from(on_the_way), label="dropped")
+                admission.drop(number, "test")
+                ended.append(number)
+                drops += 1
+        assert admission.submitted - admission.dropped.total() - admission.published == admission.in_use
+        assert admission.in_use <= schedule.credits
+        if admission.gated:
+            assert admission.quota() == 0
+    assert sorted(ended) == list(range(admission.submitted)), "each exactly once"
+    assert len(consumed) == len(set(consumed)) == admission.target == 4 * schedule.groups
+    assert admission.dropped["test"] == drops
+    if schedule.submit == "stream":
+        assert admission.version == 4
+    if schedule.order == "submission" or schedule.submit == "batch":
+        assert consumed == sorted(consumed), "in the order of submission"
+
+
+def test_sync_takes_turns() -> None:
+    admission = Admission(sync(2), updates=2)
+    assert admission.submit() == [0, 1]
+    assert admission.quota() == 0
+    admission.rolled(1, 0)
+    assert not admission.scorable(), "one still rolls out"
+    admission.rolled(0, 0)
+    assert admission.take() == [1, 0]
+    admission.scored(0)
+    assert admission.learnable() == []
+    admission.scored(1)
+    assert admission.learn() == [0, 1]
+    admission.train()
+    assert admission.quota() == 0, "credits come back with the publish, not with the step"
+    admission.publish()
+    assert admission.submit() == [2, 3]
+
+
+def test_a_batch_whose_members_drop_closes_short_and_the_rest_follows() -> None:
+    admission = Admission(sync(3), updates=1)
+    admission.submit()
+    admission.drop(1, "broken")
+    admission.rolled(0, 0)
+    admission.rolled(2, 0)
+    admission.take()
+    admission.scored(2)
+    admission.scored(0)
+    assert admission.learn() == [0, 2]
+    admission.train()
+    admission.publish()
+    assert not admission.finished and admission.submit() == [3], "submitted − dropped must reach updates · B"
+
+
+def test_what_a_drop_leaves_over_does_not_start_beside_the_batch() -> None:
+    """It would be rolled out under weights that are old when it is learned from."""
+    admission = Admission(sync(3), updates=1)
+    admission.submit()
+    admission.drop(1, "broken")
+    assert admission.quota() == 0, "the other two still roll out"
+
+
+def test_a_batch_that_drops_as_a_whole_makes_no_step() -> None:
+    admission = Admission(sync(2), updates=1)
+    admission.submit()
+    admission.drop(0, "broken")
+    admission.drop(1, "broken")
+    assert admission.learnable() == [] and admission.submit() == [2, 3]
+
+
+def test_a_batch_that_can_never_fill_is_refused() -> None:
+    knobs: Any = {"groups": 3, "submit": "stream", "stages": "overlap", "publish": "keep"}
+    with pytest.raises(ValueError, match="2 credits can never fill the 1 batches of 3 groups"):
+        Schedule(credits=2, **knobs)
+    with pytest.raises(ValueError, match="5 credits can never fill the 2 batches of 3 groups"):
+        Schedule(credits=5, publish_every=2, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bound"),
+    [
+        (sync(3), 0),
+        (periodic(3), 0),
+        (step_off(3, 2), 2),
+        (replay(3, 4), 4),
+        (asynchronous(3, Async(tau=0)), 0),
+        (asynchronous(3, Async(tau=4)), None),
+        (asynchronous(3, Async(tau=4, order="submission")), 4),
+        (asynchronous(3, Async(tau=0.5, order="submission")), 1),
+        (asynchronous(3, Async(tau=1, publish_every=2, order="submission")), 3),
+        (asynchronous(3, Async(tau=4, max_lag=6)), 6),
+    ],
+)
+def test_what_a_schedule_promises(schedule: Schedule, bound: int | None) -> None:
+    assert schedule.bound == bound
+
+
+def admit(admission: Admission, count: int) -> None:
+    """The oldest groups that roll out are rolled out and scored."""
+    for number in list(admission.rolling)[:count]:
+        admission.rolled(number, admission.live[number].version)
+    for number in admission.take():
+        admission.scored(number)
+
+
+def update(admission: Admission) -> list[int]:
+    numbers = admission.learn()
+    admission.train()
+    admission.publish()
+    admission.submit()
+    return numbers
+
+
+def test_waiting_for_a_straggler_keeps_the_bound() -> None:
+    """Group 0 never finishes. With tau = 1 and max_lag = 2, updates 0 and 1 may overtake it, update 2 may not."""
+    admission = Admission(asynchronous(2, Async(tau=1, max_lag=2)), updates=9)
+    admission.submit()
+    for expected in ([1, 2], [3, 4]):
+        for number in expected:
+            admission.rolled(number, admission.live[number].version)
+        for number in admission.take():
+            admission.scored(number)
+        assert update(admission) == expected
+    for number in (5, 6, 7):
+        admission.rolled(number, admission.live[number].version)
+    for number in admission.take():
+        admission.scored(number)
+    assert admission.enough and admission.learnable() == [], "group 0 would be 3 updates old at the next"
+    admission.rolled(0, 0)
+    admission.scored(*admission.take())
+    assert admission.learn() == [0, 5]
+
+
+def test_a_restart_is_under_the_published_weights_and_on_the_same_credit() -> None:
+    admission = Admission(asynchronous(1, Async(tau=1, max_lag=0, on_old="restart")), updates=3)
+    assert admission.submit() == [0, 1]
+    admit(admission, 1)
+    assert update(admission) == [0]
+    assert admission.outdated() == [1]
+    admission.restart(1)
+    assert admission.outdated() == [] and admission.live[1].version == 1
+    assert (admission.in_use, admission.restarted) == (2, 1)
+
+
+def test_a_broken_promise_raises() -> None:
+    admission = Admission(asynchronous(1, Async(tau=1, order="submission")), updates=9)
+    admission.submit()
+    admission.version = 5
+    admit(admission, 1)
+    with pytest.raises(RuntimeError, match="group 0 is 5 updates old, the schedule promises at most 1"):
+        admission.learn()
+
+
+def test_admission_goes_on_from_where_it_stood() -> None:
+    schedule = asynchronous(2, Async(tau=1))
+    admission = Admission(schedule, updates=3)
+    admission.submit()
+    admission.drop(1, "broken")
+    admission.submit()
+    admit(admission, 2)
+    update(admission)
+    standing = admission.standing
+    assert standing == Standing(version=1, submitted=7, dropped={"broken": 1}, in_flight={3: 0, 4: 4, 5: 5, 6: 5})
+    assert [number for number in range(9) if standing.ended(number)] == [0, 1, 2]
+    again = Admission(schedule, updates=3, standing=standing)
+    assert list(again.rolling) == [3, 4, 5, 6] and again.quota() == 0
+    assert (again.remaining, again.in_use, again.version) == (admission.remaining, admission.in_use, 1)

@@ -1,0 +1,240 @@
+"""A run that was stopped goes on where it was: every group ends exactly once, and the weights are the same."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.cli import main
+from slipstream.config import (
+    Async,
+    CheckpointConfig,
+    Config,
+    LearnerConfig,
+    Periodic,
+    Replay,
+    SamplerConfig,
+    StepOff,
+    Sync,
+    TeacherConfig,
+)
+from slipstream.engines import toy
+from slipstream.engines.base import Engines, Graded
+from slipstream.errors import RunDirError
+from slipstream.pipeline.checkpoint import newest
+from slipstream.pipeline.run import Run
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import virtual
+from slipstream.tasks.data import Prompts, Row
+
+VOCAB = 6
+PROMPTS = Prompts(
+    [Row(id=str(i), prompt="x") for i in range(10)],
+    [np.array([1 + i % (VOCAB - 1)], np.int32) for i in range(10)],
+    seed=0,
+    shuffle=True,
+)
+
+
+def config(schedule: Any) -> Config:
+    return Config(
+        student="toy",
+        teachers={"main": TeacherConfig(model="toy")},
+        updates=8,
+        sampler=SamplerConfig(max_tokens=10, group=2),
+        learner=LearnerConfig(batch_size=6),
+        schedule=schedule,
+        checkpoint=CheckpointConfig(every=2, keep=9),
+    )
+
+
+def engines() -> Engines:
+    student = toy.random_table(VOCAB, seed=0)
+    return Engines(
+        samplers=(Graded(toy.ToySampler(student, seconds=0.3), toy.ToyGrader()),),
+        scorers=(toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: 0.5),),
+        learner=toy.ToyLearner(student, cost=lambda _: 1.0),
+        close=lambda: None,
+    )
+
+
+def go(path: Path, schedule: Any, *, until: float | None = None) -> toy.ToyLearner:
+    """Begin or go on, and stop as Ctrl-C does after so many virtual seconds."""
+    made, settings = engines(), config(schedule)
+
+    async def work() -> None:
+        if (path / "checkpoints").exists():
+            checkpoint, standing = newest(path)
+            await made.learner.restore(checkpoint)
+            log = RunLog.reopen(settings, path, update=standing.version, ended=standing.ended)
+        else:
+            standing, log = None, RunLog.create(settings, path)
+        with log:
+            task = asyncio.create_task(Run(settings, made, PROMPTS, log, standing=standing).train())
+            await asyncio.wait([task], timeout=until)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+            else:
+                task.result()
+
+    virtual.run(work())
+    assert isinstance(made.learner, toy.ToyLearner)
+    return made.learner
+
+
+def ends(path: Path) -> list[int]:
+    return sorted(entry["number"] for entry in read_lines(path / "ledger.jsonl") if entry["end"] == "trained")
+
+
+SCHEDULES = [Sync(), Periodic(), StepOff(k=2), Replay(k=2), Async(tau=2), Async(tau=2, order="submission")]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_stopped_at_any_time_and_gone_on_every_group_is_trained_on_once(tmp_path: Path, schedule: Any) -> None:
+    for index, seconds in enumerate((0.1, 2.0, 4.4, 7.7, 11.3)):
+        path = tmp_path / str(index)
+        go(path, schedule, until=seconds)
+        assert not (path / "final").exists() and (path / "checkpoints").exists()
+        go(path, schedule, until=3.3)
+        go(path, schedule)
+        assert ends(path) == list(range(24))
+        lines = read_lines(path / "metrics.jsonl")
+        assert [line["update"] for line in lines] == list(range(1, 9))
+        assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+        assert (path / "final" / "table.npy").exists()
+        events = json.loads((path / "trace.json").read_text().rstrip(",\n") + "]")
+        assert {event["name"] for event in events} >= {"update 1", "update 8"}
+
+
+@pytest.mark.parametrize("schedule", [Sync(), Periodic()], ids=str)
+def test_an_on_policy_run_ends_with_the_same_weights(tmp_path: Path, schedule: Any) -> None:
+    whole = go(tmp_path / "whole", schedule)
+    go(tmp_path / "parts", schedule, until=9.0)
+    parts = go(tmp_path / "parts", schedule)
+    np.testing.assert_allclose(parts.table.detach().numpy(), whole.table.detach().numpy(), rtol=1e-12)
+
+
+def test_what_came_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    """As after a power cut: the last checkpoint is of update 4, lines go on to 5 or more and end in the middle."""
+    go(tmp_path, Async(tau=1), until=12.0)
+    version = newest(tmp_path)[1].version
+    assert version > 4
+    for later in range(5, version + 1):
+        checkpoint = tmp_path / "checkpoints" / str(later)
+        if checkpoint.exists():
+            checkpoint.rename(tmp_path / f"lost-{later}")
+    for name in ("metrics.jsonl", "ledger.jsonl", "trace.json"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"kind": "train", "upd')
+    go(tmp_path, Async(tau=1))
+    assert ends(tmp_path) == list(range(24))
+    assert [line["update"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_a_run_that_cannot_be_gone_on_with_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} holds no run: there is no config.toml in it\n"
+    with RunLog.create(config(Sync()), tmp_path):
+        pass
+    assert main(["resume", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} has no checkpoint to go on from: set checkpoint.every\n"
+    (tmp_path / "final").mkdir()
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "is finished: the student is in" in capsys.readouterr().err
+    with pytest.raises(RunDirError, match="no checkpoint"):
+        newest(tmp_path / "nothing")
+
+
+# --- the command line, killed for real -----------------------------------------------------------------------------
+
+
+def write_config(path: Path, models: Path) -> Path:
+    (path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i} and {i}?"}) + "\n" for i in range(50)))
+    (path / "run.toml").write_text(
+        f"""
+student = "{models / "student"}"
+updates = 300
+output = "{path / "run"}"
+data.train = "{path / "data.jsonl"}"
+teachers.main.model = "{models / "teacher"}"
+sampler.max_tokens = 12
+learner.batch_size = 4
+loss.m = 2
+checkpoint.every = 3
+runtime.kind = "inline"
+"""
+    )
+    return path / "run.toml"
+
+
+def started(path: Path, config: Path) -> subprocess.Popen[str]:
+    """A training run of which some updates are made."""
+    script = "import sys; from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "train", str(config)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    metrics = path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and len(read_lines(metrics)) >= 8):
+        time.sleep(0.02)
+    assert process.poll() is None
+    return process
+
+
+def finish(path: Path) -> None:
+    """Go on, and stop after few more updates, so that the test is short."""
+    text = (path / "run" / "config.toml").read_text()
+    last = newest(path / "run")[1].version
+    (path / "run" / "config.toml").write_text(text.replace("updates = 300", f"updates = {last + 5}"))
+    assert main(["resume", str(path / "run")]) == 0
+    numbers = ends(path / "run")
+    assert numbers == sorted(set(numbers)) and len(numbers) == 4 * (last + 5)
+    updates = [line["update"] for line in read_lines(path / "run" / "metrics.jsonl")]
+    assert updates == list(range(1, last + 6))
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path: Path, models_dir: Path) -> None:
+    process = started(tmp_path, write_config(tmp_path, models_dir))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    finish(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_told_to_stop_says_how_to_go_on(
+    tmp_path: Path, models_dir: Path, number: signal.Signals, code: int
+) -> None:
+    process = started(tmp_path, write_config(tmp_path, models_dir))
+    os.kill(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert f"go on with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
+    version = newest(tmp_path / "run")[1].version
+    assert f"stopped after update {version}" in output
+    stopped = [e for e in read_lines(tmp_path / "run" / "ledger.jsonl") if e.get("reason") == "run stopped"]
+    assert len(stopped) > 0
+    finish(tmp_path)
+
+
+def test_a_stall_report_can_be_asked_for_and_stops_nothing(tmp_path: Path, models_dir: Path) -> None:
+    process = started(tmp_path, write_config(tmp_path, models_dir))
+    os.kill(process.pid, signal.SIGQUIT)
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    for part in ("after the last move, at version", "credits in use", "sampler ", "scorer ", "learner "):
+        assert part in output

@@ -1,0 +1,387 @@
+"""Every schedule under a virtual clock: who overlaps whom, how old tokens get, and that nothing is ever lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.config import (
+    Async,
+    Config,
+    LearnerConfig,
+    Periodic,
+    Replay,
+    SamplerConfig,
+    StepOff,
+    Sync,
+    TeacherConfig,
+)
+from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
+from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.errors import WorkerDied
+from slipstream.pipeline.run import Run
+from slipstream.records import Group, Handle, Prompt
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import virtual
+from slipstream.tasks.data import Prompts, Row
+
+PROMPTS = Prompts([Row(id="p", prompt="x")], [np.array([1], np.int32)], seed=0, shuffle=False)
+
+
+def config(schedule: Any, *, updates: int = 8, groups: int = 4, group: int = 1) -> Config:
+    return Config(
+        student="sleep",
+        teachers={"main": TeacherConfig(model="sleep")},
+        updates=updates,
+        sampler=SamplerConfig(max_tokens=100_000, group=group),
+        learner=LearnerConfig(batch_size=groups * group),
+        schedule=schedule,
+    )
+
+
+def engines(
+    length: Callable[[Prompt, int], int] = lambda *_: 10,
+    *,
+    token: float = 0.2,
+    score: float = 0.25,
+    learn: float = 3.0,
+    samplers: int = 1,
+    **options: Any,
+) -> Engines:
+    """By default 2 s for a rollout, a quarter of a second for the score of one and 3 s for an update."""
+    return Engines(
+        samplers=tuple(SleepSampler(length, step=lambda _: token, **options) for _ in range(samplers)),
+        scorers=(SleepScorer(lambda _: score),),
+        learner=SleepLearner(lambda _: learn),
+        close=lambda: None,
+    )
+
+
+class Simulated:
+    def __init__(self, path: Path, schedule: Any, made: Engines, **sizes: Any) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.lines_said: list[str] = []
+        settings = config(schedule, **sizes)
+        with RunLog(path, []) as log:
+            self.run = Run(settings, made, PROMPTS, log, say=self.lines_said.append)
+            _, self.seconds = virtual.run(self.run.train())
+        self.lines = read_lines(path / "metrics.jsonl")
+        self.ledger = read_lines(path / "ledger.jsonl")
+
+    @property
+    def lags(self) -> list[tuple[float, float]]:
+        return [(line["lag/mean"], line["lag/max"]) for line in self.lines]
+
+    def trained(self) -> list[int]:
+        return [entry["number"] for entry in self.ledger if entry["end"] == "trained"]
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_synchronous_update_takes_the_sum_of_its_stages(tmp_path: Path) -> None:
+    """Rollouts of 2 s at the same time, then four scores of ¼ s, then 3 s of learning: 200 times 6 s, in no time."""
+    run = Simulated(tmp_path, Sync(), engines(), updates=200)
+    assert run.seconds == pytest.approx(1200)
+    for line in run.lines:
+        assert line["time"] == pytest.approx(6 * line["update"])
+        assert (line["seconds/data"], line["seconds/learn"]) == (pytest.approx(3), pytest.approx(3))
+        assert line["samples_per_s"] == pytest.approx(4 / 6)
+        busy = [line[f"busy/{stage}"] for stage in ("rollout", "score", "learn")]
+        assert busy == pytest.approx([1 / 3, 1 / 6, 1 / 2]) and line["overlap"] == pytest.approx(1)
+
+
+def test_asynchrony_hides_everything_behind_the_slowest_stage(tmp_path: Path) -> None:
+    """The learner needs 3 s for an update, so 200 updates take 600 s and the time of the first rollout and scores."""
+    run = Simulated(tmp_path, Async(tau=1), engines(), updates=200)
+    assert run.seconds == pytest.approx(600 + 3)
+    assert run.lines[-1]["busy/learn"] == pytest.approx(1) and run.lines[-1]["idle/learner"] == pytest.approx(0)
+    assert run.lines[100]["overlap"] > 1.5
+
+
+def test_periodic_learns_while_it_rolls_out(tmp_path: Path) -> None:
+    """Responses end after 1, 2, 3 and 4 s; each is scored and learned from at once: 4 s and the last one's ¼ + 1 s."""
+    lengths = engines(lambda prompt, _: 5 * (1 + prompt.number % 4), learn=1.0)
+    run = Simulated(tmp_path, Periodic(), lengths, updates=10)
+    assert run.seconds == pytest.approx(10 * (4 + 0.25 + 1))
+    assert run.lags == [(0, 0)] * 10
+
+
+def test_time_that_is_not_in_a_stage_is_waiting(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, StepOff(k=1), engines(learn=0.5, load=0.25), updates=20)
+    for line in run.lines[2:]:
+        waits = sum(line[f"seconds/{name}"] for name in ("data", "turn", "weights", "learn"))
+        assert waits == pytest.approx(line["seconds/update"])
+        assert line["publish/load"] == pytest.approx(0.25)
+
+
+# --- age --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [Sync(), Periodic(), Async(tau=0)], ids=lambda s: s.kind)
+def test_on_policy_schedules_have_no_lag(tmp_path: Path, schedule: Any) -> None:
+    run = Simulated(tmp_path, schedule, engines(long_tailed(0), samplers=2))
+    assert run.lags == [(0, 0)] * 8
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("kind", [StepOff, Replay])
+def test_lag_is_exactly_k_once_k_updates_are_made(tmp_path: Path, kind: Any, k: int) -> None:
+    for seed, speed in enumerate((0.01, 1.0, 100.0)):
+        made = engines(long_tailed(seed), learn=speed, samplers=2, load=0.5)
+        run = Simulated(tmp_path / str(seed), kind(k=k), made)
+        assert run.lags == [(min(update, k), min(update, k)) for update in range(8)]
+        assert run.trained() == list(range(32)), "in the order of submission"
+
+
+def test_replay_takes_turns(tmp_path: Path) -> None:
+    """The first two batches roll out at the same time; then each update costs what a synchronous one costs."""
+    run = Simulated(tmp_path, Replay(k=1), engines(), updates=5)
+    assert run.seconds == pytest.approx((2 + 2 + 3) + 3 * (2 + 1 + 3) + 3)
+
+
+def long_tailed(seed: int) -> Callable[[Prompt, int], int]:
+    def length(prompt: Prompt, index: int) -> int:
+        return 1 + int(random.Random(f"{seed}/{prompt.number}/{index}").lognormvariate(2, 1))
+
+    return length
+
+
+def straggler(prompt: Prompt, _: int) -> int:
+    """Group 3 takes two hundred times as long as the others."""
+    return 2000 if prompt.number == 3 else 10
+
+
+def test_in_the_order_of_completion_a_straggler_grows_old(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, Async(tau=2), engines(straggler), updates=200)
+    (late,) = [entry for entry in run.ledger if entry["number"] == 3]
+    assert late["lag"][0] > 100 and 0 < late["mean_lag"][0] < late["lag"][0], "its later tokens are younger"
+    assert max(lag for _, lag in run.lags) == late["lag"][0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "bound"),
+    [
+        (Async(tau=2, order="submission"), 2),
+        (Async(tau=2, max_lag=2), 2),
+        (Async(tau=2, max_lag=5), 5),
+        (Async(tau=2, max_lag=2, on_old="restart"), 2),
+        (Async(tau=2, max_lag=2, on_old="drop"), 2),
+        (Async(tau=1, publish_every=2, order="submission"), 3),
+        (Async(tau=1, publish_every=2, max_lag=4), 4),
+    ],
+)
+def test_a_promised_bound_holds_against_a_straggler(tmp_path: Path, schedule: Async, bound: int) -> None:
+    run = Simulated(tmp_path, schedule, engines(straggler, learn=1.0), updates=250)
+    assert max(lag for _, lag in run.lags) <= bound
+    ends = {entry["number"]: entry["end"] for entry in run.ledger}
+    if schedule.on_old == "drop":
+        assert ends[3] == "dropped" and run.run.admission.dropped == {"older than max_lag": 1}
+    elif schedule.on_old == "restart":
+        assert run.run.admission.restarted > 10, "it begins again and again, until nothing overtakes it"
+        assert ends[3] == "trained"
+    else:
+        assert ends[3] == "trained"
+        held = [line["seconds/turn"] for line in run.lines]
+        assert max(held) > 100 and run.lines[int(np.argmax(held))]["groups/ready"] > 0
+
+
+def test_versions_change_in_the_middle_of_a_response_and_are_counted(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, Async(tau=2), engines(lambda prompt, _: 20 + 7 * (prompt.number % 5)), updates=20)
+    for line in run.lines[5:]:
+        histogram = {name: value for name, value in line.items() if name.startswith("lag/tokens_")}
+        assert sum(histogram.values()) == line["tokens"] and len(histogram) > 1
+
+
+def test_draining_and_restarting_leave_one_version_in_a_response(tmp_path: Path) -> None:
+    for mode in ("drain", "restart"):
+        made = engines(lambda prompt, _: 5 + prompt.number % 7, learn=1.3)
+        run = Simulated(tmp_path / mode, Async(tau=1, on_publish=mode), made, updates=20)  # type: ignore[arg-type]
+        for entry in run.ledger:
+            assert entry["lag"] == entry["mean_lag"]
+        assert (run.lines[-1]["thrown_tokens"] > 0) == (mode == "restart")
+
+
+def test_credits_come_back_with_the_publish(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, Async(tau=1, publish_every=3), engines(long_tailed(1)), updates=9)
+    published = [line["update"] for line in run.lines if "seconds/publish" in line]
+    assert published == [4, 7], "told with the update that came after"
+    assert max(line["credits"] for line in run.lines) == 2 * 3 * 4
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def test_groups_go_to_the_sampler_with_least_to_do(tmp_path: Path) -> None:
+    made = engines(long_tailed(2), samplers=3, learn=0.1)
+    Simulated(tmp_path, Async(tau=2), made, updates=30)
+    counts = [sampler.seated for sampler in made.samplers]  # type: ignore[attr-defined]
+    assert sum(counts) == 120 and min(counts) > 25
+
+
+class Dies(SleepSampler):
+    """At its twentieth prompt, with all that is in it."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        if self.seated >= 20:
+            raise WorkerDied("its process is gone")
+        return await super().generate(prompt, sampling)
+
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        if self.seated >= 20:
+            raise WorkerDied("its process is gone")
+        return await super().publish(weights, version, mode)
+
+
+def test_when_a_sampler_dies_its_groups_go_to_the_others(tmp_path: Path) -> None:
+    made = engines(samplers=1)
+    made = replace(made, samplers=(Dies(lambda *_: 10, step=lambda _: 0.2), *made.samplers))
+    run = Simulated(tmp_path, Async(tau=1), made, updates=20)
+    assert sorted(run.trained()) == list(range(80))
+    assert run.lines_said == ["sampler-0 died and its groups go to others: its process is gone"]
+
+
+def test_a_stuck_run_says_who_waits_for_whom(tmp_path: Path) -> None:
+    made = engines(lambda prompt, _: 10 if prompt.number else 1_000_000)
+    with RunLog(tmp_path, []) as log:
+        run = Run(config(Sync()), made, PROMPTS, log)
+        report: list[str] = []
+
+        async def main() -> None:
+            task = asyncio.create_task(run.train())
+            await asyncio.sleep(50)
+            report.extend(run.report().splitlines())
+            task.cancel()
+            await asyncio.wait([task])
+
+        virtual.run(main())
+    assert report == [
+        "after 50.0 s, 48.0 s after the last move, at version 0",
+        "groups: 1 rolling, 3 waiting, 0 scoring, 0 ready, 0 learning, 0 trained; 4 of 4 credits in use",
+        "learner waits for scored groups, for 50.0 s",
+        "sampler works on group 0 for 50.0 s",
+        "scorer is idle",
+        "learner is idle",
+    ]
+
+
+# --- anything may happen ----------------------------------------------------------------------------------------------
+
+
+class Chaos:
+    """Calls that fail, each with its own luck."""
+
+    def __init__(self, seed: int, rate: float) -> None:
+        self.random, self.rate = random.Random(seed), rate
+
+    def strike(self) -> bool:
+        return self.random.random() < self.rate
+
+
+class ChaoticSampler(SleepSampler):
+    def __init__(self, chaos: Chaos, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.chaos = chaos
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        if self.chaos.strike():
+            raise OSError("crash before")
+        group = await super().generate(prompt, sampling)
+        if self.chaos.strike():
+            raise OSError("crash after")
+        if self.chaos.strike():
+            return [Handle(replace(handle.header, finish="error"), None) for handle in group]
+        return group
+
+
+class ChaoticScorer(SleepScorer):
+    def __init__(self, chaos: Chaos, *args: Any) -> None:
+        super().__init__(*args)
+        self.chaos = chaos
+
+    async def score(self, group: Group) -> list[Handle]:
+        if self.chaos.strike():
+            raise OSError("crash")
+        return await super().score(group)
+
+
+def asynchronous() -> st.SearchStrategy[Async]:
+    usual: Any = {
+        "tau": st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+        "publish_every": st.integers(1, 2),
+        "on_publish": st.sampled_from(["keep", "drain", "restart"]),
+    }
+    return st.one_of(
+        st.builds(Async, **usual, order=st.sampled_from(["completion", "submission"])),
+        st.builds(Async, **usual, max_lag=st.integers(7, 9)),
+        st.builds(Async, **usual, max_lag=st.integers(1, 3), on_old=st.sampled_from(["restart", "drop"])),
+    )
+
+
+def schedules() -> st.SearchStrategy[Any]:
+    k = st.integers(1, 3)
+    return st.one_of(
+        st.just(Sync()), st.just(Periodic()), st.builds(StepOff, k=k), st.builds(Replay, k=k), asynchronous()
+    )
+
+
+@settings(max_examples=300)
+@given(
+    schedule=schedules(),
+    seed=st.integers(0, 2**16),
+    rate=st.sampled_from([0.0, 0.02, 0.2]),
+    groups=st.integers(1, 5),
+    group=st.integers(1, 3),
+    samplers=st.integers(1, 3),
+    slots=st.sampled_from([3, 8, 1000]),
+    score=st.sampled_from([0.0, 0.1, 2.0]),
+    learn=st.sampled_from([0.0, 0.5, 5.0]),
+    load=st.sampled_from([0.0, 0.7]),
+)
+def test_whatever_happens_a_run_ends_and_keeps_its_promises(
+    schedule: Any, seed: int, rate: float, groups: int, group: int, samplers: int, **times: float
+) -> None:
+    chaos = Chaos(seed, rate)
+    made = Engines(
+        samplers=tuple(
+            ChaoticSampler(
+                chaos, long_tailed(seed), step=lambda rows: 0.1 + 0.01 * rows, slots=times["slots"], load=times["load"]
+            )
+            for _ in range(samplers)
+        ),
+        scorers=(ChaoticScorer(chaos, lambda _: times["score"]), ChaoticScorer(chaos, lambda _: times["score"])),
+        learner=SleepLearner(lambda _: times["learn"]),
+        close=lambda: None,
+    )
+    with tempfile.TemporaryDirectory() as path:
+        run = Simulated(Path(path), schedule, made, updates=5, groups=groups, group=group)
+    admission = run.run.admission
+    assert sorted(entry["number"] for entry in run.ledger) == list(range(admission.submitted)), "each ends exactly once"
+    ends = Counter(entry["end"] for entry in run.ledger)
+    assert ends["trained"] == admission.target == 5 * groups and ends["dropped"] == admission.dropped.total()
+    assert admission.in_use == 0 and not admission.gated
+    assert max(line["credits"] for line in run.lines) <= admission.schedule.credits
+    length = long_tailed(seed)
+    trained = [entry for entry in run.ledger if entry["end"] == "trained"]
+    for entry in trained:
+        prompt = Prompt(id="", number=entry["number"], tokens=np.array([1]))
+        assert entry["tokens"] == [length(prompt, index) for index in range(group)]
+    assert sum(line["tokens"] for line in run.lines) == sum(sum(entry["tokens"]) for entry in trained)
+    if admission.schedule.bound is not None:
+        assert max(line["lag/max"] for line in run.lines) <= admission.schedule.bound
+    for line in run.lines:
+        assert sum(v for name, v in line.items() if name.startswith("lag/tokens_")) == line["tokens"]
+    for sampler in made.samplers:
+        assert isinstance(sampler, SleepSampler) and not sampler.running and not sampler.waiting
+        assert sampler.count == 0
