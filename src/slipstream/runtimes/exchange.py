@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import pickle
 import resource
@@ -35,6 +36,8 @@ from slipstream.errors import EngineError, WorkerDied, first_line
 from slipstream.records import Batch, Handle
 
 CANCEL = ""
+TICK = 0.02
+"""Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +90,18 @@ def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
             return value
 
 
-async def fetched(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All records of a call at once, as read-only views of the object store."""
-    wanted: dict[Any, Any] = {}
-    swapped(args, lambda body: wanted.setdefault(body.bundle))
-    if not wanted:
-        return args
-    bundles = dict(zip(wanted, await asyncio.gather(*wanted), strict=True))
-    result: tuple[Any, ...] = swapped(args, lambda body: bundles[body.bundle][body.index])
-    return result
+async def fetched(calls: Sequence[Call]) -> dict[Any, Any]:
+    """All bundles that these calls name, at once, as read-only views of the object store; or why one cannot be had."""
+    wanted: dict[Any, None] = {}
+    swapped([call.args for call in calls], lambda body: wanted.setdefault(body.bundle))
+    return dict(zip(wanted, await asyncio.gather(*wanted, return_exceptions=True), strict=True))
+
+
+def found(bundles: dict[Any, Any], body: Body) -> Any:
+    bundle = bundles[body.bundle]
+    if isinstance(bundle, BaseException):
+        raise bundle
+    return bundle[body.index]
 
 
 def failed(id: int, error: BaseException) -> Answer:
@@ -123,10 +129,13 @@ class Host:
         self.turn = 0
         """Exchanges accepted so far."""
         self.early: dict[int, Sequence[Call]] = {}
+        self.accepting = asyncio.Lock()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.answers: list[Answer] = []
         self.bodies: list[Any] = []
         self.changed = asyncio.Event()
+        self.answered = 0.0
+        """When an exchange last returned with answers."""
 
     def __repr__(self) -> str:
         """How Ray's logs call it."""
@@ -137,34 +146,51 @@ class Host:
             self.engine = build()
         except Exception as error:
             return failed(0, error)
+        gc.freeze()  # what was imported and loaded stays: no collection need look through it again
         return Answer(0, os.getpid())
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def exchange(self, turn: int, calls: Sequence[Call]) -> tuple[list[Answer], list[Any]]:
         self.early[turn] = calls
-        while self.turn in self.early:  # Ray does not promise that they arrive in order
-            for call in self.early.pop(self.turn):
-                self._accept(call)
-            self.turn += 1
+        async with self.accepting:
+            while self.turn in self.early:  # Ray does not promise that they arrive in order
+                calls = self.early.pop(self.turn)
+                bundles = await fetched(calls)
+                for call in calls:
+                    self._accept(call, bundles)
+                self.turn += 1
         self.changed.set()
         while not self.answers and turn == self.turn - 1:
             self.changed.clear()
             await self.changed.wait()
+        await self._settle_down(turn)
         if turn < self.turn - 1:
             return [], []
         answers, self.answers, bodies, self.bodies = self.answers, [], self.bodies, []
         return answers, bodies
 
-    def _accept(self, call: Call) -> None:
+    async def _settle_down(self, turn: int) -> None:
+        """Answers that come soon after others travel together, as long as there is more to come."""
+        clock = asyncio.get_running_loop().time
+        until = self.answered + TICK
+        while self.running and turn == self.turn - 1 and clock() < until:
+            self.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), until - clock())
+        if turn == self.turn - 1:
+            self.answered = clock()
+
+    def _accept(self, call: Call, bundles: dict[Any, Any]) -> None:
         if call.method != CANCEL:
-            self.running[call.id] = asyncio.create_task(self._run(call))
+            self.running[call.id] = asyncio.create_task(self._run(call, bundles))
             self.running[call.id].add_done_callback(lambda _: self.running.pop(call.id))
         elif call.id in self.running:
             self.running[call.id].cancel()
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: Call, bundles: dict[Any, Any]) -> None:
         try:
-            result = await getattr(self.engine, call.method)(*await fetched(call.args), **call.options)
+            args = swapped(call.args, lambda body: found(bundles, body))
+            result = await getattr(self.engine, call.method)(*args, **call.options)
             self.answers.append(Answer(call.id, swapped(result, self._keep)))
         except asyncio.CancelledError:  # if it is not the caller who cancelled, it must hear of it
             self.answers.append(failed(call.id, EngineError(f"{call.method} was cancelled in {self.name}")))
@@ -200,6 +226,8 @@ class RemoteWorker:
         self.ids, self.turn = count(), 0
         self.outbox: list[Call] = []
         self.waiting: dict[int, asyncio.Future[Any]] = {}
+        self.sent, self.delayed = 0.0, False
+        """When the last exchange left, and whether the next one waits for its time."""
         self.loop: asyncio.AbstractEventLoop | None = None
         self.receiving: set[asyncio.Task[None]] = set()
         """A task of this loop for each exchange in flight."""
@@ -209,7 +237,7 @@ class RemoteWorker:
             raise WorkerDied(self.gone)
         loop = asyncio.get_running_loop()
         if loop is not self.loop:  # an exchange of an earlier one is nobody's any more
-            self.loop, self.receiving = loop, set()
+            self.loop, self.receiving, self.sent, self.delayed = loop, set(), 0.0, False
         id, answer = next(self.ids), loop.create_future()
         self.waiting[id] = answer
         self._post(Call(id, method, args, options))
@@ -225,10 +253,21 @@ class RemoteWorker:
         self.outbox.append(call)
         asyncio.get_running_loop().call_soon(self._send)  # with all that is posted until then
 
+    def _send_delayed(self) -> None:
+        self.delayed = False
+        self._send()
+
     def _send(self) -> None:
+        loop = asyncio.get_running_loop()
         to_wait = self.waiting and not self.receiving
         if self.gone or len(self.receiving) == 2 or not (self.outbox or to_wait):
             return
+        if self.receiving and (early := self.sent + TICK - loop.time()) > 0:  # it has something to do
+            if not self.delayed:
+                self.delayed = True
+                loop.call_later(early, self._send_delayed)
+            return
+        self.sent = loop.time()
         calls, self.outbox = self.outbox, []
         try:
             headers, bodies = self.host.exchange.remote(self.turn, calls)
@@ -236,7 +275,7 @@ class RemoteWorker:
             self._fail([call.id for call in calls], error)
             return
         self.turn += 1
-        self.receiving.add(asyncio.get_running_loop().create_task(self._receive(headers, bodies)))
+        self.receiving.add(loop.create_task(self._receive(headers, bodies)))
 
     async def _receive(self, headers: Any, bodies: Any) -> None:
         task, receiving = asyncio.current_task(), self.receiving

@@ -22,6 +22,7 @@ from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, process, uniforms
 from slipstream.engines.native import kv
 from slipstream.engines.native.model import LanguageModel, fingerprint, load_weights
+from slipstream.engines.native.packing import micro_batches
 from slipstream.engines.native.requests import Publish, Request, Row, Told
 from slipstream.engines.native.tape import Tape
 from slipstream.errors import ModelError
@@ -29,6 +30,8 @@ from slipstream.records import Handle, Prompt, header_of
 
 PREFILL_TOKENS = 1 << 15
 """Most tokens, padding included, of one prefill pass."""
+GATHERED = 8
+"""An eighth of the slots must be free before some are filled."""
 
 
 class NativeSampler:
@@ -146,18 +149,31 @@ class NativeSampler:
         return thrown
 
     def _rebuild(self) -> None:
-        """The prefixes of all running rows under the new weights. Their newest token has not been through the model."""
-        longest = max(row.length for row in self.rows) - 1
-        rows = max(1, PREFILL_TOKENS // longest)
-        for start in range(0, len(self.rows), rows):
-            self._prefill(start, self.tape.ids_SL[start : min(start + rows, len(self.rows)), :longest])
+        """The prefixes of all running rows under the new weights. Their newest token has not been through the model.
+
+        Rows change places, so that those of like length lie together and little of a pass is padding.
+        """
+        lengths = [row.length - 1 for row in self.rows]
+        batches = list(micro_batches(lengths, PREFILL_TOKENS))
+        order = [slot for batch in batches for slot in batch]
+        self.tape.move(torch.tensor(order, device=self.lm.device), torch.arange(len(order), device=self.lm.device))
+        self.rows = [self.rows[slot] for slot in order]
+        start = 0
+        for batch in batches:
+            self._prefill(start, self.tape.ids_SL[start : start + len(batch), : lengths[batch[0]]])
+            start += len(batch)
         if self.lm.device.type == "cuda":
             torch.cuda.synchronize(self.lm.device)  # so that the time this takes is seen
 
     def _admit(self) -> tuple[int, int, Tensor | None]:
-        """Move waiting groups into free slots, prefill them; returns their rows and the logits of their first token."""
+        """Move waiting groups into free slots, prefill them; returns their rows and the logits of their first token.
+
+        A pass for one of them costs hardly less than one for several, so slots gather before they are filled.
+        """
         admitted: list[Request] = []
         free = self.count - len(self.rows)
+        if free < self.count // GATHERED:
+            return len(self.rows), len(self.rows), None
         longest = 0
         while self.waiting and not self.publishing:
             request = self.waiting[0]

@@ -8,6 +8,7 @@ Shapes: N predicted tokens, C rows of a chunk, M cached actions, K top-k, D hidd
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,10 @@ from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.records import Group, Handle, Rollout, Scored, header_of
 
+TOGETHER = 0.002
+"""Seconds between calls that were made at the same time."""
+APART = 0.05
+"""Seconds between two passes, if little waits."""
 Cache = Literal["sampled", "teacher_topk", "hidden"]
 
 
@@ -48,21 +53,29 @@ class NativeScorer:
         self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
         self.waiting: list[tuple[Group, asyncio.Future[list[Handle]]]] = []
         self.driver: asyncio.Task[None] | None = None
+        self.ended = 0.0
+        """When the last pass did."""
+        self.enough = asyncio.Event()
+        """Set when so much waits that a pass is not made better by more."""
 
     async def score(self, group: Group) -> list[Handle]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[Handle]] = loop.create_future()
         self.waiting.append((group, answer))
+        if sum(handle.header.tokens for group, _ in self.waiting for handle in group) > self.token_budget // 8:
+            self.enough.set()
         if self.driver is None or self.driver.done():
             self.driver = loop.create_task(self._drive())
         return await answer
 
     async def _drive(self) -> None:
         while self.waiting:
+            await self._gather()
             taken, self.waiting = self.waiting, []
             handles = [handle for group, _ in taken for handle in group]
             try:
                 scored = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles)
+                self.ended = asyncio.get_running_loop().time()
             except Exception as error:
                 for _, answer in taken:
                     if not answer.done():
@@ -72,6 +85,13 @@ class NativeScorer:
                 if not answer.done():
                     answer.set_result(scored[: len(group)])
                 scored = scored[len(group) :]
+
+    async def _gather(self) -> None:
+        """Small passes cost hardly less than larger ones: calls that come close behind one another share one."""
+        now = asyncio.get_running_loop().time()
+        self.enough.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.enough.wait(), max(TOGETHER, self.ended + APART - now))
 
     def close(self) -> None:
         self.thread.shutdown()

@@ -1,0 +1,168 @@
+"""Every schedule on the same two cores: training throughput, overlap, and accuracy after the same number of updates.
+
+    python benchmarks/schedules.py [--seeds 5] [--updates 100]
+
+The built-in student learns the heavy-tailed arithmetic of the built-in teacher, 64 samples per update. Synchronous runs
+may use both cores in every way there is here: one process, two scorers, two samplers and scorers, a learner of two
+threads; the fastest of them is the baseline. For every seed all schedules take their turn. Throughput is that of
+`metrics.throughput`, after five updates of warm-up; accuracy is the final student's on 200 held-out prompts.
+
+The bound of a run is the time that its CPU work would take if both cores were always busy: CPU seconds of all stages,
+and of the coordinator, divided by two. What a run reaches of it is how well it keeps the cores busy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.accuracy import measure
+from slipstream.config_file import parse
+from slipstream.engines.base import Sampling
+from slipstream.launch import eval_prompts, prepare
+from slipstream.metrics import throughput
+from slipstream.pipeline.run import Run
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import inline, ray
+from slipstream.runtimes.build import decoder
+from slipstream.tasks.rewards import PoolGrader
+
+CORES, BATCH, MAX_TOKENS = 2, 64, 80
+ARMS: dict[str, dict[str, Any]] = {
+    "sync, one process": {"schedule": {"kind": "sync"}, "runtime": {"kind": "inline"}},
+    "sync, 2 scorers": {"schedule": {"kind": "sync"}, "teacher": {"replicas": 2}},
+    "sync, 2 of each": {
+        "schedule": {"kind": "sync"},
+        "sampler": {"replicas": 2},
+        "teacher": {"replicas": 2},
+        "learner": {"threads": 2},
+    },
+    "periodic": {"schedule": {"kind": "periodic"}},
+    "step_off(1)": {"schedule": {"kind": "step_off", "k": 1}},
+    "async(4)": {"schedule": {"kind": "async", "tau": 4}},
+}
+
+
+@dataclass(frozen=True)
+class Found:
+    tokens_per_s: float
+    of_bound: float
+    stages_of_bound: float
+    """The same, where only the CPU seconds of the stages count."""
+    overlap: float
+    lag: float
+    accuracy: float
+    waits: dict[str, float]
+    cpu: dict[str, float]
+
+
+def run(arm: dict[str, Any], *, seed: int, updates: int) -> Found:
+    config = parse(
+        {
+            "student": "builtin:student",
+            "updates": updates,
+            "seed": seed,
+            "teachers": {"main": {"model": "builtin:teacher", **arm.get("teacher", {})}},
+            "sampler": {"max_tokens": MAX_TOKENS, **arm.get("sampler", {})},
+            "learner": {"batch_size": BATCH, "lr": 1e-3, **arm.get("learner", {})},
+            "schedule": arm["schedule"],
+            "runtime": arm.get("runtime", {}),
+        }
+    )
+    job = prepare(config)
+    runtime = inline if config.runtime.kind == "inline" else ray
+    with tempfile.TemporaryDirectory() as path:
+        engines = runtime.open_engines(config, job.tokenizer, say=lambda _: None)
+        try:
+            with RunLog.create(config, Path(path) / "run") as log:
+                seconds, cpu = asyncio.run(timed(Run(config, engines, job.prompts, log)))
+        finally:
+            engines.close()
+        lines = read_lines(Path(path) / "run" / "metrics.jsonl")[5:]
+        accuracy = accuracy_of(str(Path(path) / "run" / "final"), job.tokenizer)
+    wall = sum(line["seconds/update"] for line in lines)
+    stages = sum(value for name, value in cpu.items() if name != "coordinator")
+    return Found(
+        tokens_per_s=throughput([line["tokens"] for line in lines], [line["time"] for line in lines], warmup=1),
+        of_bound=sum(cpu.values()) / CORES / seconds,
+        stages_of_bound=stages / CORES / seconds,
+        overlap=sum(line["overlap"] * line["seconds/update"] for line in lines) / wall,
+        lag=statistics.fmean(line["lag/mean"] for line in lines),
+        accuracy=accuracy,
+        waits={name: sum(line[f"seconds/{name}"] for line in lines) / wall for name in ("data", "turn", "weights")},
+        cpu=cpu,
+    )
+
+
+async def timed(run: Run) -> tuple[float, dict[str, float]]:
+    """Wall-clock seconds of a run, and the CPU seconds of every worker."""
+    before, mine, began = await ray.cpu_seconds(run.engines), time.process_time(), time.perf_counter()
+    await run.train()
+    seconds, mine = time.perf_counter() - began, time.process_time() - mine
+    after = await ray.cpu_seconds(run.engines)
+    return seconds, {name: after[name] - before[name] for name in after} | {"coordinator": mine}
+
+
+def accuracy_of(model: str, tokenizer: Any) -> float:
+    prompts = eval_prompts(tokenizer, parse_data(), "builtin:arithmetic", split="eval", limit=200, seed=0)
+    grader = PoolGrader("exact", decoder(tokenizer))
+    try:
+        sampling = Sampling(max_tokens=MAX_TOKENS, group=4)
+        return measure(model, prompts, grader, tokenizer, sampling=sampling, reward="exact").avg
+    finally:
+        grader.close()
+
+
+def parse_data() -> Any:
+    return parse({"student": "-", "teachers": {"main": {"model": "-"}}}).data
+
+
+def spread(values: list[float], form: str) -> str:
+    low, middle, high = (format(f(values), form) for f in (min, statistics.median, max))
+    return f"{middle} [{low} … {high}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--updates", type=int, default=100)
+    args = parser.parse_args()
+    found: dict[str, list[Found]] = {name: [] for name in ARMS}
+    for seed in range(args.seeds):
+        for name, arm in ARMS.items():
+            one = run(arm, seed=seed, updates=args.updates)
+            found[name].append(one)
+            cpu = ", ".join(f"{worker} {value:.1f}" for worker, value in one.cpu.items())
+            print(
+                f"seed {seed}  {name:18} {one.tokens_per_s:7,.0f} tok/s  accuracy {one.accuracy:.1%}  CPU s: {cpu}",
+                flush=True,
+            )
+    print(f"\nmedians of {args.seeds} seeds [range], {args.updates} updates of {BATCH} samples on {CORES} cores")
+    print(
+        f"{'':18} {'tokens/s':>24} {'of the bound':>22} {'overlap':>8} {'lag':>5} {'accuracy':>25}  learner waits for"
+    )
+    for name, runs in found.items():
+        waits = ", ".join(f"{what} {statistics.median(one.waits[what] for one in runs):.0%}" for what in runs[0].waits)
+        print(
+            f"{name:18} {spread([one.tokens_per_s for one in runs], ',.0f'):>24} "
+            f"{spread([one.of_bound for one in runs], '.0%'):>22} "
+            f"{statistics.median(one.overlap for one in runs):8.2f} {statistics.median(one.lag for one in runs):5.1f} "
+            f"{spread([one.accuracy for one in runs], '.1%'):>25}  {waits}"
+        )
+    stages = spread([one.stages_of_bound for one in found["async(4)"]], ".0%")
+    print(f"async(4) with the CPU seconds of the stages alone: {stages} of the bound")
+    syncs = [name for name in ARMS if name.startswith("sync")]
+    best = max(syncs, key=lambda name: statistics.median(one.tokens_per_s for one in found[name]))
+    for name in ARMS:
+        ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(found[name], found[best], strict=True)]
+        print(f"{name:18} / {best}: {spread(ratios, '.2f')}")
+
+
+if __name__ == "__main__":
+    main()
