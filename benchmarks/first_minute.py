@@ -32,9 +32,14 @@ def main() -> None:
     for seed in range(args.repeats):
         with tempfile.TemporaryDirectory() as scratch:
             seconds, output = timed("demo", "--seed", str(seed), "--output", f"{scratch}/run")
-        rows = re.findall(r"│ (student before|student after|teacher) +│ +([\d.]+)% │ +([\d.]+)% │ +(\d+)% │", output)
+        rows = re.findall(
+            r"│ (student before|student after \w+|teacher) +│ +([\d.]+)% │ +([\d.]+)% │ +(\d+)% │", output
+        )
         found = ", ".join(f"{name} {sampled} % sampled, {greedy} % greedy" for name, sampled, greedy, _ in rows)
-        print(f"demo, seed {seed}: {seconds:.0f} s; {found}; {rows[1][3]} % of the teacher's", flush=True)
+        speeds = ", ".join(
+            f"{name} {speed} samples/s" for name, speed in re.findall(r"│ (\w+) +│ +\d+ s │ +(\d+) │", output)
+        )
+        print(f"demo, seed {seed}: {seconds:.0f} s; {found}; {rows[-2][3]} % of the teacher's; {speeds}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from slipstream.metrics import (
     added,
     avg_at_n,
+    digest,
     lag_metrics,
     mean_lag,
     merged,
@@ -211,13 +212,15 @@ def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
         "thrown_tokens": 7.0,
     }
     lines = [
-        line | {"update": n, "time": 2.0 * n, "tokens": 10.0 * n - 5, "lag/mean": n, "lag/max": 2.0 * n}
+        line | {"update": n, "samples": 4.0, "time": 2.0 * n, "tokens": 10.0 * n - 5, "lag/mean": n, "lag/max": 2.0 * n}
         for n in range(1, 5)
     ]
-    assert summary([{"kind": "eval", "update": 1}, *lines]) == [
+    assert summary(digest([{"kind": "eval", "update": 1}, *lines])) == [
         "trained 15 tokens/s; busy: rollout 90%, scoring 30%, learner 50% (overlap 1.70)",
         "lag 3.6 updates on average, 8 at most; the learner waited 25% of the time for data, 0% for its turn, 12% for "
         "a publish",
         "1 groups dropped or restarted, 7 tokens thrown away",
     ]
-    assert summary(lines[:1]) == []
+    assert digest(lines)["samples_per_s"] == 2 and digest(lines)["seconds"] == 8
+    assert digest(lines, since=2)["tokens_per_s"] == 35 / 2, "a part that was gone on with is summed up by itself"
+    assert summary(digest(lines[:1])) == []

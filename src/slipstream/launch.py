@@ -16,7 +16,7 @@ from slipstream.config_file import load
 from slipstream.engines.base import Engines
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirError, Terminated
-from slipstream.metrics import summary
+from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.run import Run
@@ -196,7 +196,7 @@ def go(
                     soft_wrap=True,
                 )
             raise
-    for line in summary(read_lines(log.path / "metrics.jsonl"), since=began):
+    for line in summary(digest(read_lines(log.path / "metrics.jsonl"), since=began)):
         console.print(line, highlight=False, markup=False)
 
 

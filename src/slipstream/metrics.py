@@ -93,30 +93,42 @@ def added(parts: Sequence[Mapping[str, float]], scale: float) -> Numbers:
     return numbers
 
 
-def summary(lines: Sequence[Mapping[str, Any]], *, since: int = 0) -> list[str]:
-    """What is worth knowing at the end of a run, from its metrics.jsonl: speed, overlap, staleness, waits."""
+def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Numbers:
+    """A whole run in a few numbers, from its metrics.jsonl, after warm-up; empty for a run too short to tell."""
     lines = [line for line in lines if line["kind"] == "train" and line["update"] > since]
     if len(lines) < 2:
-        return []
+        return {}
     warmup = min(WARMUP, len(lines) // 2)
-    speed = throughput([line["tokens"] for line in lines], [line["time"] for line in lines], warmup=warmup)
-    late = lines[warmup:]
-    seconds = sum(line["seconds/update"] for line in late)
+    late, times = lines[warmup:], [line["time"] for line in lines]
+    wall, tokens = sum(line["seconds/update"] for line in late), sum(line["tokens"] for line in late)
+    shares = ("overlap", "busy/rollout", "busy/score", "busy/learn")
+    waits = ("data", "turn", "weights")
+    return {
+        "tokens_per_s": throughput([line["tokens"] for line in lines], times, warmup=warmup),
+        "samples_per_s": throughput([line["samples"] for line in lines], times, warmup=warmup),
+        **{name: sum(line[name] * line["seconds/update"] for line in late) / wall for name in shares},
+        **{f"waits/{name}": sum(line[f"seconds/{name}"] for line in late) / wall for name in waits},
+        "lag/mean": sum(line["lag/mean"] * line["tokens"] for line in late) / tokens,
+        "lag/max": max(line["lag/max"] for line in lines),
+        "lost": lines[-1]["dropped"] + lines[-1]["restarted"],
+        "thrown_tokens": lines[-1]["thrown_tokens"],
+        "seconds": times[-1],
+    }
 
-    def share(name: str) -> float:
-        return float(sum(line[name] * line["seconds/update"] for line in late) / seconds)
 
-    waits = {name: sum(line[f"seconds/{name}"] for line in late) / seconds for name in ("data", "turn", "weights")}
-    lag = sum(line["lag/mean"] * line["tokens"] for line in late) / sum(line["tokens"] for line in late)
+def summary(run: Mapping[str, float]) -> list[str]:
+    """What a person wants to know of a run: speed, overlap, staleness, and what the learner waited for."""
+    if not run:
+        return []
     found = [
-        f"trained {speed:,.0f} tokens/s; busy: rollout {share('busy/rollout'):.0%}, scoring {share('busy/score'):.0%}, "
-        f"learner {share('busy/learn'):.0%} (overlap {share('overlap'):.2f})",
-        f"lag {lag:.1f} updates on average, {max(line['lag/max'] for line in lines):.0f} at most; the learner waited "
-        f"{waits['data']:.0%} of the time for data, {waits['turn']:.0%} for its turn, {waits['weights']:.0%} for a "
-        "publish",
+        f"trained {run['tokens_per_s']:,.0f} tokens/s; busy: rollout {run['busy/rollout']:.0%}, scoring "
+        f"{run['busy/score']:.0%}, learner {run['busy/learn']:.0%} (overlap {run['overlap']:.2f})",
+        f"lag {run['lag/mean']:.1f} updates on average, {run['lag/max']:.0f} at most; the learner waited "
+        f"{run['waits/data']:.0%} of the time for data, {run['waits/turn']:.0%} for its turn, "
+        f"{run['waits/weights']:.0%} for a publish",
     ]
-    if lost := lines[-1]["dropped"] + lines[-1]["restarted"]:
-        found.append(f"{lost:.0f} groups dropped or restarted, {lines[-1]['thrown_tokens']:,.0f} tokens thrown away")
+    if run["lost"]:
+        found.append(f"{run['lost']:.0f} groups dropped or restarted, {run['thrown_tokens']:,.0f} tokens thrown away")
     return found
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 
 from slipstream.engines.base import WeightsRef
 from slipstream.errors import EngineError, WorkerDied, first_line
@@ -69,7 +69,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Where a record lies: its bundle in the object store, and its place there."""
+    """Where a record lies: its bundle, and its place there.
+
+    The bundle is an ObjectRef with the coordinator. In a call it is its place among the bundles of the exchange, which
+    Ray hands over as read-only views of the object store before the exchange begins.
+    """
 
     bundle: Any
     index: int
@@ -86,22 +90,10 @@ def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
             return Batch(swapped(groups, change), update)
         case list() | tuple():
             return type(value)([swapped(item, change) for item in value])
+        case Call(id, method, args, options):
+            return Call(id, method, swapped(args, change), options)
         case _:
             return value
-
-
-async def fetched(calls: Sequence[Call]) -> dict[Any, Any]:
-    """All bundles that these calls name, at once, as read-only views of the object store; or why one cannot be had."""
-    wanted: dict[Any, None] = {}
-    swapped([call.args for call in calls], lambda body: wanted.setdefault(body.bundle))
-    return dict(zip(wanted, await asyncio.gather(*wanted, return_exceptions=True), strict=True))
-
-
-def found(bundles: dict[Any, Any], body: Body) -> Any:
-    bundle = bundles[body.bundle]
-    if isinstance(bundle, BaseException):
-        raise bundle
-    return bundle[body.index]
 
 
 def failed(id: int, error: BaseException) -> Answer:
@@ -129,7 +121,6 @@ class Host:
         self.turn = 0
         """Exchanges accepted so far."""
         self.early: dict[int, Sequence[Call]] = {}
-        self.accepting = asyncio.Lock()
         self.running: dict[int, asyncio.Task[None]] = {}
         self.answers: list[Answer] = []
         self.bodies: list[Any] = []
@@ -150,15 +141,12 @@ class Host:
         return Answer(0, os.getpid())
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    async def exchange(self, turn: int, calls: Sequence[Call]) -> tuple[list[Answer], list[Any]]:
-        self.early[turn] = calls
-        async with self.accepting:
-            while self.turn in self.early:  # Ray does not promise that they arrive in order
-                calls = self.early.pop(self.turn)
-                bundles = await fetched(calls)
-                for call in calls:
-                    self._accept(call, bundles)
-                self.turn += 1
+    async def exchange(self, turn: int, calls: Sequence[Call], *bundles: Any) -> tuple[list[Answer], list[Any]]:
+        self.early[turn] = swapped(calls, lambda body: bundles[body.bundle][body.index])
+        while self.turn in self.early:  # Ray does not promise that they arrive in order
+            for call in self.early.pop(self.turn):
+                self._accept(call)
+            self.turn += 1
         self.changed.set()
         while not self.answers and turn == self.turn - 1:
             self.changed.clear()
@@ -180,17 +168,16 @@ class Host:
         if turn == self.turn - 1:
             self.answered = clock()
 
-    def _accept(self, call: Call, bundles: dict[Any, Any]) -> None:
+    def _accept(self, call: Call) -> None:
         if call.method != CANCEL:
-            self.running[call.id] = asyncio.create_task(self._run(call, bundles))
+            self.running[call.id] = asyncio.create_task(self._run(call))
             self.running[call.id].add_done_callback(lambda _: self.running.pop(call.id))
         elif call.id in self.running:
             self.running[call.id].cancel()
 
-    async def _run(self, call: Call, bundles: dict[Any, Any]) -> None:
+    async def _run(self, call: Call) -> None:
         try:
-            args = swapped(call.args, lambda body: found(bundles, body))
-            result = await getattr(self.engine, call.method)(*args, **call.options)
+            result = await getattr(self.engine, call.method)(*call.args, **call.options)
             self.answers.append(Answer(call.id, swapped(result, self._keep)))
         except asyncio.CancelledError:  # if it is not the caller who cancelled, it must hear of it
             self.answers.append(failed(call.id, EngineError(f"{call.method} was cancelled in {self.name}")))
@@ -269,21 +256,30 @@ class RemoteWorker:
             return
         self.sent = loop.time()
         calls, self.outbox = self.outbox, []
+        bundles: dict[Any, int] = {}
+        named = swapped(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
         try:
-            headers, bodies = self.host.exchange.remote(self.turn, calls)
+            returned = self.host.exchange.remote(self.turn, named, *bundles)
         except Exception as error:  # an argument cannot be pickled: nothing has left
             self._fail([call.id for call in calls], error)
             return
+        self._expect(self.turn, calls, returned)
         self.turn += 1
-        self.receiving.add(loop.create_task(self._receive(headers, bodies)))
 
-    async def _receive(self, headers: Any, bodies: Any) -> None:
+    def _expect(self, turn: int, calls: Sequence[Call], returned: Any) -> None:
+        self.receiving.add(asyncio.get_running_loop().create_task(self._receive(turn, calls, *returned)))
+
+    async def _receive(self, turn: int, calls: Sequence[Call], headers: Any, bodies: Any) -> None:
         task, receiving = asyncio.current_task(), self.receiving
         assert task is not None
         try:
             answers: list[Answer] = await headers
-        except RayError as error:
+        except RayActorError as error:
             self._bury(error)
+            return
+        except RayError as error:  # a bundle was lost with its machine: this exchange never began
+            self._fail([call.id for call in calls], EngineError(f"{self.name}: {first_line(error)}"))
+            self._expect(turn, [], self.host.exchange.remote(turn, []))
             return
         finally:
             receiving.discard(task)
