@@ -197,7 +197,7 @@ def go(
                 )
             raise
     for line in summary(digest(read_lines(log.path / "metrics.jsonl"), since=began)):
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
