@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.config import Async
+from slipstream.errors import ConfigError
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.schedules import Schedule, asynchronous, periodic, replay, step_off, sync
 
@@ -53,7 +54,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule
         choices += ["learn"] if admission.learnable() and not admission.full else []
         choices += ["train"] if admission.full and not admission.gated else []
         choices += ["publish"] if admission.gated else []
-        choices += ["renew"] if admission.outdated() and not admission.gated else []
+        choices += ["renew"] if admission.outdated() else []
         on_the_way = [*admission.rolling, *admission.waiting, *admission.scoring]
         if drops < 6:
             choices += ["drop"] if on_the_way else []
@@ -221,6 +222,8 @@ def test_a_restart_is_under_the_published_weights_and_on_the_same_credit() -> No
     assert admission.submit() == [0, 1]
     admit(admission, 1)
     assert update(admission) == [0]
+    assert admission.outdated() == [], "group 1 may not have a token yet"
+    admission.rolled(1, 0)
     assert admission.outdated() == [1]
     admission.restart(1)
     assert admission.outdated() == [] and admission.live[1].version == 1
@@ -245,8 +248,31 @@ def test_admission_goes_on_from_where_it_stood() -> None:
     admit(admission, 2)
     update(admission)
     standing = admission.standing
-    assert standing == Standing(version=1, submitted=7, dropped={"broken": 1}, in_flight={3: 0, 4: 4, 5: 5, 6: 5})
+    assert standing == Standing(
+        version=1, submitted=7, dropped={"broken": 1}, restarted=0, in_flight={3: 0, 4: 4, 5: 5, 6: 5}
+    )
     assert [number for number in range(9) if standing.ended(number)] == [0, 1, 2]
     again = Admission(schedule, updates=3, standing=standing)
     assert list(again.rolling) == [3, 4, 5, 6] and again.quota() == 0
     assert (again.remaining, again.in_use, again.version) == (admission.remaining, admission.in_use, 1)
+
+
+def test_in_the_order_of_completion_who_is_scored_first_is_learned_from_first() -> None:
+    admission = Admission(asynchronous(2, Async(tau=1)), updates=9)
+    admission.submit()
+    for number in (3, 0, 2, 1):
+        admission.rolled(number, 0)
+    admission.take()
+    for number in (2, 3, 1, 0):
+        admission.scored(number)
+    assert update(admission) == [2, 3] and update(admission) == [1, 0]
+
+
+def test_what_stood_must_fit_the_schedule_and_the_updates() -> None:
+    standing = Standing(version=2, submitted=16, dropped={}, restarted=0, in_flight=dict.fromkeys(range(4, 16), 0))
+    with pytest.raises(ConfigError, match="12 groups were in flight and this schedule has 4 credits"):
+        Admission(asynchronous(2, Async(tau=1)), updates=9, standing=standing)
+    with pytest.raises(ConfigError, match="updates = 7: more than that is submitted already, write at least 8"):
+        Admission(asynchronous(2, Async(tau=5)), updates=7, standing=standing)
+    again = Admission(asynchronous(2, Async(tau=5)), updates=8, standing=standing)
+    assert again.quota() == again.remaining == 0

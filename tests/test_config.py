@@ -246,6 +246,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": {"order": "submission", "max_lag": 9}},
         'schedule: order = "submission" bounds the lag by itself: drop max_lag, or the order',
     ),
+    "evaluation between two publishes": (
+        {"schedule": {"publish_every": 2}, "eval": {"every": 3}, "data": {"eval": "x"}, "task": {"reward": "exact"}},
+        "eval.every = 3 is not a multiple of schedule.publish_every = 2",
+    ),
     "address of nothing": (
         {"runtime": {"kind": "inline", "address": "auto"}},
         'runtime.address is for runtime.kind = "ray": drop one of them',

@@ -138,12 +138,35 @@ class Failing(toy.ToyScorer):
 def test_a_teacher_that_is_down_is_tried_again_and_then_stops_the_run_with_its_cause(tmp_path: Path) -> None:
     with pytest.raises(
         EngineError,
-        match=r"scoring failed 5 times in 15 s, for 3 groups in a row: ConnectionError: the teacher is gone",
+        match=r"scoring failed at the last 15 tries, and none succeeded: ConnectionError: the teacher is gone",
     ) as caught:
         train(tmp_path, toy_engines(scorer=Failing(TEACHER)))
     assert isinstance(caught.value.__cause__, ConnectionError)
     reasons = [entry["reason"] for entry in read_lines(tmp_path / "ledger.jsonl")]
     assert reasons == ["scoring failed"] * 2 + ["run stopped"] * 2
+
+
+class Useless(toy.ToySampler):
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        group = await super().generate(prompt, sampling)
+        return [Handle(replace(handle.header, finish="error"), handle.body) for handle in group]
+
+
+def test_a_sampler_that_can_answer_nothing_stops_the_run(tmp_path: Path) -> None:
+    with pytest.raises(
+        EngineError, match=r"rollout failed at the last 15 tries, and none succeeded: the engine could not answer it"
+    ):
+        train(tmp_path, toy_engines(sampler=Useless(toy.random_table(VOCAB, seed=0))))
+
+
+class Defective(toy.ToyScorer):
+    async def score(self, group: Group) -> list[Handle]:
+        raise TypeError("a defect of ours")
+
+
+def test_a_defect_is_not_tried_again_and_keeps_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="a defect of ours"):
+        train(tmp_path, toy_engines(scorer=Defective(TEACHER)))
 
 
 class Flaky(toy.ToyScorer):

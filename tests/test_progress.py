@@ -62,7 +62,7 @@ def test_on_a_terminal_a_panel_says_how_far_the_run_is_and_where_its_groups_are(
         progress.log({"train/loss": 0.1}, 2)
     panel = text.getvalue()
     assert "[a]b" in panel and "update 2/8" in panel and "s to go" in panel
-    assert "rolling out 20   scoring 0   learning 0   dropped 0" in panel
+    assert "rolling out 20   scoring 0   scored 0   learning 0   dropped 0" in panel
     assert "loss █▁" in panel
 
 

@@ -97,19 +97,33 @@ def ends(path: Path) -> list[int]:
     return sorted(entry["number"] for entry in read_lines(path / "ledger.jsonl") if entry["end"] == "trained")
 
 
-SCHEDULES = [Sync(), Periodic(), StepOff(k=2), Replay(k=2), Async(tau=2), Async(tau=2, order="submission")]
+SCHEDULES = [
+    Sync(),
+    Periodic(),
+    StepOff(k=2),
+    Replay(k=2),
+    Async(tau=2),
+    Async(tau=2, order="submission"),
+    Async(tau=1, publish_every=2),
+    Async(tau=2, max_lag=2),
+    Async(tau=2, max_lag=1, on_old="restart"),
+    Async(tau=2, max_lag=1, on_old="drop"),
+]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_stopped_at_any_time_and_gone_on_every_group_is_trained_on_once(tmp_path: Path, schedule: Any) -> None:
-    for index, seconds in enumerate((0.1, 2.0, 4.4, 7.7, 11.3)):
+    for index, seconds in enumerate((0.1, 1.5, 3.1, 4.4, 6.1)):
         path = tmp_path / str(index)
         go(path, schedule, until=seconds)
         assert not (path / "final").exists() and (path / "checkpoints").exists()
-        go(path, schedule, until=3.3)
+        go(path, schedule, until=1.3)
         go(path, schedule)
-        assert ends(path) == list(range(24))
+        ledger = read_lines(path / "ledger.jsonl")
+        assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger))), "each exactly once"
+        assert len(ends(path)) == 24
         lines = read_lines(path / "metrics.jsonl")
+        assert len(ledger) - 24 == lines[-1]["dropped"]
         assert [line["update"] for line in lines] == list(range(1, 9))
         assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
         assert (path / "final" / "table.npy").exists()
@@ -223,7 +237,7 @@ def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     assert process.returncode == code
     assert f"go on with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
     version = newest(tmp_path / "run")[1].version
-    assert f"stopped after update {version}" in output
+    assert f"saved after update {version}; go on with" in output
     stopped = [e for e in read_lines(tmp_path / "run" / "ledger.jsonl") if e.get("reason") == "run stopped"]
     assert len(stopped) > 0
     finish(tmp_path)

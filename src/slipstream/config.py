@@ -334,6 +334,12 @@ class Config(Section):
             raise ValueError('runtime.address is for runtime.kind = "ray": drop one of them')
         if self.eval.every and self.eval.n > self.sampler.slots:
             raise ValueError(f"eval.n = {self.eval.n} needs sampler.slots of at least {self.eval.n}")
+        every = getattr(self.schedule, "publish_every", 1)
+        if self.eval.every % every:
+            raise ValueError(
+                f"eval.every = {self.eval.every} is not a multiple of schedule.publish_every = {every}: "
+                "samplers do not have the weights in between"
+            )
         if self.eval.every and self.data.eval is None:
             raise ValueError("eval.every needs held-out prompts: set data.eval")
         if self.eval.every and self.task.reward is None:

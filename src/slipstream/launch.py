@@ -188,9 +188,9 @@ def go(
             asyncio.run(main())
         except BaseException:
             progress.stop()
-            if (log.path / "checkpoints").exists():
+            if saved := run.checkpoints.existing():
                 console.print(
-                    f"stopped after update {run.admission.version}; go on with: slipstream resume {log.path}",
+                    f"stopped; saved after update {saved[-1]}; go on with: slipstream resume {log.path}",
                     highlight=False,
                     markup=False,
                     soft_wrap=True,

@@ -23,7 +23,8 @@ class Progress:
 
     def __init__(self, console: Console, *, updates: int, title: str, admission: Admission) -> None:
         self.console, self.updates, self.title, self.admission = console, updates, title, admission
-        self.update, self.numbers = 0, dict[str, float]()
+        self.start = self.update = admission.version
+        self.numbers = dict[str, float]()
         self.losses: list[float] = []
         self.began = time.monotonic()
         self.live = Live(get_renderable=self.panel, console=console, refresh_per_second=4)
@@ -59,7 +60,8 @@ class Progress:
 
     def panel(self) -> RenderableType:
         seconds = time.monotonic() - self.began
-        left = seconds / self.update * (self.updates - self.update) if self.update else None
+        made = self.update - self.start
+        left = seconds / made * (self.updates - self.update) if made > 0 else None
         head = Table.grid(padding=(0, 2))
         head.add_row(
             f"[bold]{escape(self.title)}[/]",
@@ -80,7 +82,8 @@ class Progress:
         return [
             ("rolling out", len(a.rolling)),
             ("scoring", scoring),
-            ("learning", len(a.ready)),
+            ("scored", len(a.ready)),
+            ("learning", len(a.learning)),
             ("dropped", a.dropped.total()),
         ]
 

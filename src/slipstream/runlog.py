@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -37,9 +37,15 @@ class Sink(Protocol):
 
 
 class RunLog:
-    def __init__(self, path: Path, sinks: list[Sink], *, trace: bool = True, time: float = 0.0) -> None:
-        self.path, self.sinks, self.time = path, sinks, time
-        """`time` is how long the run had gone on when it was stopped, if this is its continuation."""
+    def __init__(
+        self, path: Path, sinks: list[Sink], *, trace: bool = True, before: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """`before` are the lines that metrics.jsonl has already, if this goes on with a run."""
+        self.path, self.sinks = path, sinks
+        self.last: Mapping[str, Any] = next((line for line in reversed(before) if line["kind"] == "train"), {})
+        """The metrics of the last update."""
+        self.evaluated = {line["update"] for line in before if line["kind"] == "eval"}
+        """Updates after which there was an evaluation."""
         self._metrics: TextIO = (path / "metrics.jsonl").open("a")
         self._ledger: TextIO = (path / "ledger.jsonl").open("a")
         self.trace: TextIO | None = open_trace(path / "trace.json") if trace else None
@@ -68,7 +74,7 @@ class RunLog:
         """Go on after an update. What came later is forgotten: its lines, and those of groups that had not ended."""
         check_trackers(config.log.to)
         lines = [line for line in read_lines(path / "metrics.jsonl") if line["update"] <= update]
-        time = max((line["time"] for line in lines if "time" in line), default=0.0)
+        time = max((line["time"] for line in lines if line["kind"] == "train"), default=0.0)
         write_atomic(path / "metrics.jsonl", as_lines(lines))
         ledger = read_lines(path / "ledger.jsonl")
         write_atomic(path / "ledger.jsonl", as_lines(entry for entry in ledger if ended(entry["number"])))
@@ -76,10 +82,12 @@ class RunLog:
             events = (path / "trace.json").read_text().splitlines(keepends=True)
             kept = [line for line in events if line.startswith("[") or _timestamp(line) <= time * 1e6]
             write_atomic(path / "trace.json", "".join(kept))
-        return cls(path, start_trackers(config, path), trace=config.log.trace, time=time)
+        return cls(path, start_trackers(config, path), trace=config.log.trace, before=lines)
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int) -> None:
         _line(self._metrics, {"kind": kind, "update": update, **numbers})
+        if kind == "eval":
+            self.evaluated.add(update)
         names = {
             name if kind == "train" and "/" in name else f"{kind}/{name}": value for name, value in numbers.items()
         }

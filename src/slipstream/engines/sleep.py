@@ -52,6 +52,9 @@ class SleepSampler:
         """Steps made so far, as of `at`."""
         self.at = 0.0
         self.paused = False
+        """Nothing is seated until a publish is done."""
+        self.still = False
+        """Rows make no step while weights are loaded."""
         self.timer: asyncio.TimerHandle | None = None
         self.drained: asyncio.Event | None = None
 
@@ -82,13 +85,11 @@ class SleepSampler:
             self.waiting.extendleft(reversed(self.running))
             self._clear()
         if self.load:
-            if self.timer:
-                self.timer.cancel()
-            self.timer = None
-            running, self.count = self.count, 0  # rows stand still
+            self.still = True
+            self._go_on()
             await asyncio.sleep(self.load)
             self._catch_up()
-            self.count = running
+            self.still = False
         self.version = version
         for request in self.running:
             request.versions.append((self.steps, version))
@@ -100,7 +101,7 @@ class SleepSampler:
 
     def _catch_up(self) -> None:
         now = asyncio.get_running_loop().time()
-        if self.count:
+        if self.count and not self.still:
             self.steps += (now - self.at) / self.step(self.count)
         self.at = now
 
@@ -113,7 +114,7 @@ class SleepSampler:
             self.timer = None
         while self.rows and self.rows[0][2] not in self.running:  # aborted
             heapq.heappop(self.rows)
-        if self.rows:
+        if self.rows and not self.still:
             seconds = max(self.rows[0][0] - self.steps, 0.0) * self.step(self.count)
             self.timer = asyncio.get_running_loop().call_later(seconds, self._end)
 

@@ -15,7 +15,7 @@ from slipstream.runlog import RunLog
 class Account:
     def __init__(self, log: RunLog, trace: Trace, admission: Admission) -> None:
         self.log, self.trace, self.admission = log, trace, admission
-        self.thrown = 0
+        self.thrown = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and not learned from."""
         self.at = trace.now()
         """When the last update ended."""

@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import islice
 
+from slipstream.errors import ConfigError
 from slipstream.pipeline.schedules import Schedule
 
 Numbers = dict[int, None]
@@ -40,6 +41,7 @@ class Standing:
     version: int
     submitted: int
     dropped: dict[str, int]
+    restarted: int
     in_flight: dict[int, int]
     """Groups that had not ended, and the batch each was submitted with."""
 
@@ -55,7 +57,7 @@ class Admission:
         """Updates made, and those whose weights are in every sampler."""
         self.submitted = standing.submitted if standing else 0
         self.dropped = Counter[str](standing.dropped if standing else {})
-        self.restarted = 0
+        self.restarted = standing.restarted if standing else 0
         in_flight = standing.in_flight if standing else {}
         self.live = {number: Ticket(batch, self.version) for number, batch in in_flight.items()}
         """Groups between submission and training, in the order of submission."""
@@ -70,12 +72,25 @@ class Admission:
         self.published = self.submitted - self.dropped.total() - len(self.live)
         self.gated = False
         """From the end of an update until its weights are in every sampler: nothing may start under old weights."""
+        if len(self.live) > schedule.credits:
+            raise ConfigError(
+                f"{len(self.live)} groups were in flight and this schedule has {schedule.credits} credits: write the "
+                "schedule that the run had"
+            )
+        if self.remaining < 0:
+            least = -(-(self.target - self.remaining) // schedule.groups)
+            raise ConfigError(f"updates = {updates}: more than that is submitted already, write at least {least}")
 
     # --- what may happen -------------------------------------------------------------------------------------
 
     @property
     def in_use(self) -> int:
         return len(self.live) + len(self.trained)
+
+    @property
+    def coming(self) -> bool:
+        """Whether anything is on its way to the learner."""
+        return bool(self.rolling or self.waiting or self.scoring)
 
     @property
     def remaining(self) -> int:
@@ -114,7 +129,7 @@ class Admission:
     def learnable(self) -> list[int]:
         """What the learner may take now, in the order in which it is consumed; empty while it must wait."""
         schedule, missing = self.schedule, self.size - len(self.learning)
-        if not self.enough or (schedule.stages == "turns" and self._busy_before_learning):
+        if not self.enough or (schedule.stages == "turns" and (self.gated or self.coming)):
             return []
         if schedule.submit == "batch" or schedule.order == "submission":
             oldest = list(islice(self.live, missing))
@@ -130,10 +145,11 @@ class Admission:
 
     def outdated(self) -> list[int]:
         """Groups that are older than max_lag and cannot be learned from any more: to be restarted or dropped."""
-        if self.schedule.max_lag is None or self.schedule.on_old == "wait":
+        if self.schedule.max_lag is None or self.schedule.on_old == "wait" or self.gated:
             return []
         oldest = self.version - self.schedule.max_lag
-        return [n for n, ticket in self.live.items() if ticket.version < oldest and n not in self.learning]
+        rolled = (*self.waiting, *self.scoring, *self.ready)  # the others may not have a token yet
+        return [number for number in rolled if self.live[number].version < oldest]
 
     @property
     def standing(self) -> Standing:
@@ -141,6 +157,7 @@ class Admission:
             version=self.version,
             submitted=self.submitted,
             dropped=dict(self.dropped),
+            restarted=self.restarted,
             in_flight={number: ticket.batch for number, ticket in self.live.items()},
         )
 
@@ -149,7 +166,7 @@ class Admission:
     def submit(self) -> list[int]:
         """Take credits for as many groups as may start; returns their numbers."""
         first = self.submitted
-        while count := self.quota():
+        while (count := self.quota()) > 0:
             batch = self.submitted
             for number in range(batch, batch + count):
                 self.live[number] = Ticket(batch, self.published_version)
@@ -221,10 +238,6 @@ class Admission:
         found = [place for place in places if number in place]
         assert found, f"group {number} is not on its way to the learner"
         return found[0]
-
-    @property
-    def _busy_before_learning(self) -> bool:
-        return bool(self.gated or self.rolling or self.waiting or self.scoring)
 
     def _leave(self, number: int) -> None:
         batch = self.live.pop(number).batch

@@ -14,7 +14,13 @@ Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]
 
 async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampling) -> list[list[Handle]]:
     """A group for every prompt, in the order of the prompts."""
-    return list(await asyncio.gather(*(generate(prompt, sampling) for prompt in prompts)))
+
+    async def one(prompt: Prompt) -> list[Handle]:
+        return await generate(prompt, sampling)
+
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(one(prompt)) for prompt in prompts]
+    return [task.result() for task in running]
 
 
 def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:

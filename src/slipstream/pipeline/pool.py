@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
@@ -33,7 +34,7 @@ class Pool(Generic[E]):
         self.workers = dict.fromkeys(
             Worker(engine, trace.track(stage, name)) for engine, name in zip(engines, names, strict=True)
         )
-        self._by_load: list[dict[Worker[E], None]] = [dict(self.workers)]
+        self._by_load: list[OrderedDict[Worker[E], None]] = [OrderedDict(self.workers)]
         self._least = 0
 
     async def call(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
@@ -69,7 +70,7 @@ class Pool(Generic[E]):
         if worker in self.workers:
             del self._by_load[worker.load][worker]
             if worker.load + change == len(self._by_load):
-                self._by_load.append({})
+                self._by_load.append(OrderedDict())
             self._by_load[worker.load + change][worker] = None
             self._least = min(self._least, worker.load + change)
         worker.load += change

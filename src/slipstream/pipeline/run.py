@@ -12,10 +12,11 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from slipstream.config import Config
 from slipstream.engines.base import Engines, Sampling
-from slipstream.errors import NonFiniteError
+from slipstream.errors import NonFiniteError, Stalled
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
@@ -28,6 +29,9 @@ from slipstream.pipeline.trace import Trace
 from slipstream.records import Handle, Prompt
 from slipstream.runlog import RunLog
 from slipstream.tasks.data import Prompts
+
+STALLED_SAVE = 60.0
+"""Seconds for a checkpoint when nothing moves any more: the learner may be what hangs."""
 
 
 class Run:
@@ -57,22 +61,21 @@ class Run:
         try:
             with rare_collections():
                 await self._update_all()
+            final = self.log.path / "final"
+            await save_whole(self.engines.learner, final)
+            return final
         except BaseExceptionGroup as group:
             await self._stopped(_cause(group))
-        except asyncio.CancelledError as error:
+        except (asyncio.CancelledError, Exception) as error:
             await self._stopped(error)
-        final = self.log.path / "final"
-        await save_whole(self.engines.learner, final)
-        return final
 
     async def _update_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             flow = self.flow = self._flow(tasks)
+            watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
             weights, expected = await self.engines.learner.export()
             await publish.publish(flow.samplers, weights, expected, version=self.admission.version, mode="drain")
-            if self.admission.version == 0:
-                await self._evaluate()
-            watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
+            await self._evaluate()
             for number in list(self.admission.rolling):
                 flow.start(number, roll(flow, number))
             flow.advance()
@@ -85,7 +88,7 @@ class Run:
         return self.flow.report() if self.flow else "engines are starting"
 
     def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
-        trace = Trace(self.log.trace, asyncio.get_running_loop().time, before=self.log.time)
+        trace = Trace(self.log.trace, asyncio.get_running_loop().time, before=self.log.last.get("time", 0.0))
         samplers = Pool(self.engines.samplers, trace, stage="rollout", name="sampler", say=self.say)
         scorers = Pool(self.engines.scorers, trace, stage="score", name="scorer", say=self.say)
         return Flow(
@@ -103,7 +106,7 @@ class Run:
             after_publish=self._evaluate,
         )
 
-    async def _stopped(self, cause: BaseException) -> None:
+    async def _stopped(self, cause: BaseException) -> NoReturn:
         """Save what can be gone on from, account for what was in flight, and raise one cause instead of a group.
 
         A loss or gradient that is not finite never reached the weights: they are as they were after the last update.
@@ -111,8 +114,9 @@ class Run:
         if self.flow:
             for number in self.admission.live:
                 self.flow.account.dropped(number, "run stopped")
+        limit = STALLED_SAVE if isinstance(cause, Stalled) else None
         try:
-            path = await self.checkpoints.save(self.engines.learner, self.admission.standing)
+            path = await asyncio.wait_for(self.checkpoints.save(self.engines.learner, self.admission.standing), limit)
         except Exception as error:  # the learner itself may be what failed: the cause is what matters
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
@@ -126,13 +130,17 @@ class Run:
 
     async def _evaluate(self) -> None:
         every, reward, update = self.config.eval.every, self.config.task.reward, self.admission.version
-        if not every or update % every or reward is None or self.flow is None:
+        flow = self.flow
+        if not every or update % every or reward is None or flow is None or update in self.log.evaluated:
             return
-        samplers = self.flow.samplers
 
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
             call = f"held-out prompt {prompt.number}"
-            return await samplers.call(call, lambda worker: worker.engine.generate(prompt, sampling))
+            group = await flow.rolling.call(
+                lambda: flow.samplers.call(call, lambda worker: worker.engine.generate(prompt, sampling))
+            )
+            flow.moved = flow.trace.now()
+            return group
 
         groups = await answers(generate, self.held_out, eval_sampling(self.config))
         self.log.metrics("eval", summary(groups, reward), update=update)

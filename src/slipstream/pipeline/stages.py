@@ -30,13 +30,18 @@ from slipstream.records import Batch, Counts, Group, Handle, Prompt
 T = TypeVar("T")
 PAUSES = (1.0, 2.0, 4.0, 8.0)
 """Seconds between the tries of a call that fails."""
-DOWN = 3
-"""A stage that gave up so many groups in a row is down."""
+TRIES = len(PAUSES) + 1
+DOWN = 3 * TRIES
+"""A stage is down when so many tries in a row were in vain: three groups, each tried again and again."""
 ONE = Counts(n_tokens=1, n_sequences=1)
 
 
+DEFECTS = (TypeError, AttributeError, NameError, AssertionError)
+"""Mistakes in a program: trying again cannot help, and the traceback matters."""
+
+
 class GivenUp(Exception):
-    """A call failed at every try."""
+    """A call failed at every try, or says itself that another would not help."""
 
 
 class Tries:
@@ -47,30 +52,30 @@ class Tries:
     """
 
     def __init__(self, stage: str) -> None:
-        self.stage, self.in_a_row = stage, 0
+        self.stage, self.in_vain = stage, 0
 
     async def call(self, work: Callable[[], Awaitable[T]]) -> T:
         for pause in (*PAUSES, None):
             try:
                 result = await work()
-            except SlipstreamError:  # ours: it says what is wrong, and trying again cannot help
+            except (SlipstreamError, *DEFECTS):
                 raise
+            except GivenUp as error:
+                raise self._failed(1, str(error)) from error
             except Exception as error:
                 if pause is None:
-                    raise self._given_up(error) from error
+                    raise self._failed(TRIES, f"{type(error).__name__}: {first_line(error)}") from error
                 await asyncio.sleep(pause)
             else:
-                self.in_a_row = 0
+                self.in_vain = 0
                 return result
         raise AssertionError("the last try returns or raises")
 
-    def _given_up(self, error: Exception) -> Exception:
-        cause = f"{type(error).__name__}: {first_line(error)}"
-        self.in_a_row += 1
-        if self.in_a_row < DOWN:
+    def _failed(self, tries: int, cause: str) -> Exception:
+        self.in_vain += tries
+        if self.in_vain < DOWN:
             return GivenUp(cause)
-        tries = f"{len(PAUSES) + 1} times in {sum(PAUSES):.0f} s"
-        return EngineError(f"{self.stage} failed {tries}, for {DOWN} groups in a row: {cause}")
+        return EngineError(f"{self.stage} failed at the last {self.in_vain} tries, and none succeeded: {cause}")
 
 
 @dataclass
@@ -99,6 +104,8 @@ class Flow:
     scoring: Tries = field(default_factory=lambda: Tries("scoring"))
     moved: float = 0.0
     """When something last changed."""
+    stalled: bool = False
+    """Nothing has changed for so long that the run is stopped."""
     waits: dict[str, float] = field(default_factory=dict)
     """What the learner waits for, and since when."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -108,6 +115,8 @@ class Flow:
 
     def advance(self) -> None:
         """Something has changed: start all that may start now, and let those who wait look again."""
+        for number in self.admission.outdated():
+            self.renew(number)
         for number in self.admission.submit():
             self.start(number, roll(self, number))
         for number in self.admission.take():
@@ -131,23 +140,21 @@ class Flow:
         self.forget(number)
         self.account.dropped(number, reason, cause)
 
-    def forget(self, number: int) -> asyncio.Task[None] | None:
-        """Throw away what a group has so far, and cancel what it is in; returns that."""
+    def forget(self, number: int) -> None:
+        """Throw away what a group has so far, and cancel what it is in."""
         self.account.thrown += sum(handle.header.tokens for handle in self.held.pop(number, ()))
         task = self.running.pop(number, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
-            return task
-        return None
 
-    def renew(self) -> None:
-        """Groups that have become too old begin again, or are dropped."""
-        for number in self.admission.outdated():
-            if self.admission.schedule.on_old == "drop":
-                self.drop(number, "older than max_lag")
-            else:
-                self.admission.restart(number)
-                self.start(number, roll(self, number, after=self.forget(number)))
+    def renew(self, number: int) -> None:
+        """A group that has become too old begins again, or is dropped."""
+        if self.admission.schedule.on_old == "drop":
+            self.drop(number, "older than max_lag")
+        else:
+            self.forget(number)
+            self.admission.restart(number)
+            self.start(number, roll(self, number))
 
     def report(self) -> str:
         """Who waits for whom, and since when."""
@@ -165,13 +172,13 @@ class Flow:
 # --- a group's way ----------------------------------------------------------------------------------------------------
 
 
-async def roll(flow: Flow, number: int, *, after: asyncio.Task[None] | None = None) -> None:
-    if after is not None:
-        await asyncio.wait([after])
+async def roll(flow: Flow, number: int) -> None:
     prompt = flow.prompt(number)
 
     async def generate(worker: Worker[Sampler]) -> list[Handle]:
         group = await worker.engine.generate(prompt, flow.sampling)
+        if any(handle.header.finish == "error" for handle in group):
+            raise GivenUp("the engine could not answer it")
         worker.track.tokens += sum(handle.header.tokens for handle in group)
         flow.trace.leaves(worker.track, number)
         return group
@@ -181,11 +188,8 @@ async def roll(flow: Flow, number: int, *, after: asyncio.Task[None] | None = No
     except GivenUp as failure:
         flow.drop(number, "rollout failed", str(failure))
     else:
-        if any(handle.header.finish == "error" for handle in group):
-            flow.drop(number, "rollout failed")
-        else:
-            flow.held[number] = group
-            flow.admission.rolled(number, min(handle.header.oldest for handle in group))
+        flow.held[number] = group
+        flow.admission.rolled(number, min(handle.header.oldest for handle in group))
     flow.running.pop(number, None)
     flow.advance()
 
@@ -225,25 +229,35 @@ async def learn(flow: Flow) -> None:
     while not admission.finished:
         update = Update(admission.version + 1)
         while not admission.full:
-            update.seconds["data"] += await flow.until("scored groups", lambda: admission.enough or admission.finished)
+            await until_enough(flow, update)
             update.seconds["turn"] += await flow.until(
                 "groups whose turn it is", lambda: bool(admission.learnable()) or admission.finished
             )
             if admission.finished:
                 return
             await gather(flow, update, admission.learn())
-        update.seconds["weights"] = await flow.until("weights in the samplers", lambda: not admission.gated)
-        await unbroken(step(flow, update))
-        await unbroken(flow.after_step())
+        update.seconds["weights"] += await flow.until("weights in the samplers", lambda: not admission.gated)
+        await unbroken(flow, step(flow, update))
+        with flow.learning.busy("checkpoint"):
+            await unbroken(flow, flow.after_step())
         if admission.gated:
-            weights, expected = await flow.learner.export()
+            with flow.learning.busy("export"):
+                weights, expected = await flow.learner.export()
             publishing = publish.publish(
                 flow.samplers, weights, expected, version=admission.version, mode=admission.schedule.publish
             )
             flow.tasks.create_task(deliver(flow, publishing))
         else:
-            flow.renew()
             flow.advance()
+
+
+async def until_enough(flow: Flow, update: Update) -> None:
+    """Where nothing is on its way because new weights are, that is what the learner waits for."""
+    admission = flow.admission
+    update.seconds["weights"] += await flow.until(
+        "weights in the samplers", lambda: admission.enough or admission.coming or not admission.gated
+    )
+    update.seconds["data"] += await flow.until("scored groups", lambda: admission.enough or admission.finished)
 
 
 async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
@@ -286,18 +300,23 @@ async def deliver(flow: Flow, publishing: Awaitable[Numbers]) -> None:
     flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
     await flow.after_publish()
     flow.admission.publish()
-    flow.renew()
     flow.advance()
 
 
-async def unbroken(work: Coroutine[Any, Any, T]) -> T:
-    """Whoever is cancelled here waits until the work is done: an update happens with all its bookkeeping or not."""
+async def unbroken(flow: Flow, work: Coroutine[Any, Any, T]) -> T:
+    """Whoever is cancelled here waits until the work is done: an update happens with all its bookkeeping or not.
+
+    Unless the run is stopped because nothing moves: then this may be what hangs.
+    """
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        if flow.stalled:
+            task.cancel()
         await asyncio.wait([task])
-        task.exception()
+        if not task.cancelled():
+            task.exception()
         raise
 
 
@@ -306,4 +325,5 @@ async def watch(flow: Flow, patience: float) -> None:
     while True:
         await asyncio.sleep(patience / 10)
         if flow.trace.now() - flow.moved > patience:
+            flow.stalled = True
             raise Stalled(f"nothing has moved for {patience:.0f} s (runtime.patience)\n{flow.report()}")

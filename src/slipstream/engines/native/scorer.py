@@ -71,25 +71,31 @@ class NativeScorer:
     async def _drive(self) -> None:
         while self.waiting:
             await self._gather()
-            taken, self.waiting = self.waiting, []
-            handles = [handle for group, _ in taken for handle in group]
-            try:
-                scored = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles)
-                self.ended = asyncio.get_running_loop().time()
-            except Exception as error:
-                for _, answer in taken:
-                    if not answer.done():
-                        answer.set_exception(error)
-                continue
-            for group, answer in taken:
-                if not answer.done():
-                    answer.set_result(scored[: len(group)])
-                scored = scored[len(group) :]
+            taken, self.waiting = [call for call in self.waiting if not call[1].cancelled()], []
+            self.enough.clear()
+            await self._pass(taken)
+            self.ended = asyncio.get_running_loop().time()
+
+    async def _pass(self, calls: Sequence[tuple[Group, asyncio.Future[list[Handle]]]]) -> None:
+        """Score these together; if that fails, one by one, so that each hears of its own fault only."""
+        handles = [handle for group, _ in calls for handle in group]
+        try:
+            scored = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles)
+        except Exception as error:
+            if len(calls) > 1:
+                for call in calls:
+                    await self._pass([call])
+            elif not calls[0][1].done():
+                calls[0][1].set_exception(error)
+            return
+        for group, answer in calls:
+            if not answer.done():
+                answer.set_result(scored[: len(group)])
+            scored = scored[len(group) :]
 
     async def _gather(self) -> None:
         """Small passes cost hardly less than larger ones: calls that come close behind one another share one."""
         now = asyncio.get_running_loop().time()
-        self.enough.clear()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.enough.wait(), max(TOGETHER, self.ended + APART - now))
 
