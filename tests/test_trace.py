@@ -55,7 +55,7 @@ def test_slices_are_the_busy_time_and_arrows_join_rollouts_to_updates(tmp_path: 
 
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
     trace = Trace(None, lambda: 0.0)
-    with trace.track("rollout", "sampler").busy(1):
+    with trace.track("rollout", "sampler").busy("group 1"):
         trace.leaves(trace.tracks[0], 1)
     assert trace.report() == ["sampler is idle"]
 

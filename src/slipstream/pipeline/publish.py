@@ -22,11 +22,13 @@ async def publish(
 
     async def one(worker: Worker[Sampler]) -> None:
         try:
-            with worker.track.busy(f"publish {version}"):
-                loaded = await worker.engine.publish(weights, version, mode)
+            worker.track.begin(f"publish {version}")
+            loaded = await worker.engine.publish(weights, version, mode)
         except WorkerDied as error:
             samplers.bury(worker, error)
             return
+        finally:
+            worker.track.end(f"publish {version}")
         if loaded.fingerprint != expected:
             raise ModelError(
                 f"publish of version {version}: {worker.name} runs weights {loaded.fingerprint}, the learner exported "

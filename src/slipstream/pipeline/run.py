@@ -125,8 +125,9 @@ class Run:
         raise cause from cause.__cause__
 
     async def _checkpoint(self) -> None:
-        if self.checkpoints.due(self.admission.version):
-            await self.checkpoints.save(self.engines.learner, self.admission.standing)
+        if self.flow and self.checkpoints.due(self.admission.version):
+            with self.flow.learning.busy("checkpoint"):
+                await self.checkpoints.save(self.engines.learner, self.admission.standing)
 
     async def _evaluate(self) -> None:
         every, reward, update = self.config.eval.every, self.config.task.reward, self.admission.version

@@ -18,64 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.engines.base import Learner, Metrics, Sampler, Sampling, Scorer
-from slipstream.errors import EngineError, SlipstreamError, Stalled, first_line
+from slipstream.errors import Stalled
 from slipstream.metrics import Numbers, added
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.trace import Trace, Track
+from slipstream.pipeline.tries import GivenUp, Tries
 from slipstream.records import Batch, Counts, Group, Handle, Prompt
 
 T = TypeVar("T")
-PAUSES = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between the tries of a call that fails."""
-TRIES = len(PAUSES) + 1
-DOWN = 3 * TRIES
-"""A stage is down when so many tries in a row were in vain: three groups, each tried again and again."""
 ONE = Counts(n_tokens=1, n_sequences=1)
-
-
-DEFECTS = (TypeError, AttributeError, NameError, AssertionError)
-"""Mistakes in a program: trying again cannot help, and the traceback matters."""
-
-
-class GivenUp(Exception):
-    """A call failed at every try, or says itself that another would not help."""
-
-
-class Tries:
-    """Calls of one stage, tried again with growing pauses.
-
-    A call that fails at every try is given up, and its group with it. When several in a row are, the stage is down, and
-    with it the run.
-    """
-
-    def __init__(self, stage: str) -> None:
-        self.stage, self.in_vain = stage, 0
-
-    async def call(self, work: Callable[[], Awaitable[T]]) -> T:
-        for pause in (*PAUSES, None):
-            try:
-                result = await work()
-            except (SlipstreamError, *DEFECTS):
-                raise
-            except GivenUp as error:
-                raise self._failed(1, str(error)) from error
-            except Exception as error:
-                if pause is None:
-                    raise self._failed(TRIES, f"{type(error).__name__}: {first_line(error)}") from error
-                await asyncio.sleep(pause)
-            else:
-                self.in_vain = 0
-                return result
-        raise AssertionError("the last try returns or raises")
-
-    def _failed(self, tries: int, cause: str) -> Exception:
-        self.in_vain += tries
-        if self.in_vain < DOWN:
-            return GivenUp(cause)
-        return EngineError(f"{self.stage} failed at the last {self.in_vain} tries, and none succeeded: {cause}")
 
 
 @dataclass
@@ -238,8 +192,7 @@ async def learn(flow: Flow) -> None:
             await gather(flow, update, admission.learn())
         update.seconds["weights"] += await flow.until("weights in the samplers", lambda: not admission.gated)
         await unbroken(flow, step(flow, update))
-        with flow.learning.busy("checkpoint"):
-            await unbroken(flow, flow.after_step())
+        await unbroken(flow, flow.after_step())
         if admission.gated:
             with flow.learning.busy("export"):
                 weights, expected = await flow.learner.export()
@@ -267,8 +220,7 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
     """
     groups = tuple(flow.held.pop(number) for number in numbers)
     part, began = Batch(groups, update.number), flow.trace.now()
-    flow.learning.label = f"update {update.number}"
-    with flow.learning.busy(flow.learning.label):
+    with flow.learning.busy(f"update {update.number}"):
         for number in numbers:
             flow.trace.arrives(flow.learning, number)
         counts = await flow.learner.prepare(part)
@@ -282,7 +234,7 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
 async def step(flow: Flow, update: Update) -> None:
     began = flow.trace.now()
     scale = 1.0 if flow.admission.schedule.learn == "batch" else 1 / max(update.n_tokens, 1)
-    with flow.learning.busy(flow.learning.label):
+    with flow.learning.busy(f"update {update.number}"):
         numbers = await flow.learner.step(scale)
     update.seconds["learn"] += flow.trace.now() - began
     version = flow.admission.version

@@ -39,7 +39,9 @@ class Track:
             self._close(self.trace.now())
 
     @contextmanager
-    def busy(self, call: str | int) -> Iterator[None]:
+    def busy(self, call: str) -> Iterator[None]:
+        """With one thing at a time, after which its slice is called."""
+        self.label = call
         self.begin(call)
         try:
             yield
