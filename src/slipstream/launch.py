@@ -202,27 +202,32 @@ def go(
 
 @contextmanager
 def heeding_signals(run: Run, console: Console) -> Iterator[None]:
-    """SIGTERM stops as Ctrl-C does; Ctrl-\\ says who waits for whom, and stops nothing."""
+    """Ctrl-C and SIGTERM stop in order, a second one at once; Ctrl-\\ says who waits for whom, and stops nothing.
+
+    Set here, because Ray sets handlers of its own when it starts.
+    """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    terminated = False
+    told: list[type[BaseException]] = []
 
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
+    def stop(how: type[BaseException]) -> None:
+        if told:
+            raise KeyboardInterrupt
+        told.append(how)
         task.cancel()
 
-    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGINT, stop, KeyboardInterrupt)
+    loop.add_signal_handler(signal.SIGTERM, stop, Terminated)
     loop.add_signal_handler(signal.SIGQUIT, lambda: console.print(run.report(), highlight=False, markup=False))
     try:
         yield
     except asyncio.CancelledError:
-        if terminated:
-            raise Terminated from None
+        if told:
+            raise told[0] from None
         raise
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        loop.remove_signal_handler(signal.SIGQUIT)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+            loop.remove_signal_handler(number)
 
 
 def warn(config: Config, console: Console) -> None:

@@ -8,7 +8,6 @@ from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -64,7 +63,7 @@ class Progress:
         left = seconds / made * (self.updates - self.update) if made > 0 else None
         head = Table.grid(padding=(0, 2))
         head.add_row(
-            f"[bold]{escape(self.title)}[/]",
+            Text(self.title, style="bold"),
             f"update {self.update}/{self.updates}",
             ProgressBar(total=self.updates, completed=self.update, width=30),
             f"{seconds:.0f} s" + (f", {left:.0f} s to go" if left is not None else ""),

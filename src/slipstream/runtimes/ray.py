@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -161,15 +162,18 @@ def start_here(cpus: int) -> None:
     """A Ray that only this machine can reach.
 
     Ray's ports run code for whoever connects. It replaces 127.0.0.1 by an address that others can reach, unless it
-    believes that there are no clusters here, as on macOS.
+    believes that there are no clusters here, as on macOS. A terminal sends Ctrl-\\ to all processes, and Ray's must
+    survive it: what is ignored here they ignore, too.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
+    quit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
         ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+        signal.signal(signal.SIGQUIT, quit)
 
 
 def start_there(address: str) -> None:

@@ -84,7 +84,8 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 def _begin() -> None:
     """First of all in a grading process. Ctrl-C is the parent's to handle."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGQUIT):  # a terminal sends them to every process
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
