@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config import Async, Config, LearnerConfig, Periodic, SamplerConfig, StepOff, Sync, TeacherConfig
+from slipstream.config import Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config_schedule import Async, Periodic, StepOff, Sync
 from slipstream.engines.base import Engines
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.metrics import throughput

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slipstream
-from slipstream.config import Async, Config, ForwardKL, ReverseKLMC
+from slipstream.config import Config
 from slipstream.config_file import describe, fields, load, parse, to_toml
+from slipstream.config_objective import ForwardKL, ReverseKLMC
+from slipstream.config_schedule import Async
 from slipstream.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -201,7 +203,7 @@ def test_nothing_is_said_of_a_config_that_is_wrong_anyway() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown key at the top": ({"upates": 3}, "unknown key 'upates'; did you mean 'updates'?"),
     "unknown section": ({"larner": {"lr": 1.0}}, "unknown key 'larner'; did you mean 'learner'?"),
-    "unknown key that is a kind": ({"forward_kl": 3}, "unknown key 'forward_kl'; known: checkpoint, data, eval"),
+    "unknown key that is a kind": ({"forward_kl": 3}, "unknown key 'forward_kl'; known: checkpoint, correction"),
     "unknown nested key": (
         {"sampler": {"max_token": 3}},
         "unknown key 'sampler.max_token'; did you mean 'max_tokens'?",
@@ -223,8 +225,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"teachers": {"forward_kl": {"model": "t", "dtyp": "float32"}}},
         "unknown key 'teachers.forward_kl.dtyp'; did you mean 'dtype'?",
     ),
-    "unknown kind": ({"loss": {"kind": "reverse_kl"}}, "loss.kind: did you mean 'reverse_kl_mc'?"),
-    "kind of the wrong type": ({"loss": {"kind": 3}}, "loss.kind: known: forward_kl, reverse_kl_mc"),
+    "unknown kind": ({"loss": {"kind": "reverse_kl_m"}}, "loss.kind: did you mean 'reverse_kl_mc'?"),
+    "kind of the wrong type": ({"loss": {"kind": 3}}, "loss.kind: known: forward_kl, jsd, reverse_kl, reverse_kl_mc"),
     "kind of a schedule": ({"schedule": {"kind": "asynch"}}, "schedule.kind: did you mean 'async'?"),
     "age of what is never old": (
         {"schedule": {"kind": "sync", "max_lag": 3}},
@@ -271,7 +273,49 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "not a number": ({"learner": {"lr": math.nan}}, "learner.lr: input should be a finite number, got nan"),
     "beta of one": ({"learner": {"betas": [0.9, 1.0]}}, "learner.betas: input should be less than 1, got 1.0"),
     "negative clip": ({"loss": {"clip": -0.2}}, "loss.clip: input should be greater than 0, got -0.2"),
-    "no teacher": ({"teachers": {}}, "teachers: dictionary should have at least 1 item"),
+    "no teacher": ({"teachers": {}}, "distillation needs a teacher: add [teachers.main], or write loss.weight = 0"),
+    "teacher with nothing to do": (
+        {"loss": {"weight": 0}, "policy": {}, "task": {"reward": "exact"}},
+        "loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight",
+    ),
+    "nothing to learn from": (
+        {"loss": {"weight": 0}, "teachers": {}},
+        "loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards",
+    ),
+    "policy loss without rewards": (
+        {"policy": {}},
+        '[policy] learns from rewards: set task.reward, for example "exact"',
+    ),
+    "unknown policy loss": ({"policy": {"loss": "ppo"}}, "policy.loss: input should be 'vanilla', 'reinforce'"),
+    "reference in rewards that are not": (
+        {"reference": {"weight": 0.1, "into": "reward"}},
+        'reference.into = "reward" needs [policy], whose rewards it changes: write "loss"',
+    ),
+    "reference without a weight": ({"reference": {}}, "'reference.weight' is missing: Coefficient of the KL."),
+    "mini-batches that do not divide": (
+        {"learner": {"minibatches": 3}},
+        "learner.minibatches = 3 does not divide the 64 groups of an update",
+    ),
+    "mini-batches of a periodic schedule": (
+        {"learner": {"epochs": 2}, "schedule": {"kind": "periodic"}},
+        'schedule.kind = "periodic" learns from groups as they come, in one step: write minibatches = 1',
+    ),
+    "ranks that would be idle": (
+        {"learner": {"ranks": 3, "minibatches": 32}},
+        "learner.ranks = 3 is more than the 2 groups of one step: some would have nothing to do",
+    ),
+    "ranks in one process": (
+        {"learner": {"ranks": 2}, "runtime": {"kind": "inline"}},
+        'learner.ranks needs a process for each: write runtime.kind = "ray"',
+    ),
+    "shared prompts without packing": (
+        {"learner": {"shared_prompt": True, "packing": False}, "sampler": {"group": 2}},
+        "learner.shared_prompt is a way of packing: write packing = true, or drop it",
+    ),
+    "shared prompts of lone answers": (
+        {"learner": {"shared_prompt": True}},
+        "learner.shared_prompt has nothing to share with sampler.group = 1: drop it",
+    ),
     "teacher whose name is no word": (
         {"teachers": {"a-b": {"model": "t"}}},
         "teachers: the name 'a-b' must be a plain word, as in [teachers.main]",

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "slipstream"
 
-BASE = "errors records config config_file metrics runlog"
+BASE = "errors records config config_base config_objective config_schedule config_file metrics runlog"
 ENGINES = f"{BASE} assets estimators engines"
 PIPELINE = f"{BASE} tasks engines.base pipeline"
 EVERYTHING = f"{ENGINES} tasks pipeline runtimes launch accuracy progress demo"
@@ -22,8 +22,11 @@ SEES = {
     "__init__": "",
     "errors": "",
     "records": BASE,
-    "config": "errors",
-    "config_file": "errors config",
+    "config_base": "errors",
+    "config_objective": "config_base",
+    "config_schedule": "config_base",
+    "config": "errors config_base config_objective config_schedule",
+    "config_file": "errors config config_base",
     "metrics": BASE,
     "runlog": BASE,
     "estimators": "estimators",
@@ -46,6 +49,9 @@ LOADS = {
     "__init__": "",
     "errors": "",
     "records": "numpy",
+    "config_base": "pydantic",
+    "config_objective": "pydantic",
+    "config_schedule": "pydantic",
     "config": "pydantic",
     "config_file": "pydantic pydantic_core",
     "metrics": "",

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.metrics import (
-    added,
     avg_at_n,
     digest,
     lag_metrics,
     mean_lag,
     merged,
+    over_steps,
     pass_at_k,
     sample_metrics,
     summary,
@@ -189,10 +189,12 @@ def test_overlap_is_the_mean_of_the_samplers_and_the_union_of_the_others() -> No
     )
 
 
-def test_metrics_of_parts_add_up_and_extremes_stay() -> None:
-    parts = [{"loss": 6.0, "ratio_max": 2.0, "logp_min": -1.0}, {"loss": 2.0, "ratio_max": 3.0, "logp_min": -5.0}]
-    assert added(parts, 1 / 4) == {"loss": 2.0, "ratio_max": 3.0, "logp_min": -5.0}
-    assert added([{"loss": 2.0}], 1.0) == {"loss": 2.0}
+def test_metrics_of_steps_are_means_and_extremes_and_say_how_the_drift_grew() -> None:
+    steps = [{"loss": 6.0, "ratio_max": 2.0, "logp_min": -1.0}, {"loss": 2.0, "ratio_max": 3.0, "logp_min": -5.0}]
+    assert over_steps(steps) == {"loss": 4.0, "ratio_max": 3.0, "logp_min": -5.0}
+    assert over_steps([{"loss": 2.0, "drift/kl": 0.1}]) == {"loss": 2.0, "drift/kl": 0.1}
+    grown = over_steps([{"drift/kl": 0.25}, {"drift/kl": 0.5}, {"drift/kl": 0.75}])
+    assert grown == {"drift/kl": 0.5, "drift/kl_first": 0.25, "drift/kl_last": 0.75}
 
 
 def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:

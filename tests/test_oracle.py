@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import Async, Config, LearnerConfig, Periodic, ReverseKLMC, SamplerConfig, Sync, TeacherConfig
+from slipstream.config import Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config_objective import ReverseKLMC
+from slipstream.config_schedule import Async, Periodic, Sync
 from slipstream.engines.base import Engines
 from slipstream.engines.native.learner import NativeLearner
+from slipstream.engines.native.method import Method
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.pipeline.run import Run
@@ -63,7 +66,7 @@ def train(
         learner=LearnerConfig(batch_size=BATCH, lr=lr, token_budget=budget, dtype="float64"),
         schedule=schedule or Sync(),
     )
-    learner = NativeLearner(wrap(student), loss=config.loss, config=config.learner, updates=updates)
+    learner = NativeLearner(wrap(student), method=Method(loss=config.loss), config=config.learner, updates=updates)
     engines = Engines(
         samplers=(NativeSampler(wrap(student), slots=4, stop_ids={EOS}),),
         scorers=(NativeScorer(wrap(teacher), token_budget=budget),),

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.config import Async, Config, LearnerConfig, SamplerConfig, Sync, TeacherConfig
+from slipstream.config import Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config_schedule import Async, Sync
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
 from slipstream.errors import EngineError, ModelError, NonFiniteError
@@ -198,11 +199,11 @@ class Diverging(toy.ToyLearner):
 
     calls = 0
 
-    async def accumulate(self, *args: Any) -> dict[str, float]:
+    async def accumulate(self, *args: Any) -> None:
         self.calls += 1
         if self.calls == 3:
             raise NonFiniteError("the loss of update 3 is nan")
-        return await super().accumulate(*args)
+        await super().accumulate(*args)
 
 
 def test_nan_stops_the_run_and_keeps_the_last_good_weights(tmp_path: Path) -> None:

@@ -21,12 +21,13 @@ import torch
 from ray._private.internal_api import node_stats
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.config import Config, LearnerConfig, RuntimeConfig, SamplerConfig, Sync, TaskConfig, TeacherConfig
+from slipstream.config import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
+from slipstream.config_schedule import Sync
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
 from slipstream.pipeline.run import Run
-from slipstream.records import Batch, Group, Handle, Prompt, Rollout, header_of
+from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import ray as runtime
 from slipstream.runtimes.exchange import Body
@@ -191,8 +192,8 @@ class Weigher:
         spec = TensorSpec("w", "uint8", (LARGE * 10,), 0, LARGE * 10)
         return WeightsRef((spec,), np.ones(LARGE * 10, np.uint8)), "print"
 
-    async def accumulate(self, batch: Batch, counts: Any) -> dict[str, float]:
-        return {"tokens": float(sum(len(handle.body.tokens) for handle in batch.handles))}
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        return [Counts(n_tokens=sum(len(handle.body.tokens) for handle in group)) for group in batch.groups]
 
 
 class Patient:
@@ -397,8 +398,8 @@ def test_what_was_learned_from_leaves_the_object_store(opened: Any) -> None:
     async def main() -> None:
         for update in range(20):
             groups = await asyncio.gather(*[group(number) for number in range(4)])
-            metrics = await learner.accumulate(Batch(tuple(groups), update), None)
-            assert metrics["tokens"] == 4 * LARGE
+            counts = await learner.prepare(Batch(tuple(groups), update))
+            assert total(counts).n_tokens == 4 * LARGE
             if update % 10 == 9:
                 assert settled(empty + 5 * one) < empty + 5 * one, "no more than the batch at hand"
 

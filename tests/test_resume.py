@@ -16,18 +16,8 @@ import numpy as np
 import pytest
 
 from slipstream.cli import main
-from slipstream.config import (
-    Async,
-    CheckpointConfig,
-    Config,
-    LearnerConfig,
-    Periodic,
-    Replay,
-    SamplerConfig,
-    StepOff,
-    Sync,
-    TeacherConfig,
-)
+from slipstream.config import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config_schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded
 from slipstream.errors import RunDirError

@@ -16,19 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.config import (
-    Async,
-    Config,
-    EvalConfig,
-    LearnerConfig,
-    Periodic,
-    Replay,
-    SamplerConfig,
-    StepOff,
-    Sync,
-    TaskConfig,
-    TeacherConfig,
-)
+from slipstream.config import Config, EvalConfig, LearnerConfig, SamplerConfig, TaskConfig, TeacherConfig
+from slipstream.config_schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.errors import Stalled, WorkerDied
@@ -271,9 +260,9 @@ def test_a_learner_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
 
 def test_an_update_that_is_interrupted_in_its_step_is_whole(tmp_path: Path) -> None:
     class Slow(SleepLearner):
-        async def step(self, scale: float = 1.0) -> dict[str, float]:
+        async def step(self, *args: Any) -> dict[str, float]:
             await asyncio.sleep(5)
-            return await super().step(scale)
+            return await super().step(*args)
 
     with RunLog(tmp_path, []) as log:
         made = replace(engines(), learner=Slow(lambda _: 1.0))

@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.config import ForwardKL, LearnerConfig, LossConfig, ReverseKLMC
+from slipstream.config import LearnerConfig
+from slipstream.config_objective import ForwardKL, LossConfig, ReverseKLMC
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.learner import NativeLearner, learning_rate
+from slipstream.engines.native.method import Method
 from slipstream.engines.native.model import export_weights, fingerprint, load_model, load_weights, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
 from slipstream.engines.native.sampler import NativeSampler
@@ -28,7 +30,7 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.records import Batch, Handle, Scored
+from slipstream.records import ONE, Batch, Handle, Scored, total
 from tiny import EOS, VOCAB, make_model, make_prompts, wrap
 
 T = TypeVar("T")
@@ -186,7 +188,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
     teacher_head = wrap(teacher).head
     learner = NativeLearner(
         wrap(student),
-        loss=loss,
+        method=Method(loss=loss),
         config=LearnerConfig(token_budget=token_budget, dtype="float64"),
         updates=1,
         teacher_head=teacher_head,
@@ -197,8 +199,9 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
     assert len(headers) == 14
 
     async def work() -> float:
-        counts = replace(await learner.prepare(batch), n_tokens=n_tokens)
-        return (await learner.accumulate(batch, counts))["loss"]
+        counts = replace(total(await learner.prepare(batch)), n_tokens=n_tokens)
+        await learner.accumulate(batch, counts)
+        return learner.sums["loss"].item()
 
     found = run(work())
 
@@ -216,7 +219,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
 
 def make_learner(**config: Any) -> NativeLearner:
     loss = ReverseKLMC(m=3)
-    return NativeLearner(wrap(make_model(seed=0)), loss=loss, config=LearnerConfig(**config), updates=10)
+    return NativeLearner(wrap(make_model(seed=0)), method=Method(loss=loss), config=LearnerConfig(**config), updates=10)
 
 
 def make_batch() -> Batch:
@@ -224,23 +227,23 @@ def make_batch() -> Batch:
 
 
 async def update(learner: NativeLearner, batch: Batch) -> dict[str, float]:
-    counts = await learner.prepare(batch)
-    numbers = await learner.accumulate(batch, counts)
-    return numbers | await learner.step()
+    await learner.accumulate(batch, total(await learner.prepare(batch)))
+    return await learner.step()
 
 
 def test_scale_multiplies_the_gradient_before_clipping() -> None:
     """Accumulating with unit counts and scaling once is dividing by the counts."""
     batch, whole, scaled = make_batch(), make_learner(), make_learner()
 
-    async def work() -> tuple[float, float]:
-        counts = await whole.prepare(batch)
+    async def work() -> tuple[dict[str, float], dict[str, float]]:
+        counts = total(await whole.prepare(batch))
         await whole.accumulate(batch, counts)
-        await scaled.accumulate(batch, replace(counts, n_tokens=1))
-        return (await whole.step())["grad_norm"], (await scaled.step(1 / counts.n_tokens))["grad_norm"]
+        await scaled.prepare(batch)
+        await scaled.accumulate(batch, ONE)
+        return await whole.step(), await scaled.step(counts)
 
     one, other = run(work())
-    assert one == pytest.approx(other, rel=1e-5)
+    assert one == pytest.approx(other, rel=1e-5, abs=1e-9)
 
 
 def test_not_finite_losses_and_gradients_stop_before_the_weights_change() -> None:
@@ -255,10 +258,12 @@ def test_not_finite_losses_and_gradients_stop_before_the_weights_change() -> Non
         with pytest.raises(NonFiniteError, match="the loss of update 1 is nan"):
             await update(learner, batch)
         bad.teacher_action_logp[:] = kept
-        with pytest.raises(NonFiniteError, match="the gradient norm of update 1 is inf"):
-            counts = await learner.prepare(batch)
-            await learner.accumulate(batch, counts)
-            await learner.step(float("inf"))
+        with pytest.raises(NonFiniteError, match="the gradient norm of update 1 is (inf|nan)"):
+            await learner.accumulate(batch, total(await learner.prepare(batch)))
+            for parameter in learner.lm.model.parameters():
+                assert parameter.grad is not None
+                parameter.grad *= torch.inf
+            await learner.step()
         assert fingerprint(learner.lm.model, "float32") == before
         assert np.isfinite((await update(learner, batch))["loss"]), "nothing bad is left in the gradients"
 
@@ -332,7 +337,7 @@ def test_a_checkpoint_goes_on_where_it_was_and_is_a_hf_directory(tmp_path: Path)
     run(work())
     for ours, theirs in zip(first.lm.model.parameters(), second.lm.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    assert first.steps == second.steps == 2
+    assert first.update == second.update == 1
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
@@ -388,7 +393,7 @@ def test_what_is_exported_in_another_precision_is_what_the_sampler_then_runs() -
     """A float32 learner and a bfloat16 sampler agree on the fingerprint, update after update."""
     learner = NativeLearner(
         wrap(make_model(seed=0)),
-        loss=ReverseKLMC(m=3),
+        method=Method(loss=ReverseKLMC(m=3)),
         config=LearnerConfig(lr=1e-2),
         updates=2,
         export_dtype="bfloat16",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config import Async, Periodic, Sync
+from slipstream.config_schedule import Async, Periodic, Sync
 from slipstream.errors import EngineError, WorkerDied
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.trace import Trace

@@ -204,6 +204,7 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
         from slipstream.launch import prepare
 
         job = prepare(config)
+        print(f"# {job.method}")
         print(f"# ok: {len(job.prompts.rows)} prompts, one vocabulary, everything fits the context")
     return 0
 

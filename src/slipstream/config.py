@@ -6,19 +6,15 @@ kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the
 
 from __future__ import annotations
 
-from math import ceil
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-Dtype = Literal["float32", "bfloat16", "float64"]
+from slipstream.config_base import Beta, Dtype, Section
+from slipstream.config_objective import CorrectionConfig, LossConfig, PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config_schedule import Async, ScheduleConfig
+
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Epsilon = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class DataConfig(Section):
@@ -36,7 +32,7 @@ class DataConfig(Section):
     """Draw the rows of every epoch in a new random order that follows from `seed`."""
     system_prompt: str | None = None
     """Put this system message before every conversation; needs a chat template."""
-    template_args: dict[str, Any] = {}
+    template_args: dict[str, Any] = Field({})
     """Arguments of the chat template, for example enable_thinking = false."""
 
     @field_validator("template_args")
@@ -55,6 +51,8 @@ class TeacherConfig(Section):
     """Precision in which the teacher runs."""
     token_budget: int = Field(16384, ge=1)
     """Tokens, padding included, of one forward pass."""
+    packing: bool = True
+    """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
     replicas: int = Field(1, ge=1)
     """How many copies score; each group goes to the one with least to do."""
 
@@ -82,61 +80,13 @@ class SamplerConfig(Section):
     """Precision in which the student generates."""
 
 
-class ReverseKLMC(Section):
-    """Reverse KL on M draws of the student at every position, importance-corrected: the default."""
-
-    kind: Literal["reverse_kl_mc"] = "reverse_kl_mc"
-    """Reverse KL on draws of the student."""
-    m: int = Field(16, ge=1)
-    """Draws at every position, the emitted token among them."""
-    advantage: Literal["current", "behavior"] = "current"
-    """Recompute log q − log p under the current student, or keep that of the policy that drew the token."""
-    clip: Epsilon | tuple[Epsilon, Epsilon] | None = None
-    """PPO clip ε or [low, high]; none by default."""
-    importance: bool = True
-    """Weight draws by p_current / p_behaviour; off only to see what that costs."""
-    ratio_cap: float | None = Field(None, gt=0)
-    """Truncate importance weights at this value; capped draws keep a gradient."""
-    temperature: float = Field(1.0, gt=0)
-    """Temperature of student and teacher in the loss."""
-
-    @model_validator(mode="after")
-    def _one_trust_region(self) -> ReverseKLMC:
-        if self.clip is not None and self.ratio_cap is not None:
-            raise ValueError("clip and ratio_cap both bound the ratio: keep one of them")
-        if not self.importance and (self.clip is not None or self.ratio_cap is not None):
-            raise ValueError("importance = false has no ratio for clip or ratio_cap to bound: drop them")
-        if not self.importance and self.advantage == "behavior":
-            raise ValueError('importance = false recomputes the advantage: write advantage = "current"')
-        return self
-
-
-class ForwardKL(Section):
-    """Forward KL on the teacher's top-k tokens, or on the whole vocabulary by way of the teacher's hidden states."""
-
-    kind: Literal["forward_kl"] = "forward_kl"
-    """Forward KL on what the teacher finds likely."""
-    cache: Literal["teacher_topk", "hidden"] = "teacher_topk"
-    """What the teacher sends: its k best tokens, or its last hidden state, which is exact."""
-    k: int = Field(32, ge=1)
-    """Size of the teacher's top-k."""
-    tail: bool = False
-    """Add the remaining mass of both models as one more bucket."""
-    renormalise: bool = False
-    """Renormalise both models on the top-k."""
-    temperature: float = Field(1.0, gt=0)
-    """Temperature of student and teacher in the loss."""
-
-    @model_validator(mode="after")
-    def _one_completion(self) -> ForwardKL:
-        if self.tail and self.renormalise:
-            raise ValueError("tail and renormalise exclude each other: keep one of them")
-        if self.cache == "hidden" and (self.tail or self.renormalise):
-            raise ValueError("the hidden cache is the whole distribution: drop tail and renormalise")
-        return self
-
-
-LossConfig = Annotated[ReverseKLMC | ForwardKL, Field(discriminator="kind")]
+class LoraConfig(Section):
+    rank: int = Field(16, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(32.0, gt=0)
+    """Their scale is alpha / rank."""
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that get one, for example ["q_proj", "v_proj"]; all but the head by default."""
 
 
 class LearnerConfig(Section):
@@ -154,10 +104,31 @@ class LearnerConfig(Section):
     """What follows the warm-up."""
     clip_norm: float = Field(1.0, gt=0)
     """Largest gradient norm."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps that share out the groups of one update."""
+    epochs: int = Field(1, ge=1)
+    """How often each update goes through its groups."""
     token_budget: int = Field(16384, ge=1)
     """Tokens, padding included, of one micro-batch; at least the longest sequence."""
+    packing: bool = True
+    """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
+    shared_prompt: bool = False
+    """Compute the prompt of a group once: its responses share a row, each seeing the prompt and itself."""
+    checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, a third more time."""
     dtype: Dtype = "float32"
-    """Precision of weights, gradients and optimizer."""
+    """Precision of weights and gradients."""
+    compute_dtype: Dtype | None = None
+    """Precision of matrix products (autocast), over weights that stay as they are; that of weights without it."""
+    optimizer_dtype: Dtype | None = None
+    """Precision of AdamW's moments; that of weights without it."""
+    ranks: int = Field(1, ge=1)
+    """Processes that share the learner, weights and moments sharded over them (FSDP)."""
+    snapshots: int | None = Field(None, ge=0)
+    """Versions whose weights are kept, in host memory, to recompute what they thought of a token; as many as the
+    method and the schedule ask for without it."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights."""
     threads: int | None = Field(None, ge=1)
     """CPU threads of the learner; runtime.threads without it."""
 
@@ -167,82 +138,6 @@ class TaskConfig(Section):
     """How answers are graded: exact text, or math-verify. Rewards are logged, and are the accuracy of eval."""
     timeout: float = Field(10.0, gt=0)
     """Seconds that grading one answer may take; longer counts as wrong, and is counted."""
-
-
-class Sync(Section):
-    """Strictly on-policy: roll out a batch, score it, learn from it, publish, begin again."""
-
-    kind: Literal["sync"] = "sync"
-    """One stage at a time, strictly on-policy."""
-
-
-class Periodic(Section):
-    """On-policy like sync, but scoring and learning begin with the first finished sample."""
-
-    kind: Literal["periodic"] = "periodic"
-    """The stages of one update overlap, strictly on-policy."""
-
-
-class StepOff(Section):
-    """Whole batches, k of them ahead of the learner: tokens are exactly k updates old."""
-
-    kind: Literal["step_off"] = "step_off"
-    """Stages overlap across batches, a fixed number of updates off-policy."""
-    k: int = Field(1, ge=1)
-    """How many batches roll out ahead."""
-
-
-class Async(Section):
-    """Everything overlaps: groups start as credits allow, weights change in the middle of a response."""
-
-    kind: Literal["async"] = "async"
-    """All stages overlap, with bounded work in flight."""
-    tau: float = Field(4.0, ge=0)
-    """Work in flight: (tau + 1) batches between submission and publish. More overlaps more and is staler."""
-    publish_every: int = Field(1, ge=1)
-    """Updates between two publishes; work in flight grows with it."""
-    on_publish: Literal["keep", "drain", "restart"] = "keep"
-    """Running responses go on under the new weights, are finished first, or begin again."""
-    order: Literal["completion", "submission"] = "completion"
-    """Learn from groups as they finish, or as they were submitted, which bounds their age and waits for stragglers."""
-    max_lag: int | None = Field(None, ge=0)
-    """Most updates between a token's policy and the one that learns from it; none by default."""
-    on_old: Literal["wait", "restart", "drop"] | None = None
-    """What keeps max_lag: hold the learner (wait, unless told otherwise), roll the group out again, or drop it, which
-    favours short responses."""
-
-    @model_validator(mode="after")
-    def _bounds(self) -> Async:
-        if self.max_lag is None:
-            if self.on_old is not None:
-                raise ValueError("on_old does nothing without max_lag: set max_lag, or drop on_old")
-            return self
-        if self.order == "submission":
-            raise ValueError('order = "submission" bounds the lag by itself: drop max_lag, or the order')
-        reach = ceil((self.tau + 1) * self.publish_every) - 1
-        if self.on_old in (None, "wait") and self.max_lag < reach:
-            raise ValueError(
-                f"max_lag = {self.max_lag} cannot be kept by waiting with work for {reach} more updates in flight: "
-                f'write max_lag = {reach} or more, a smaller tau, or on_old = "restart"'
-            )
-        if self.max_lag < self.publish_every - 1:
-            raise ValueError(
-                f"max_lag = {self.max_lag} cannot be kept when weights are published every {self.publish_every} "
-                f"updates: write max_lag = {self.publish_every - 1} or more"
-            )
-        return self
-
-
-class Replay(Section):
-    """Serial like sync, on batches that are k updates old: controlled staleness, for studies."""
-
-    kind: Literal["replay"] = "replay"
-    """One stage at a time, a fixed number of updates off-policy."""
-    k: int = Field(1, ge=0)
-    """Age of every batch in updates, once as many have been made."""
-
-
-ScheduleConfig = Annotated[Sync | Periodic | StepOff | Async | Replay, Field(discriminator="kind")]
 
 
 class EvalConfig(Section):
@@ -302,11 +197,14 @@ class Config(Section):
     """Prompts, their order and every draw follow from it."""
     output: str | None = None
     """Run directory; runs/NAME-TIME without it."""
-    teachers: dict[str, TeacherConfig] = Field(min_length=1, max_length=1)
-    """The teacher, under a name of your choice."""
+    teachers: dict[str, TeacherConfig] = Field({}, max_length=1)
+    """The teacher, under a name of your choice; none with loss.weight = 0."""
     data: DataConfig = DataConfig()
     sampler: SamplerConfig = SamplerConfig()
     loss: LossConfig = ReverseKLMC()
+    policy: PolicyConfig | None = None
+    correction: CorrectionConfig = CorrectionConfig()
+    reference: ReferenceConfig | None = None
     learner: LearnerConfig = LearnerConfig()
     task: TaskConfig = TaskConfig()
     schedule: ScheduleConfig = Async()
@@ -328,6 +226,8 @@ class Config(Section):
         group, batch = self.sampler.group, self.learner.batch_size
         if batch % group:
             raise ValueError(f"learner.batch_size = {batch} is not a multiple of sampler.group = {group}")
+        self._check_objective()
+        self._check_learner()
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         if self.runtime.kind == "inline" and self.runtime.address is not None:
@@ -345,6 +245,41 @@ class Config(Section):
         if self.eval.every and self.task.reward is None:
             raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
         return self
+
+    def _check_objective(self) -> None:
+        if self.loss.weight and not self.teachers:
+            raise ValueError("distillation needs a teacher: add [teachers.main], or write loss.weight = 0")
+        if not self.loss.weight and self.teachers:
+            raise ValueError("loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight")
+        if not self.loss.weight and self.policy is None:
+            raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
+        if self.policy is not None and self.task.reward is None:
+            raise ValueError('[policy] learns from rewards: set task.reward, for example "exact"')
+        if self.reference is not None and self.reference.into == "reward" and self.policy is None:
+            raise ValueError('reference.into = "reward" needs [policy], whose rewards it changes: write "loss"')
+
+    def _check_learner(self) -> None:
+        learner, groups = self.learner, self.groups_per_update
+        if groups % learner.minibatches:
+            raise ValueError(
+                f"learner.minibatches = {learner.minibatches} does not divide the {groups} groups of an update"
+            )
+        if groups // learner.minibatches < learner.ranks:
+            raise ValueError(
+                f"learner.ranks = {learner.ranks} is more than the {groups // learner.minibatches} groups of one step: "
+                "some would have nothing to do; lower it, or raise learner.batch_size"
+            )
+        if self.schedule.kind == "periodic" and learner.minibatches * learner.epochs > 1:
+            raise ValueError(
+                'schedule.kind = "periodic" learns from groups as they come, in one step: '
+                "write minibatches = 1 and epochs = 1, or another schedule"
+            )
+        if learner.shared_prompt and not learner.packing:
+            raise ValueError("learner.shared_prompt is a way of packing: write packing = true, or drop it")
+        if learner.shared_prompt and self.sampler.group == 1:
+            raise ValueError("learner.shared_prompt has nothing to share with sampler.group = 1: drop it")
+        if learner.ranks > 1 and self.runtime.kind == "inline":
+            raise ValueError('learner.ranks needs a process for each: write runtime.kind = "ray"')
 
     @property
     def groups_per_update(self) -> int:

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from slipstream.config import Config, Section
+from slipstream.config import Config
+from slipstream.config_base import Section
 from slipstream.errors import ConfigError, did_you_mean
 
 

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from slipstream.accuracy import Measured, measure
 from slipstream.assets import HERE
-from slipstream.config import Config, Sync
+from slipstream.config import Config
 from slipstream.config_file import load
+from slipstream.config_schedule import Sync
 from slipstream.engines.base import Sampling
 from slipstream.launch import eval_prompts, train
 from slipstream.metrics import digest

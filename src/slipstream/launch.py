@@ -11,9 +11,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slipstream.config import Config, DataConfig
+from slipstream.config import Config, DataConfig, TeacherConfig
 from slipstream.config_file import load
 from slipstream.engines.base import Engines
+from slipstream.engines.native.method import Method, method_of
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.errors import ConfigError, DataError, ModelError, RunDirError, Terminated
 from slipstream.metrics import digest, summary
@@ -39,6 +40,7 @@ from slipstream.tasks.data import Prompts, load_rows
 class Job:
     """A config whose files were read and found to fit together."""
 
+    method: Method
     tokenizer: Tokenizer
     prompts: Prompts
     held_out: list[Prompt]
@@ -47,11 +49,12 @@ class Job:
 def prepare(config: Config) -> Job:
     data, max_tokens = config.data, config.sampler.max_tokens
     check_trackers(config.log.to)
+    method = method_of(config)
     if config.task.reward:
         rewards.check_installed(config.task.reward)
     tokenizer = load_tokenizer(config.student)
-    ((name, teacher),) = config.teachers.items()
-    check_same_vocabulary(tokenizer, load_tokenizer(teacher.model), names=(config.student, teacher.model))
+    for teacher in config.teachers.values():
+        check_same_vocabulary(tokenizer, load_tokenizer(teacher.model), names=(config.student, teacher.model))
     rows = load_rows(data.train, split=data.split, limit=data.limit)
     if config.task.reward and any(row.ground_truth is None for row in rows):
         row = next(row for row in rows if row.ground_truth is None)
@@ -59,21 +62,33 @@ def prepare(config: Config) -> Job:
             f"task.reward = {config.task.reward!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
         )
     tokens = encode_rows(rows, tokenizer, data)
-    sizes = [load_config(model).get_text_config().vocab_size for model in (config.student, teacher.model)]
-    if sizes[0] > sizes[1]:
-        raise ModelError(
-            f"teachers.{name}: {teacher.model} has {sizes[1]} embeddings, {config.student} has {sizes[0]}: the teacher "
-            "could not score all that the student may draw"
-        )
-    for model in (config.student, teacher.model):
-        check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
     longest = max(map(len, tokens)) + max_tokens
-    for field, budget in [("learner", config.learner.token_budget), (f"teachers.{name}", teacher.token_budget)]:
-        if budget < longest:
-            raise ConfigError(f"{field}.token_budget = {budget} is less than the longest sequence of {longest} tokens")
+    for model in (config.student, *(teacher.model for teacher in config.teachers.values())):
+        check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
+    check_budget("learner", config.learner.token_budget, longest)
+    for name, teacher in config.teachers.items():
+        check_embeddings(config.student, name, teacher)
+        check_budget(f"teachers.{name}", teacher.token_budget, longest)
     prompts = Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle)
     held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
-    return Job(tokenizer, prompts, held_out)
+    return Job(method, tokenizer, prompts, held_out)
+
+
+def check_embeddings(student: str, name: str, teacher: TeacherConfig) -> None:
+    sizes = [load_config(model).get_text_config().vocab_size for model in (student, teacher.model)]
+    if sizes[0] > sizes[1]:
+        raise ModelError(
+            f"teachers.{name}: {teacher.model} has {sizes[1]} embeddings, {student} has {sizes[0]}: the teacher could "
+            "not score all that the student may draw"
+        )
+
+
+def check_budget(section: str, budget: int, longest: int) -> None:
+    if budget < longest:
+        raise ConfigError(
+            f"{section}.token_budget = {budget} is less than the longest sequence of {longest} tokens: "
+            f"write {section}.token_budget = {longest} or more, or a smaller sampler.max_tokens"
+        )
 
 
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
@@ -142,6 +157,8 @@ def stopped_run(path: Path) -> Config:
 def open_engines(config: Config, job: Job, console: Console) -> Engines:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
+
+    say(str(job.method))
 
     match config.runtime.kind:
         case "ray":
@@ -239,7 +256,13 @@ def warnings_of(config: Config) -> list[str]:
     sampler, found = config.sampler, []
     if config.data.eval is not None and not config.eval.every:
         found.append("data.eval is not used: set eval.every to evaluate during training")
-    if config.loss.kind == "reverse_kl_mc" and (sampler.top_p < 1 or sampler.top_k > 0 or sampler.min_p > 0):
+    if config.loss.weight and config.reference is not None:
+        found.append("the teacher and the reference both pull at the student; drop [reference] if that is not meant")
+    if config.learner.dtype == "bfloat16":
+        found.append("learner.dtype = 'bfloat16' rounds small updates away: write compute_dtype = 'bfloat16' instead")
+    truncated = sampler.top_p < 1 or sampler.top_k > 0 or sampler.min_p > 0
+    weighs = config.loss.weight > 0 and config.loss.kind == "reverse_kl_mc"
+    if truncated and (weighs or config.policy is not None or config.reference is not None):
         found.append(
             "sampling is truncated (top_p, top_k or min_p): importance weights are biased, because the loss is over "
             "the whole vocabulary and the draws are not"

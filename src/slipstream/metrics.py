@@ -79,17 +79,22 @@ def usage(busy: Mapping[str, Mapping[str, Sequence[Interval]]], seconds: float) 
     return {"overlap": sum(numbers[f"busy/{stage}"] for stage in busy), **numbers}
 
 
-def added(parts: Sequence[Mapping[str, float]], scale: float) -> Numbers:
-    """The metrics of an update whose parts were learned from one after another: sums, scaled; extremes as they are."""
+def over_steps(steps: Sequence[Mapping[str, float]]) -> Numbers:
+    """The metrics of an update of several optimizer steps: means, extremes, and how the drift grew from first to last.
+
+    Steps of an update learn from data of the same age: what its KL to the policy that drew gains is their own doing.
+    """
+    if len(steps) == 1:
+        return dict(steps[0])
     numbers: Numbers = {}
-    for part in parts:
-        for name, value in part.items():
-            before = numbers.get(name)
-            if name.endswith(("_max", "_min")):
-                choose = max if name.endswith("_max") else min
-                numbers[name] = value if before is None else choose(before, value)
-            else:
-                numbers[name] = value * scale + (before or 0.0)
+    for name in dict.fromkeys(name for step in steps for name in step):
+        values = [step[name] for step in steps if name in step]
+        numbers[name] = (
+            max(values) if name.endswith("_max") else min(values) if name.endswith("_min") else fmean(values)
+        )
+    for name in ("drift/kl", "drift/k3_kl"):
+        if name in numbers:
+            numbers |= {f"{name}_first": steps[0][name], f"{name}_last": steps[-1][name]}
     return numbers
 
 

@@ -9,8 +9,9 @@ Shapes: T response tokens, M cached actions, K teacher's top-k, D teacher's hidd
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -91,12 +92,15 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
-    """A rollout with its teacher's answer, in at most one of three caches: sampled, teacher_topk or hidden."""
+    """A rollout with its teacher's answer, in at most one of three caches: sampled, teacher_topk or hidden.
+
+    Where there is no teacher, a rollout with nothing to it.
+    """
 
     rollout: Rollout
-    teacher: str
+    teacher: str = ""
     context_id: str = "prefix"
-    teacher_logp: Floats
+    teacher_logp: Floats | None = None
     teacher_action_logp: Floats | None = None
     teacher_ids: Ints | None = None
     teacher_topk_logp: Floats | None = None
@@ -105,9 +109,13 @@ class Scored:
     def __post_init__(self) -> None:
         rollout = self.rollout
         who, n = f"scored {rollout.prompt.id}/{rollout.index}", len(rollout.tokens)
-        _require(self.teacher_logp.shape == (n,), who, f"teacher_logp has shape {self.teacher_logp.shape}, not ({n},)")
         caches = [self.teacher_action_logp, self.teacher_topk_logp, self.teacher_hidden]
         _require(sum(cache is not None for cache in caches) <= 1, who, "holds more than one teacher cache")
+        if self.teacher_logp is None:
+            _require(not self.teacher, who, f"teacher {self.teacher} left no log-prob of the emitted token")
+            _require(all(cache is None for cache in caches), who, "holds a teacher cache and no teacher_logp")
+            return
+        _require(self.teacher_logp.shape == (n,), who, f"teacher_logp has shape {self.teacher_logp.shape}, not ({n},)")
         if self.teacher_action_logp is not None:
             same_shape = self.teacher_action_logp.shape == rollout.actions.shape
             _require(same_shape, who, "teacher_action_logp and actions differ in shape")
@@ -177,13 +185,37 @@ class Batch:
     def headers(self) -> list[Header]:
         return [handle.header for handle in self.handles]
 
+    def parts(self, number: int) -> list[Batch]:
+        """Cut into so many of nearly equal size, none of them empty."""
+        size, more = divmod(len(self.groups), number)
+        edges = [i * size + min(i, more) for i in range(number + 1)]
+        cuts = [self.groups[a:b] for a, b in pairwise(edges)]
+        return [Batch(groups, self.update) for groups in cuts if groups]
+
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The denominators of an update, over the whole batch; losses are sums divided by these."""
+    """The denominators of a step, over all its groups; losses are sums divided by these."""
 
-    n_tokens: int
-    n_sequences: int
+    n_tokens: int = 0
+    n_sequences: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(self.n_tokens + other.n_tokens, self.n_sequences + other.n_sequences)
+
+
+ONE = Counts(1, 1)
+"""Divides nothing."""
+
+
+def total(counts: Iterable[Counts]) -> Counts:
+    return sum(counts, Counts())
+
+
+def counts_of(group: Group) -> Counts:
+    """Of its trained tokens, and of the samples that have any."""
+    tokens = [handle.header.trained_tokens for handle in group]
+    return Counts(n_tokens=sum(tokens), n_sequences=sum(count > 0 for count in tokens))
 
 
 def version_runs(versions: Ints, mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:

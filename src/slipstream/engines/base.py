@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from slipstream.records import Batch, Counts, Group, Handle, Prompt
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
 
 Mode = Literal["keep", "drain", "restart"]
 """What a publish does to running requests: go on under the new weights, finish first, or begin again."""
@@ -83,16 +83,22 @@ class Scorer(Protocol):
 
 
 class Learner(Protocol):
-    async def prepare(self, batch: Batch) -> Counts:
-        """The passes without gradient that the method's scope needs, and the counts that losses are divided by."""
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        """Take in a batch, or a part of one, and freeze what is decided before its first gradient.
+
+        Old log-probs, what is rejected, advantages, weights. Returns the counts of what is left of every group.
+        """
         ...
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
-        """Add the gradient of a batch, or of a part of one. Metrics are sums over tokens divided by the counts."""
+    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+        """Add the gradient of groups that were prepared (their bodies may be gone): sums divided by the counts."""
         ...
 
-    async def step(self, scale: float = 1.0) -> Metrics:
-        """Scale the gradients, clip, optimise. Raises NonFiniteError before a bad gradient touches the weights."""
+    async def step(self, counts: Counts = ONE) -> Metrics:
+        """Divide what was accumulated as plain sums, clip, optimise; returns the metrics of all since the last step.
+
+        Raises NonFiniteError before a bad gradient touches the weights.
+        """
         ...
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]: ...
@@ -102,6 +108,13 @@ class Learner(Protocol):
         ...
 
     async def restore(self, path: Path) -> None: ...
+
+
+class Unscored:
+    """In place of a scorer where there is no teacher: groups go on as they are."""
+
+    async def score(self, group: Group) -> list[Handle]:
+        return list(group)
 
 
 class Grader(Protocol):

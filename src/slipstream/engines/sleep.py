@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, WeightsRef
-from slipstream.records import Batch, Counts, Group, Handle, Header, Prompt
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt, counts_of
 
 Length = Callable[[Prompt, int], int]
 """Tokens of a prompt's response with this index in its group."""
@@ -202,15 +202,13 @@ class SleepScorer(Server):
 class SleepLearner(Server):
     steps = 0
 
-    async def prepare(self, batch: Batch) -> Counts:
-        headers = batch.headers
-        return Counts(n_tokens=sum(header.trained_tokens for header in headers), n_sequences=len(headers))
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        return [counts_of(group) for group in batch.groups]
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
+    async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await self.work(sum(header.tokens for header in batch.headers))
-        return {}
 
-    async def step(self, scale: float = 1.0) -> Metrics:
+    async def step(self, counts: Counts = ONE) -> Metrics:
         await asyncio.sleep(0)
         self.steps += 1
         return {}

@@ -23,7 +23,19 @@ from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling
 from slipstream.engines.draws import draw, process, uniforms
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, Scored, derive_seed, header_of
+from slipstream.records import (
+    ONE,
+    Batch,
+    Counts,
+    Group,
+    Handle,
+    Prompt,
+    Rollout,
+    Scored,
+    counts_of,
+    derive_seed,
+    header_of,
+)
 
 EOS = 0
 Cost = Callable[[int], float]
@@ -156,14 +168,17 @@ class ToyLearner:
 
     def __init__(self, table_VV: Tensor, *, lr: float = 1.0, cost: Cost = free) -> None:
         self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
+        self.loss = 0.0
+        """Since the last step."""
+        self.samples: dict[tuple[int, int], Scored] = {}
 
-    async def prepare(self, batch: Batch) -> Counts:
-        rows = [header.trained_tokens for header in batch.headers]
-        return Counts(n_tokens=sum(rows), n_sequences=len(rows))
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        self.samples |= {(handle.header.number, handle.header.index): handle.body for handle in batch.handles}
+        return [counts_of(group) for group in batch.groups]
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
+    async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await asyncio.sleep(self.cost(sum(header.tokens for header in batch.headers)))
-        samples: list[Scored] = [handle.body for handle in batch.handles]
+        samples = [self.samples[header.number, header.index] for header in batch.headers]
         state_N = torch.cat([previous(sample.rollout) for sample in samples])
         actions_NM = torch.from_numpy(np.concatenate([sample.rollout.actions for sample in samples]).astype(np.int64))
         behavior_NM = torch.from_numpy(np.concatenate([sample.rollout.action_logp for sample in samples]))
@@ -174,15 +189,16 @@ class ToyLearner:
         if not loss.isfinite():
             raise NonFiniteError(f"the loss is {loss.item()}")
         loss.backward()  # type: ignore[no-untyped-call]
-        return {"loss": loss.item()}
+        self.loss += loss.item()
 
-    async def step(self, scale: float = 1.0) -> Metrics:
+    async def step(self, counts: Counts = ONE) -> Metrics:
         assert self.table.grad is not None
+        scale, loss, self.loss, self.samples = 1 / max(counts.n_tokens, 1), self.loss, 0.0, {}
         with torch.no_grad():
             self.table -= self.lr * scale * self.table.grad
         norm = self.table.grad.norm().item() * scale
         self.table.grad = None
-        return {"grad_norm": norm, "lr": self.lr}
+        return {"loss": loss * scale, "grad_norm": norm, "lr": self.lr}
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         body = self.table.detach().numpy().copy().view(np.uint8).reshape(-1)

@@ -255,17 +255,23 @@ RATIO_TO_OLD |= {"clip_cov", "kl_cov", "topr", "aspo", "minpro", "ctpo"}
 """Losses that hold the ratio to the old policy: in bypass, that is the policy that drew the token."""
 
 
-def check_combination(loss: str, preset: CorrectionPreset) -> None:
-    """A ValueError where the correction would do nothing, or would count a ratio twice. Guarantor of invariant 7."""
+def check_combination(loss: str, preset: CorrectionPreset, *, policy: bool = False) -> None:
+    """A ValueError where the correction would do nothing, or would count a ratio twice. Guarantor of invariant 7.
+
+    `policy` says which m2po is meant: as a policy loss it holds the ratio to the old policy.
+    """
     mode = preset.mode
+    to_behavior, to_old = RATIO_TO_BEHAVIOR, RATIO_TO_OLD
+    if policy:
+        to_behavior, to_old = to_behavior - {"m2po"}, to_old | {"m2po"}
     if preset.loss is not None and loss not in LOSSES_OF[preset.loss]:
         raise ValueError(f"this correction is meant for loss {' or '.join(LOSSES_OF[preset.loss])}, not {loss}")
-    if preset.is_level and (loss in RATIO_TO_BEHAVIOR or (mode == "bypass" and loss in RATIO_TO_OLD)):
+    if preset.is_level and (loss in to_behavior or (mode == "bypass" and loss in to_old)):
         raise ValueError(
             f"loss {loss} already holds the ratio to the rollout policy ({mode} mode): importance weights would count "
             f"it twice. Leave out is_level={preset.is_level!r}; rejection (rs) may stay"
         )
-    looks_at_old = loss in RATIO_TO_BEHAVIOR | RATIO_TO_OLD | {"dro"}  # dro: a penalty, no ratio
+    looks_at_old = loss in to_behavior | to_old | {"dro"}  # dro: a penalty, no ratio
     if not preset.corrects and (mode == "decoupled" or (mode == "bypass" and not looks_at_old)):
         raise ValueError(f"{mode} mode with loss {loss} corrects nothing: set is_level or rs, or use preset 'disabled'")
 

@@ -24,7 +24,7 @@ from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.pool import Pool
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.pipeline.stages import Flow, learn, roll, watch
+from slipstream.pipeline.stages import Flow, Passes, learn, roll, watch
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Handle, Prompt
 from slipstream.runlog import RunLog
@@ -102,6 +102,7 @@ class Run:
             account=Account(self.log, trace, self.admission),
             trace=trace,
             tasks=tasks,
+            passes=Passes(self.config.learner.minibatches, self.config.learner.epochs),
             after_step=self._checkpoint,
             after_publish=self._evaluate,
         )
@@ -169,7 +170,7 @@ def rollout_sampling(config: Config) -> Sampling:
     return Sampling(
         max_tokens=sampler.max_tokens,
         group=sampler.group,
-        draws=config.loss.m if config.loss.kind == "reverse_kl_mc" else 1,
+        draws=config.loss.m if config.loss.kind == "reverse_kl_mc" and config.loss.weight else 1,
         temperature=sampler.temperature,
         top_p=sampler.top_p,
         top_k=sampler.top_k,

@@ -13,23 +13,37 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeVar
 
-from slipstream.engines.base import Learner, Metrics, Sampler, Sampling, Scorer
+from slipstream.engines.base import Learner, Sampler, Sampling, Scorer
 from slipstream.errors import Stalled
-from slipstream.metrics import Numbers, added
+from slipstream.metrics import Numbers, over_steps
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.tries import GivenUp, Tries
-from slipstream.records import Batch, Counts, Group, Handle, Prompt
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, total
 
 T = TypeVar("T")
-ONE = Counts(n_tokens=1, n_sequences=1)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How often an update goes through its groups, and in how many optimizer steps."""
+
+    minibatches: int = 1
+    epochs: int = 1
+
+    def of(self, batch: Batch, counts: Sequence[Counts]) -> list[tuple[Batch, Counts]]:
+        parts = batch.parts(self.minibatches)
+        of_group = iter(counts)
+        return [(part, total(islice(of_group, len(part.groups)))) for part in parts] * self.epochs
 
 
 @dataclass
@@ -46,6 +60,7 @@ class Flow:
     account: Account
     trace: Trace
     tasks: asyncio.TaskGroup
+    passes: Passes
     after_step: Callable[[], Coroutine[Any, Any, None]]
     """With the learner at rest at the end of an update."""
     after_publish: Callable[[], Awaitable[None]]
@@ -173,8 +188,10 @@ class Update:
 
     number: int
     groups: list[Group] = field(default_factory=list)
-    parts: list[Metrics] = field(default_factory=list)
-    n_tokens: int = 0
+    counts: list[Counts] = field(default_factory=list)
+    """Of the groups, after rejection."""
+    ahead: deque[tuple[Batch, Counts]] = field(default_factory=deque)
+    """Gradients that are still to be made, each for an optimizer step of its own."""
     seconds: Numbers = field(default_factory=lambda: dict.fromkeys(("data", "turn", "learn", "weights"), 0.0))
 
 
@@ -191,7 +208,7 @@ async def learn(flow: Flow) -> None:
                 return
             await gather(flow, update, admission.learn())
         update.seconds["weights"] += await flow.until("weights in the samplers", lambda: not admission.gated)
-        await unbroken(flow, step(flow, update))
+        await unbroken(flow, finish(flow, update))
         await unbroken(flow, flow.after_step())
         if admission.gated:
             with flow.learning.busy("export"):
@@ -214,35 +231,40 @@ async def until_enough(flow: Flow, update: Update) -> None:
 
 
 async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
-    """Add the gradient of these groups.
+    """Make the gradient of these groups: of the first mini-batch, where they are a whole batch.
 
     A part of a batch cannot know the counts of the whole: it is a plain sum, which the step divides.
     """
     groups = tuple(flow.held.pop(number) for number in numbers)
-    part, began = Batch(groups, update.number), flow.trace.now()
+    batch, began = Batch(groups, update.number), flow.trace.now()
     with flow.learning.busy(f"update {update.number}"):
         for number in numbers:
             flow.trace.arrives(flow.learning, number)
-        counts = await flow.learner.prepare(part)
-        whole = flow.admission.schedule.learn == "batch"
-        update.parts.append(await flow.learner.accumulate(part, counts if whole else ONE))
-    update.groups += groups
-    update.n_tokens += counts.n_tokens
+        counts = await flow.learner.prepare(batch)
+        update.groups += groups
+        update.counts += counts
+        if flow.admission.schedule.learn == "batch":
+            update.ahead.extend(flow.passes.of(batch, counts))
+            await flow.learner.accumulate(*update.ahead.popleft())
+        else:
+            await flow.learner.accumulate(batch, ONE)
     update.seconds["learn"] += flow.trace.now() - began
 
 
-async def step(flow: Flow, update: Update) -> None:
-    began = flow.trace.now()
-    scale = 1.0 if flow.admission.schedule.learn == "batch" else 1 / max(update.n_tokens, 1)
+async def finish(flow: Flow, update: Update) -> None:
+    """The optimizer step, and the gradients and steps of all mini-batches that follow."""
+    began, counts = flow.trace.now(), total(update.counts)
     with flow.learning.busy(f"update {update.number}"):
-        numbers = await flow.learner.step(scale)
+        steps = [await flow.learner.step(ONE if flow.admission.schedule.learn == "batch" else counts)]
+        while update.ahead:
+            await flow.learner.accumulate(*update.ahead.popleft())
+            steps.append(await flow.learner.step())
     update.seconds["learn"] += flow.trace.now() - began
     version = flow.admission.version
     flow.admission.train()
-    flow.learning.tokens += update.n_tokens
+    flow.learning.tokens += counts.n_tokens
     flow.account.trained(update.groups, update=update.number, version=version)
-    batch = Batch(tuple(update.groups), update.number)
-    flow.account.updated(batch, added(update.parts, scale) | numbers, update.seconds)
+    flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
 
 
 async def deliver(flow: Flow, publishing: Awaitable[Numbers]) -> None:

@@ -6,17 +6,21 @@ from collections.abc import Callable
 
 import torch
 
-from slipstream.config import Config, TeacherConfig
+from slipstream.config import Config
+from slipstream.config_objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
 from slipstream.engines.native.learner import NativeLearner
-from slipstream.engines.native.model import load_config, load_model
+from slipstream.engines.native.lora import with_adapters
+from slipstream.engines.native.method import method_of
+from slipstream.engines.native.model import LanguageModel, load_config, load_model
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import Cache, NativeScorer
+from slipstream.pipeline.schedules import schedule_of
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.rewards import PoolGrader
 
 
 def build_sampler(config: Config, tokenizer: Tokenizer) -> NativeSampler:
-    student = load_model(config.student, dtype=config.sampler.dtype, device=config.runtime.device)
+    student = build_student(config, config.sampler.dtype)
     return NativeSampler(
         student,
         slots=config.sampler.slots,
@@ -25,13 +29,18 @@ def build_sampler(config: Config, tokenizer: Tokenizer) -> NativeSampler:
     )
 
 
+def build_student(config: Config, dtype: str) -> LanguageModel:
+    lm, lora = load_model(config.student, dtype=dtype, device=config.runtime.device), config.learner.lora
+    return lm if lora is None else with_adapters(lm, lora, seed=config.seed)
+
+
 def build_grader(config: Config, tokenizer: Tokenizer) -> PoolGrader:
     runtime, task = config.runtime, config.task
     return PoolGrader(task.reward, decoder(tokenizer), processes=runtime.graders, timeout=task.timeout)
 
 
 def build_scorer(config: Config) -> NativeScorer:
-    name, teacher = the_teacher(config)
+    ((name, teacher),) = config.teachers.items()
     cache, k = cache_of(config)
     return NativeScorer(
         load_model(teacher.model, dtype=teacher.dtype, device=config.runtime.device),
@@ -40,6 +49,7 @@ def build_scorer(config: Config) -> NativeScorer:
         k=k,
         temperature=config.loss.temperature,
         token_budget=teacher.token_budget,
+        packing=teacher.packing,
         vocabulary=load_config(config.student).get_text_config().vocab_size,
         threads=config.runtime.threads,
     )
@@ -47,31 +57,38 @@ def build_scorer(config: Config) -> NativeScorer:
 
 def build_learner(config: Config, tokenizer: Tokenizer) -> NativeLearner:
     device, head = config.runtime.device, None
-    if cache_of(config)[0] == "hidden":
-        _, teacher = the_teacher(config)
+    if config.teachers and cache_of(config)[0] == "hidden":
+        (teacher,) = config.teachers.values()
         head = load_model(teacher.model, dtype=teacher.dtype, device=device).head
     return NativeLearner(
-        load_model(config.student, dtype=config.learner.dtype, device=device),
-        loss=config.loss,
+        build_student(config, config.learner.dtype),
+        method=method_of(config),
         config=config.learner,
         updates=config.updates,
         export_dtype=config.sampler.dtype,
         tokenizer=tokenizer,
         teacher_head=head,
+        snapshots=snapshots_of(config),
         threads=config.learner.threads or config.runtime.threads,
     )
 
 
-def the_teacher(config: Config) -> tuple[str, TeacherConfig]:
-    return next(iter(config.teachers.items()))
+def snapshots_of(config: Config) -> int:
+    """Published versions that tokens in flight may be of, if the method asks for them; or what the config says."""
+    if config.learner.snapshots is not None or not method_of(config).decoupled:
+        return config.learner.snapshots or 0
+    schedule = schedule_of(config)
+    return schedule.reach // schedule.publish_every + 1
 
 
 def cache_of(config: Config) -> tuple[Cache, int]:
-    match config.loss.kind:
-        case "reverse_kl_mc":
+    match config.loss:
+        case ReverseKLMC():
             return "sampled", 0
-        case "forward_kl":
-            return config.loss.cache, config.loss.k
+        case ReverseKL():
+            return "hidden", 0
+        case ForwardKL(cache=cache, k=k) | JSD(cache=cache, k=k):
+            return cache, k
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:

@@ -83,7 +83,7 @@ def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same arguments or results, with every body in them changed."""
     match value:
         case Handle(header, body):
-            return Handle(header, change(body))
+            return value if body is None else Handle(header, change(body))
         case WeightsRef(manifest, body):
             return WeightsRef(manifest, change(body))
         case Batch(groups, update):
@@ -257,10 +257,10 @@ class RemoteWorker:
         self.sent = loop.time()
         calls, self.outbox = self.outbox, []
         bundles: dict[Any, int] = {}
-        named = swapped(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
         try:
+            named = swapped(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
             returned = self.host.exchange.remote(self.turn, named, *bundles)
-        except Exception as error:  # an argument cannot be pickled: nothing has left
+        except Exception as error:  # an argument cannot be sent: nothing has left
             self._fail([call.id for call in calls], error)
             return
         self._expect(self.turn, calls, returned)

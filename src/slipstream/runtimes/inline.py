@@ -6,7 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from slipstream.config import Config
-from slipstream.engines.base import Engines, Graded
+from slipstream.engines.base import Engines, Graded, Unscored
+from slipstream.engines.native.scorer import NativeScorer
 from slipstream.runtimes.build import build_grader, build_learner, build_sampler, build_scorer, set_threads
 from slipstream.tasks.chat import Tokenizer
 
@@ -20,9 +21,10 @@ def open_engines(config: Config, tokenizer: Tokenizer, *, say: Callable[[str], N
         learner = build_learner(config, tokenizer)
         stack.callback(learner.close)
         samplers = [build_sampler(config, tokenizer) for _ in range(config.sampler.replicas)]
-        ((_, teacher),) = config.teachers.items()
-        say(f"loading teacher {teacher.model}")
-        scorers = [build_scorer(config) for _ in range(teacher.replicas)]
+        scorers: list[NativeScorer] = []
+        for teacher in config.teachers.values():
+            say(f"loading teacher {teacher.model}")
+            scorers += [build_scorer(config) for _ in range(teacher.replicas)]
         for sampler in samplers:
             stack.callback(sampler.close)
         for scorer in scorers:
@@ -30,7 +32,7 @@ def open_engines(config: Config, tokenizer: Tokenizer, *, say: Callable[[str], N
         opened = stack.pop_all()
     return Engines(
         samplers=tuple(Graded(sampler, grader) for sampler in samplers),
-        scorers=tuple(scorers),
+        scorers=tuple(scorers) or (Unscored(),),
         learner=learner,
         close=opened.close,
     )

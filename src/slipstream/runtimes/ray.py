@@ -22,9 +22,9 @@ from ray._private import ray_constants, services
 from ray.exceptions import RayActorError
 
 from slipstream.config import Config
-from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Metrics, Mode, Sampling, WeightsRef
+from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Metrics, Mode, Sampling, Unscored, WeightsRef
 from slipstream.errors import ConfigError, EngineError, first_line
-from slipstream.records import Batch, Counts, Group, Handle, Prompt
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
 from slipstream.runtimes.build import build_grader, build_learner, build_sampler, build_scorer
 from slipstream.runtimes.exchange import RemoteWorker, reason
 from slipstream.tasks.chat import Tokenizer
@@ -56,16 +56,17 @@ class RemoteScorer(RemoteWorker):
 
 
 class RemoteLearner(RemoteWorker):
-    async def prepare(self, batch: Batch) -> Counts:
-        counts: Counts = await self.call("prepare", batch)
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        counts: list[Counts] = await self.call("prepare", batch)
         return counts
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
-        metrics: Metrics = await self.call("accumulate", batch, counts)
-        return metrics
+    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+        """The learner has the bodies since `prepare`."""
+        groups = tuple([Handle(handle.header, None) for handle in group] for group in batch.groups)
+        await self.call("accumulate", Batch(groups, batch.update), counts)
 
-    async def step(self, scale: float = 1.0) -> Metrics:
-        metrics: Metrics = await self.call("step", scale)
+    async def step(self, counts: Counts = ONE) -> Metrics:
+        metrics: Metrics = await self.call("step", counts)
         return metrics
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
@@ -107,20 +108,19 @@ def open_engines(config: Config, tokenizer: Tokenizer, *, say: Say = print) -> E
     with ExitStack() as stack:
         connect(config.runtime.address, plan, stack, say)
         gpus = gpus_each(config.runtime.device, len(plan), say)
-        ((_, teacher),) = config.teachers.items()
-        say(f"loading student {config.student} and teacher {teacher.model}")
+        teachers = "".join(f" and teacher {teacher.model}" for teacher in config.teachers.values())
+        say(f"loading student {config.student}{teachers}")
         workers = start(plan, stack, gpus=gpus, say=say)
         opened = stack.pop_all()
     return Engines(
         samplers=tuple(worker for worker in workers if isinstance(worker, RemoteSampler)),
-        scorers=tuple(worker for worker in workers if isinstance(worker, RemoteScorer)),
+        scorers=tuple(worker for worker in workers if isinstance(worker, RemoteScorer)) or (Unscored(),),
         learner=next(worker for worker in workers if isinstance(worker, RemoteLearner)),
         close=opened.close,
     )
 
 
 def places(config: Config, tokenizer: Tokenizer) -> list[Place]:
-    ((_, teacher),) = config.teachers.items()
     threads = config.runtime.threads
     return [
         Place(RemoteLearner, "learner", config.learner.threads or threads, partial(build_learner, config, tokenizer)),
@@ -130,6 +130,7 @@ def places(config: Config, tokenizer: Tokenizer) -> list[Place]:
         ),
         *(
             Place(RemoteScorer, name, threads, partial(build_scorer, config))
+            for teacher in config.teachers.values()
             for name in names("scorer", teacher.replicas)
         ),
     ]

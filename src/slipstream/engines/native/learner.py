@@ -1,36 +1,58 @@
-"""The student under training: forward, fused head and loss, backward; then clip and AdamW.
+"""The student under training: packed rows forward, fused head and losses, backward; then clip and AdamW.
 
-Losses are sums divided by counts of the whole batch, so how samples are cut into micro-batches changes nothing.
-
-Shapes: N predicted tokens, C rows of a chunk, M cached actions, K top-k, D teacher's hidden, V vocabulary.
+Losses are sums divided by counts of the whole step, so how samples are cut into micro-batches, rows and ranks changes
+nothing. `prepare` takes a batch in and freezes what is decided before its first gradient; `accumulate` names groups of
+it; they are let go when the next update comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from slipstream.config import ForwardKL, LearnerConfig, LossConfig, ReverseKLMC
+from slipstream.config import LearnerConfig
 from slipstream.engines.base import Fingerprint, Metrics, WeightsRef
-from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint, load_model
-from slipstream.engines.native.packing import full_length, joined, micro_batches, padded, predictions
+from slipstream.engines.native.drift import Seen, drift_metrics
+from slipstream.engines.native.frozen import Evidence, Frozen, freeze
+from slipstream.engines.native.lora import merged
+from slipstream.engines.native.method import Method
+from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint, is_adapter, load_model
+from slipstream.engines.native.objective import Objective
+from slipstream.engines.native.optimizer import make_optimizer
+from slipstream.engines.native.packing import MicroBatch, joined, pack
+from slipstream.engines.native.ranks import Ranks
+from slipstream.engines.native.rows import Rows, use_rows
+from slipstream.engines.native.snapshots import PREVIOUS, REFERENCE, Snapshots
 from slipstream.errors import NonFiniteError
-from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass
-from slipstream.estimators.logprobs import fused_loss, merge_metrics
-from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.records import Batch, Counts, Scored
+from slipstream.estimators.logprobs import logprobs_at, merge_metrics
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of
 
 T = TypeVar("T")
-LossOfRows = Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-"""(student's log-probs at the ids, which rows) → (loss per row, metrics per row)."""
+Key = tuple[int, int]
+"""Number of the group, index in it."""
+PER_STEP = ("policy/loss", "loss")
+"""Metrics that are divided as the loss is; all others are divided by tokens."""
+
+
+class Student(nn.Module):
+    """Backbone and head under one root, so that sharded weights are gathered once for both."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        super().__init__()
+        self.model, self.parts = lm.model, (lm.backbone, lm.head)
+
+    def forward(self, rows: Rows, then: Callable[[Tensor, nn.Linear], T]) -> T:
+        backbone, head = self.parts
+        return then(rows.hidden(backbone), head)
 
 
 class NativeLearner:
@@ -38,40 +60,56 @@ class NativeLearner:
         self,
         lm: LanguageModel,
         *,
-        loss: LossConfig,
+        method: Method,
         config: LearnerConfig,
         updates: int,
         export_dtype: str | None = None,
         tokenizer: Any = None,
-        teacher_head: torch.nn.Linear | None = None,
+        teacher_head: nn.Linear | None = None,
+        snapshots: int = 0,
         threads: int = 1,
     ) -> None:
-        self.lm, self.loss, self.config, self.updates, self.teacher_head = lm, loss, config, updates, teacher_head
-        self.tokenizer, self.export_dtype, self.steps = tokenizer, export_dtype or config.dtype, 0
+        self.lm, self.method, self.config, self.updates = lm, method, config, updates
+        self.tokenizer, self.export_dtype = tokenizer, export_dtype or config.dtype
         self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
+        self.ranks = Ranks()
+        self.hidden_size = int(lm.model.config.get_text_config().hidden_size)
+        if config.packing:
+            use_rows(lm)
         lm.model.train()
         for module in lm.model.modules():
-            if isinstance(module, torch.nn.Dropout):
+            if isinstance(module, nn.Dropout):
                 module.p = 0.0  # the loss is of the policy that was sampled, which has no dropout
-        self.optimizer = torch.optim.AdamW(
-            lm.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
-        )
+        if config.checkpointing:
+            lm.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.student, self.objective = Student(lm), Objective(method, teacher_head)
+        self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
+        self.snapshots = Snapshots(lm.model, keep=snapshots)
+        if method.reference is not None:
+            self.snapshots.take(REFERENCE, host=method.reference.host)
+        self.update = 0
+        """The update in hand, or the last one that was made."""
+        self.samples: dict[Key, Scored] = {}
+        self.frozen: dict[Key, Frozen] = {}
+        self.seen: list[Seen] = []
+        self.sums: dict[str, Tensor] = {}
+        """Metrics since the last step."""
+        self.noted: Metrics = {}
+        """What `prepare` found out about the update."""
 
     # --- the protocol ----------------------------------------------------------------------------------------
 
-    async def prepare(self, batch: Batch) -> Counts:
-        rows = [header.trained_tokens for header in batch.headers]
-        return Counts(n_tokens=sum(rows), n_sequences=sum(count > 0 for count in rows))
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        return await self._run(lambda: self._prepare(batch))
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> Metrics:
-        return await self._run(lambda: self._accumulate([handle.body for handle in batch.handles], counts))
+    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+        await self._run(lambda: self._accumulate([key_of(header) for header in batch.headers], counts))
 
-    async def step(self, scale: float = 1.0) -> Metrics:
-        return await self._run(lambda: self._step(scale))
+    async def step(self, counts: Counts = ONE) -> Metrics:
+        return await self._run(lambda: self._step(counts))
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        model, dtype = self.lm.model, self.export_dtype
-        return await self._run(lambda: (export_weights(model, dtype), fingerprint(model, dtype)))
+        return await self._run(self._export)
 
     async def save(self, path: Path, *, optimizer: bool = True) -> None:
         await self._run(lambda: self._save(path, optimizer))
@@ -85,139 +123,228 @@ class NativeLearner:
     def close(self) -> None:
         self.thread.shutdown()
 
-    # --- on the learner's thread -----------------------------------------------------------------------------
+    # --- before the first gradient ---------------------------------------------------------------------------
 
-    def _accumulate(self, samples: Sequence[Scored], counts: Counts) -> Metrics:
-        sums: dict[str, Tensor] = {}
-        lengths = [full_length(sample.rollout) for sample in samples]
-        for members in micro_batches(lengths, self.config.token_budget):
-            loss, metrics = self._micro_batch([samples[i] for i in members], counts)
-            if not math.isfinite(loss.item()):
-                self.optimizer.zero_grad()
-                raise NonFiniteError(f"the loss of update {self.steps + 1} is {loss.item()}")
-            loss.backward()  # type: ignore[no-untyped-call]
-            merge_metrics(sums, metrics)
-        extremes = ("_max", "_min")
-        return {k: v.item() if k.endswith(extremes) else v.item() / max(counts.n_tokens, 1) for k, v in sums.items()}
+    def _prepare(self, batch: Batch) -> list[Counts]:
+        if batch.update != self.update:
+            self._begin(batch.update)
+        samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
+        self.samples |= samples
+        if not self.method.looks_first:
+            self.frozen |= {key: as_it_is(sample) for key, sample in samples.items()}
+            return [counts_of(group) for group in batch.groups]
+        keys, evidence = list(samples), self._look(list(samples.values()))
+        # ranks see the whole batch, in one order, whoever holds what
+        everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
+        everyone.sort(key=lambda pair: pair[0])
+        frozen, noted = freeze([sample for _, sample in everyone], self.method)
+        decided = {key: each for (key, _), each in zip(everyone, frozen, strict=True)}
+        self.frozen |= {key: decided[key] for key in keys}
+        self.noted |= noted
+        return [self._counts(group) for group in batch.groups]
 
-    def _micro_batch(self, samples: Sequence[Scored], counts: Counts) -> tuple[Tensor, dict[str, Tensor]]:
-        rollouts = [sample.rollout for sample in samples]
-        device, head = self.lm.device, self.lm.head
-        hidden_BLH = self.lm.backbone(padded(rollouts, device), use_cache=False).last_hidden_state
-        hidden_NH = predictions(hidden_BLH, rollouts)
-        ids_NM, loss_of_rows = self._objective(samples)
-        mask_N = joined([rollout.loss_mask for rollout in rollouts], device, torch.bool)
+    def _begin(self, update: int) -> None:
+        """Let go of the update before."""
+        self.samples, self.frozen, self.noted, self.update = {}, {}, {}, update
+        if self.method.policy is not None and self.method.policy.old == "previous":
+            self.snapshots.roll()
 
-        def loss_of_chunk(logp_CM: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-            loss_C, metrics = loss_of_rows(logp_CM, rows)
-            loss_C = loss_C.masked_fill(~mask_N[rows], 0.0)
-            return loss_C.sum() / max(counts.n_tokens, 1), _summed(metrics | {"loss": loss_C.detach()}, mask_N[rows])
+    def _look(self, samples: Sequence[Scored]) -> list[Evidence]:
+        """The log-probs of the emitted tokens under every policy that the method asks for."""
+        method, version = self.method, self.update - 1
+        drew = [{int(v) for v in sample.rollout.versions} for sample in samples]
+        fresh = any(version in versions for versions in drew)
+        current = self._log_probs(samples) if method.current_first or (method.decoupled and fresh) else None
+        reference = self._log_probs(samples, REFERENCE) if method.reference is not None else None
+        old, missing = None, [0] * len(samples)
+        if method.policy is not None and method.policy.old == "previous":
+            old = self._log_probs(samples, PREVIOUS)
+        elif method.decoupled:
+            old, missing = self._at_own_version(samples, drew, current)
+        return [
+            Evidence(
+                group=sample.rollout.prompt.number,
+                reward=sample.rollout.rewards.get(method.reward, 0.0),
+                mask_T=torch.from_numpy(sample.rollout.loss_mask),
+                behavior_T=torch.from_numpy(sample.rollout.logp).double(),
+                old_T=old[i] if old else None,
+                current_T=current[i] if current else None,
+                reference_T=reference[i] if reference else None,
+                missing=missing[i],
+            )
+            for i, sample in enumerate(samples)
+        ]
 
-        return fused_loss(
-            hidden_NH, head.weight, ids_NM, loss_of_chunk, bias=head.bias, temperature=self.loss.temperature
-        )
+    def _at_own_version(
+        self, samples: Sequence[Scored], drew: Sequence[set[int]], current: list[Tensor] | None
+    ) -> tuple[list[Tensor], list[int]]:
+        """Each token under the weights that drew it; where those are gone, what the sampler said of it."""
+        old = [torch.from_numpy(sample.rollout.logp).double() for sample in samples]
+        versions = [torch.from_numpy(sample.rollout.versions) for sample in samples]
+        left = [torch.from_numpy(sample.rollout.loss_mask).clone() for sample in samples]
+        for version in sorted(set().union(*drew)):
+            chosen = [i for i, each in enumerate(drew) if version in each]
+            if version == self.update - 1 and current is not None:
+                found = [current[i] for i in chosen]
+            elif version in self.snapshots:
+                found = self._log_probs([samples[i] for i in chosen], version)
+            else:
+                continue
+            for i, logp_T in zip(chosen, found, strict=True):
+                here_T = versions[i] == version
+                old[i] = torch.where(here_T, logp_T, old[i])
+                left[i] &= ~here_T
+        return old, [int(left_T.sum()) for left_T in left]
 
-    def _objective(self, samples: Sequence[Scored]) -> tuple[Tensor | None, LossOfRows]:
-        """The ids whose log-probs the loss needs (None: all of them), and the loss of a row given those."""
-        device, dtype, loss = self.lm.device, torch.promote_types(self.lm.head.weight.dtype, torch.float32), self.loss
-        match loss:
-            case ReverseKLMC():
-                behavior_NM = joined([s.rollout.action_logp for s in samples], device, dtype)
-                logq_NM = joined([_present(s.teacher_action_logp) for s in samples], device, dtype)
+    @torch.no_grad()
+    def _log_probs(self, samples: Sequence[Scored], version: int | str | None = None) -> list[Tensor]:
+        """Of the emitted tokens, at sampling temperature, by the weights as they are or as they were."""
 
-                def reverse(logp_CM: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-                    return mc_reverse_kl(
-                        logp_CM,
-                        behavior_NM[rows],
-                        logq_NM[rows],
-                        advantage=loss.advantage,
-                        clip=loss.clip,
-                        importance=loss.importance,
-                        ratio_cap=loss.ratio_cap,
-                    )
+        def at_tokens(hidden_NH: Tensor, head: nn.Linear, chosen: Sequence[Scored]) -> Tensor:
+            ids_N1 = joined([s.rollout.tokens for s in chosen], hidden_NH.device, torch.int64)[:, None]
+            weight, bias = head.weight.to(hidden_NH.dtype), head.bias
+            return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.method.temperature)[:, 0]
 
-                return joined([s.rollout.actions for s in samples], device, torch.int64), reverse
-            case ForwardKL(cache="teacher_topk"):
-                ids_NK = joined([_present(s.teacher_ids) for s in samples], device, torch.int64)
-                logq_NK = joined([_present(s.teacher_topk_logp) for s in samples], device, dtype)
+        found: dict[int, Tensor] = {}
+        with self.snapshots.worn(version) if version is not None else nullcontext(), self._precision():
+            for rows, members in self._micro_batches(samples):
+                chosen = [samples[i] for i in members]
+                logp_N = self.student(rows, lambda h, head, chosen=chosen: at_tokens(h, head, chosen))
+                lengths = [len(sample.rollout.tokens) for sample in chosen]
+                found |= zip(members, torch.split(logp_N.cpu().double(), lengths), strict=True)
+        return [found[i] for i in range(len(samples))]
 
-                def forward(logp_CK: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-                    kl_C = forward_kl_topk(logp_CK, logq_NK[rows], tail=loss.tail, renormalise=loss.renormalise)
-                    return kl_C, support_mass(logp_CK, logq_NK[rows])
+    def _counts(self, group: Group) -> Counts:
+        left = [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group]
+        return Counts(n_tokens=sum(left), n_sequences=sum(count > 0 for count in left))
 
-                return ids_NK, forward
-            case ForwardKL():
-                teacher = self.teacher_head
-                assert teacher is not None, "the hidden cache needs the teacher's head"
-                hidden_ND = torch.cat([_hidden(_present(s.teacher_hidden)) for s in samples]).to(device)
+    # --- gradients and steps ---------------------------------------------------------------------------------
 
-                def exact(logp_CV: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-                    logits_CV = teacher(hidden_ND[rows]).to(dtype)[:, : logp_CV.shape[1]]
-                    logq_CV = (logits_CV / loss.temperature).log_softmax(-1)
-                    return dense(logp_CV, logq_CV, kind="forward"), {}
+    def _accumulate(self, keys: Sequence[Key], counts: Counts) -> None:
+        samples, frozen = [self.samples[key] for key in keys], [self.frozen[key] for key in keys]
+        total = torch.zeros((), dtype=torch.float64, device=self.lm.device)
+        for rows, members in self._micro_batches(samples):
+            chosen, theirs = [samples[i] for i in members], [frozen[i] for i in members]
+            with self._precision():
+                loss, metrics, logp_N = self.student(
+                    rows, lambda h, head, c=chosen, f=theirs: self.objective(h, head, c, f, counts)
+                )
+            loss.backward()
+            total += loss.detach()
+            merge_metrics(self.sums, metrics)
+            self._note(chosen, theirs, logp_N)
+        if not all(self.ranks.gathered(math.isfinite(total.item()))):
+            self._drop()
+            raise NonFiniteError(f"the loss of update {self.update} is {total.item()}")
 
-                return None, exact
+    def _micro_batches(self, samples: Sequence[Scored]) -> Iterator[tuple[Rows, list[int]]]:
+        """Rows, and which samples are in them."""
+        config = self.config
 
-    def _step(self, scale: float) -> Metrics:
-        parameters = [p for p in self.lm.model.parameters() if p.grad is not None]
-        if scale != 1.0:
-            torch._foreach_mul_([p.grad for p in parameters], scale)
+        def plan(parts: int) -> list[MicroBatch]:
+            return pack(
+                [sample.rollout for sample in samples],
+                budget=config.token_budget,
+                hidden=self.hidden_size,
+                shared_prompt=config.shared_prompt,
+                packing=config.packing,
+                parts=parts,
+            )
+
+        batches = plan(1)
+        for batch in batches:
+            yield Rows([sample.rollout for sample in samples], batch, self.lm.device), batch.members
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        config = self.config
+        if config.compute_dtype in (None, config.dtype):
+            return nullcontext()
+        return torch.autocast(self.lm.device.type, dtype=getattr(torch, config.compute_dtype))
+
+    def _note(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
+        lengths = [len(sample.rollout.tokens) for sample in samples]
+        for sample, each, logp_T in zip(samples, frozen, torch.split(logp_N, lengths), strict=True):
+            self.seen.append(Seen(logp_T, each.behavior_T, each.mask_T, torch.from_numpy(sample.rollout.versions)))
+
+    def _step(self, counts: Counts) -> Metrics:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        loss_scale = 1 / max(counts.n_sequences if self.method.over_sequences else counts.n_tokens, 1)
+        if loss_scale != 1.0:
+            torch._foreach_mul_([p.grad for p in parameters], loss_scale)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.clip_norm).item()
         if not math.isfinite(norm):
-            self.optimizer.zero_grad()
-            raise NonFiniteError(f"the gradient norm of update {self.steps + 1} is {norm}")
-        lr = learning_rate(self.config, self.steps, self.updates)
+            self._drop()
+            raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
+        lr = learning_rate(self.config, self.update - 1, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        return self._metrics(loss_scale, 1 / max(counts.n_tokens, 1)) | {"grad_norm": norm, "lr": lr}
+
+    def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
+        """Of everything since the last step."""
+        found = {name: value.item() for name, value in self.sums.items()}
+        for name in found:
+            if not name.endswith(("_max", "_min")):
+                found[name] *= loss_scale if name in PER_STEP else token_scale
+        seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
+        self._drop()
+        return found | self.noted | drift_metrics(seen, version=self.update - 1)
+
+    def _drop(self) -> None:
+        """Gradients and metrics since the last step."""
         self.optimizer.zero_grad()
-        self.steps += 1
-        return {"grad_norm": norm, "lr": lr}
+        self.sums, self.seen = {}, []
+
+    # --- weights ---------------------------------------------------------------------------------------------
+
+    def _export(self) -> tuple[WeightsRef, Fingerprint]:
+        if self.snapshots.keep:
+            self.snapshots.take(self.update)
+        return export_weights(self.lm.model, self.export_dtype), fingerprint(self.lm.model, self.export_dtype)
 
     def _save(self, path: Path, optimizer: bool) -> None:
-        self.lm.model.save_pretrained(path)
+        state = self.lm.model.state_dict()
+        self.lm.model.save_pretrained(path, state_dict=merged(state, self.lm.model))
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(path)
         if optimizer:
-            torch.save({"optimizer": self.optimizer.state_dict(), "steps": self.steps}, path / "learner.pt")
+            adapters = {name: value for name, value in state.items() if is_adapter(name)}
+            own = {"optimizer": self.optimizer.state_dict(), "update": self.update, "adapters": adapters}
+            torch.save(own, path / "learner.pt")
 
     def _restore(self, path: Path) -> None:
-        saved = load_model(str(path), dtype=self.config.dtype, device=str(self.lm.device))
-        self.lm.model.load_state_dict(saved.model.state_dict())
         state = torch.load(path / "learner.pt", map_location=self.lm.device, weights_only=True)
+        if self.config.lora is None:
+            saved = load_model(str(path), dtype=self.config.dtype, device=str(self.lm.device))
+            self.lm.model.load_state_dict(saved.model.state_dict())
+        else:  # the base is what it was
+            self.lm.model.load_state_dict(state["adapters"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.steps = state["steps"]
+        self.update = state["update"]
 
 
-def learning_rate(config: LearnerConfig, step: int, updates: int) -> float:
-    """Linear warm-up, then constant or a cosine to zero."""
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
+def key_of(header: Header) -> Key:
+    return header.number, header.index
+
+
+def scored(handle: Handle) -> Scored:
+    """The record, which without a teacher is still a rollout."""
+    body = handle.body
+    return body if isinstance(body, Scored) else Scored(rollout=replace(body, rewards=handle.header.rewards))
+
+
+def as_it_is(sample: Scored) -> Frozen:
+    """Nothing is rejected, and nothing weighed."""
+    rollout = sample.rollout
+    return Frozen(mask_T=torch.from_numpy(rollout.loss_mask), behavior_T=torch.from_numpy(rollout.logp))
+
+
+def learning_rate(config: LearnerConfig, update: int, updates: int) -> float:
+    """Linear warm-up over updates, then constant or a cosine to zero."""
+    if update < config.warmup:
+        return config.lr * (update + 1) / config.warmup
     if config.decay == "constant":
         return config.lr
-    done = (step - config.warmup) / max(1, updates - config.warmup)
+    done = (update - config.warmup) / max(1, updates - config.warmup)
     return config.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def _summed(metrics_C: dict[str, Tensor], mask_C: Tensor) -> dict[str, Tensor]:
-    """Per-row metrics over the trained rows: the extreme where the name says so, else the sum."""
-    out = {}
-    for name, value_C in metrics_C.items():
-        kept = value_C[mask_C]
-        if not len(kept):
-            continue
-        out[name] = kept.amax() if name.endswith("_max") else kept.amin() if name.endswith("_min") else kept.sum()
-    if "loss" in out:
-        out |= {"loss_abs": metrics_C["loss"].abs().sum(), "loss_max": metrics_C["loss"].amax()}
-        out |= {"loss_min": metrics_C["loss"].amin()}
-    return out
-
-
-def _present(cache: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    assert cache is not None, "the scorer filled another cache than the loss reads"
-    return cache
-
-
-def _hidden(array: np.ndarray[Any, Any]) -> Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor

@@ -94,9 +94,14 @@ def split(name: str, model: PreTrainedModel) -> LanguageModel:
 # --- weights as flat bytes -------------------------------------------------------------------------------
 
 
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
 def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Tied weights once, under their first name."""
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    """What changes in training: the adapters, where there are any. Tied weights once, under their first name."""
+    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    return [pair for pair in named if is_adapter(pair[0])] or named
 
 
 def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -139,14 +144,17 @@ def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> N
         target.copy_(staged)
 
 
+FINGERPRINTED = ("o_proj", "down_proj", ".lora_")
+
+
 def fingerprint(model: nn.Module, dtype: str) -> Fingerprint:
-    """A hash of what really runs: every layer's output projections as `dtype`, or all weights of a model without.
+    """A hash of what really runs: every layer's output projections and all adapters as `dtype`, or all weights.
 
     Samplers stand still while it is taken, and it guards against accidents only: so a CRC-32 of each tensor (twice as
     fast as SHA-256 in hardware), and a hash of those. A single wrong tensor goes unseen once in 2^32.
     """
-    parameters = _parameters(model)
-    chosen = [pair for pair in parameters if "o_proj" in pair[0] or "down_proj" in pair[0]] or parameters
+    parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    chosen = [pair for pair in parameters if any(part in pair[0] for part in FINGERPRINTED)] or parameters
     digest = hashlib.blake2b(digest_size=8)
     for _, tensor in chosen:
         raw = _bytes(tensor.to("cpu", getattr(torch, dtype)).contiguous())

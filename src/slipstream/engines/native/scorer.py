@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.packing import full_length, joined, micro_batches, padded, predictions
+from slipstream.engines.native.packing import joined, pack
+from slipstream.engines.native.rows import Rows, use_rows
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.records import Group, Handle, Rollout, Scored, header_of
@@ -41,6 +42,7 @@ class NativeScorer:
         k: int = 32,
         temperature: float = 1.0,
         token_budget: int = 16384,
+        packing: bool = True,
         vocabulary: int | None = None,
         threads: int = 1,
     ) -> None:
@@ -49,7 +51,9 @@ class NativeScorer:
         if cache == "teacher_topk" and k > self.vocabulary:
             raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
-        self.temperature, self.token_budget = temperature, token_budget
+        self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
+        if packing:
+            use_rows(lm, field=f"teachers.{name}.packing")
         self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
         self.waiting: list[tuple[Group, asyncio.Future[list[Handle]]]] = []
         self.driver: asyncio.Task[None] | None = None
@@ -106,11 +110,11 @@ class NativeScorer:
     def _score(self, handles: Sequence[Handle]) -> list[Handle]:
         rollouts = [replace(handle.body, rewards=handle.header.rewards) for handle in handles]
         scored: dict[int, Scored] = {}
-        for members in micro_batches([full_length(rollout) for rollout in rollouts], self.token_budget):
-            chosen = [rollouts[i] for i in members]
-            hidden_BLD = self.lm.backbone(padded(chosen, self.lm.device), use_cache=False).last_hidden_state
-            answers = self._answers(predictions(hidden_BLD, chosen), chosen)
-            scored.update(zip(members, answers, strict=True))
+        batches = pack(rollouts, budget=self.token_budget, hidden=self.lm.head.in_features, packing=self.packing)
+        for batch in batches:
+            chosen = [rollouts[i] for i in batch.members]
+            hidden_ND = Rows(rollouts, batch, self.lm.device).hidden(self.lm.backbone)
+            scored.update(zip(batch.members, self._answers(hidden_ND, chosen), strict=True))
         return [Handle(header_of(rollouts[i], teacher=self.name), scored[i]) for i in range(len(handles))]
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[Scored]:

@@ -1,0 +1,280 @@
+"""The learner's whole loss, gradient by gradient, against one dense computation of it from full log-softmaxes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from slipstream.config import LearnerConfig
+from slipstream.config_objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.engines.base import Sampling
+from slipstream.engines.native.learner import NativeLearner
+from slipstream.engines.native.method import Method
+from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.estimators import policy
+from slipstream.estimators.advantage import advantage
+from slipstream.estimators.aggregate import aggregate
+from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.kl import kl_loss, kl_reward
+from slipstream.estimators.policy import policy_loss
+from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.records import Batch, Counts, Handle, Scored, header_of, total
+from tiny import EOS, make_model, make_prompts, wrap
+
+T = TypeVar("T")
+DTYPE = torch.float64
+TEMPERATURE = 0.8
+
+
+def run(work: Awaitable[T]) -> T:
+    async def main() -> T:
+        return await work
+
+    return asyncio.run(main())
+
+
+@dataclass
+class Case:
+    """Weights of the versions 0, 1 and 2, a teacher, and stale samples: drawn by 0 and 1, learned from at 2."""
+
+    versions: list[PreTrainedModel]
+    teacher: PreTrainedModel
+    groups: list[list[Handle]]
+
+    @property
+    def samples(self) -> list[Scored]:
+        return [handle.body for group in self.groups for handle in group]
+
+
+def nudged(model: PreTrainedModel, *, seed: int, by: float = 0.01) -> PreTrainedModel:
+    """A few updates later."""
+    later, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator, dtype=DTYPE)
+    return later
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    first = make_model("phi", seed=0, dtype=DTYPE)
+    versions = [first, nudged(first, seed=1), nudged(nudged(first, seed=1), seed=2)]
+    teacher = make_model("phi", seed=9, dtype=DTYPE)
+
+    async def work() -> list[list[Handle]]:
+        sampler = NativeSampler(wrap(versions[0]), slots=16, stop_ids={EOS})
+        sampling = Sampling(max_tokens=12, group=3, draws=2, temperature=TEMPERATURE)
+        rolled = await asyncio.gather(*[sampler.generate(p, sampling) for p in make_prompts(5)])
+        sampler.close()
+        scorer = NativeScorer(wrap(teacher))
+        scored = [await scorer.score([aged(handle, versions) for handle in group]) for group in rolled]
+        scorer.close()
+        return scored
+
+    return Case(versions, teacher, run(work()))
+
+
+def aged(handle: Handle, versions: list[PreTrainedModel]) -> Handle:
+    """Version 1 continues every other response from its middle; one response has a stretch that is not trained."""
+    rollout = handle.body
+    number, index, n = rollout.prompt.number, rollout.index, len(rollout.tokens)
+    rewards = {"exact": float((number + index) % 3 == 0)}
+    made_by, logp, actions = np.zeros(n, np.int64), rollout.logp.copy(), rollout.action_logp.copy()
+    if (number + index) % 2:
+        made_by[n // 2 :] = 1
+        dense = log_probs(versions[1], rollout, TEMPERATURE).detach()
+        logp[n // 2 :] = dense[torch.arange(n), torch.from_numpy(rollout.tokens).long()].numpy()[n // 2 :]
+        actions[n // 2 :] = dense.gather(1, torch.from_numpy(rollout.actions).long()).numpy()[n // 2 :]
+        actions[:, 0] = logp
+    mask = rollout.loss_mask.copy()
+    mask[1:3] = (number, index) != (2, 1)
+    rollout = replace(rollout, versions=made_by, logp=logp, action_logp=actions, loss_mask=mask, rewards=rewards)
+    return Handle(header_of(rollout), rollout)
+
+
+def log_probs(model: PreTrainedModel, rollout: Any, temperature: float) -> Tensor:
+    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))
+    logits = model(ids[None]).logits[0, len(rollout.prompt.tokens) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def emitted(model: PreTrainedModel, samples: list[Scored], temperature: float = TEMPERATURE) -> Tensor:
+    """[B, T]"""
+    found = []
+    for sample in samples:
+        tokens = torch.from_numpy(sample.rollout.tokens).long()
+        found.append(log_probs(model, sample.rollout, temperature).gather(1, tokens[:, None])[:, 0])
+    return pad_sequence(found, batch_first=True)
+
+
+def of(samples: list[Scored], name: str) -> Tensor:
+    return pad_sequence([torch.from_numpy(getattr(s.rollout, name)) for s in samples], batch_first=True)
+
+
+def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """The loss and what is left of the mask, on the whole batch in one piece."""
+    samples = case.samples
+    mask, rollout_logp, made_by = of(samples, "loss_mask"), of(samples, "logp").double(), of(samples, "versions")
+    logp = emitted(model, samples)
+    with torch.no_grad():
+        by_version = [emitted(version, samples) for version in case.versions]
+        old = rollout_logp
+        if method.decoupled:
+            old = torch.where(made_by == 0, by_version[0], by_version[1])
+        if method.policy is not None and method.policy.old == "previous":
+            old = by_version[1]
+        kept, weights = mask, None
+        if method.correction.corrects:
+            anchor = old if method.decoupled else by_version[2]
+            found = method.correction.apply(anchor, rollout_logp, mask)
+            kept, weights = found.mask, found.weights
+    counts = {"n_tokens": float(kept.sum()), "n_sequences": float(kept.any(-1).sum())}
+    loss = torch.zeros((), dtype=DTYPE)
+    if method.policy is not None:
+        groups = torch.tensor([s.rollout.prompt.number for s in samples])
+        rewards = torch.zeros(mask.shape, dtype=DTYPE)
+        for row, sample in enumerate(samples):
+            if kept[row].any():
+                rewards[row, kept[row].nonzero().max()] = sample.rollout.rewards["exact"]
+        if method.reference is not None and method.reference.into == "reward":
+            rewards, _ = kl_reward(rewards, old, by_version[0], kept, beta=method.reference.weight)
+        name, options = method.policy.loss, dict(method.policy.options)
+        advantages = advantage(method.policy.advantage, rewards, kept, groups=groups, **method.policy.advantage_options)
+        extra: dict[str, Any] = {}
+        if name == "topr":
+            extra["positive"] = torch.tensor([s.rollout.rewards["exact"] > 0 for s in samples])
+        if name == "decoupled_ppo":
+            extra["proximal_logp"] = by_version[2]
+        if name in ("clip_cov", "kl_cov", "m2po"):
+            chooser = dict(options) | ({"generator": torch.Generator().manual_seed(0)} if name == "clip_cov" else {})
+            extra["chosen"], _ = policy.prepare(name, by_version[2], old, advantages, kept, **chooser)
+        part, _ = policy_loss(
+            *(name, logp, old, advantages, kept),
+            weights=weights,
+            agg=method.policy.aggregation,
+            scale=method.max_tokens,
+            **counts,
+            **options,
+            **extra,
+        )
+        loss = loss + method.policy.weight * part
+    if method.reference is not None and method.reference.into == "loss":
+        part, _ = kl_loss(logp, by_version[0], kept, logp_old=rollout_logp, n_tokens=counts["n_tokens"])
+        loss = loss + method.reference.weight * part
+    if method.loss.weight:
+        rows = []
+        for sample in samples:
+            ids = torch.from_numpy(sample.rollout.actions).long()
+            at = log_probs(model, sample.rollout, method.loss.temperature).gather(1, ids)
+            behavior = torch.from_numpy(sample.rollout.action_logp).double()
+            rows.append(mc_reverse_kl(at, behavior, torch.from_numpy(sample.teacher_action_logp).double())[0])
+        part = aggregate(pad_sequence(rows, batch_first=True), kept, "token-mean", n_tokens=counts["n_tokens"])
+        loss = loss + method.loss.weight * part
+    return loss, kept
+
+
+def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
+    """At version 2, with the snapshots of 0 and 1, as if it had made two updates."""
+    learner = NativeLearner(
+        wrap(case.versions[0]),
+        method=method,
+        config=LearnerConfig(dtype="float64", **config),
+        updates=9,
+        snapshots=2,
+    )
+    previous = method.policy is not None and method.policy.old == "previous"
+    for version in (0, 1, 2):
+        with torch.no_grad():
+            for ours, theirs in zip(learner.lm.model.parameters(), case.versions[version].parameters(), strict=True):
+                ours.copy_(theirs)
+        if version < 2:
+            run(learner.export())
+            if previous:
+                learner._begin(version + 1)
+        learner.update = version + (version < 2)
+    return learner
+
+
+NOTHING = ReverseKLMC(m=2, weight=0.0)
+SOME = ReverseKLMC(m=2, weight=0.5, temperature=TEMPERATURE)
+APART = ReverseKLMC(m=2, weight=0.5, temperature=1.0)
+
+
+def method(loss: Any = NOTHING, preset: str = "disabled", reference: ReferenceConfig | None = None) -> Method:
+    return Method(
+        loss=loss,
+        correction=PRESETS[preset],
+        reference=reference,
+        reward="exact",
+        temperature=TEMPERATURE,
+        max_tokens=12,
+    )
+
+
+METHODS = {
+    **{f"{name} alone": method(loss=NOTHING) for name in ()},
+    **{name: method(loss=NOTHING) for name in ()},
+    "distillation with rejection": method(SOME, "decoupled_geo_rs"),
+    "distillation apart with rejection": method(APART, "decoupled_k3_rs"),
+    "distillation and reference": method(SOME, reference=ReferenceConfig(weight=0.1)),
+    "distillation apart and reference": method(APART, reference=ReferenceConfig(weight=0.1)),
+}
+for name in policy.LOSSES:
+    METHODS[f"{name} on rewards"] = replace(method(), policy=PolicyConfig(loss=name))
+for name in ("vanilla", "gspo", "m2po", "reinforce"):
+    for preset in ("decoupled_token_is", "decoupled_geo_rs_seq_tis", "decoupled_token_icepop"):
+        METHODS[f"{name}, {preset}"] = replace(method(SOME, preset), policy=PolicyConfig(loss=name, weight=2.0))
+METHODS |= {
+    "bypass weights": replace(method(preset="bypass_pg_is"), policy=PolicyConfig(loss="reinforce")),
+    "bypass rejection": replace(method(preset="bypass_ppo_clip_k3_rs"), policy=PolicyConfig(loss="vanilla")),
+    "two temperatures": replace(method(APART), policy=PolicyConfig(loss="vanilla")),
+    "two temperatures by row": replace(method(APART), policy=PolicyConfig(loss="gmpo")),
+    "sums over rows": replace(method(SOME), policy=PolicyConfig(aggregation="seq-mean-token-sum-norm")),
+    "everything": replace(
+        method(SOME, "decoupled_seq_is_rs", ReferenceConfig(weight=0.1)),
+        policy=PolicyConfig(loss="gspo", advantage="rloo", options={"clip_low": 3e-3, "clip_high": 4e-3}),
+    ),
+    "reference in the reward": replace(
+        method(reference=ReferenceConfig(weight=0.5, into="reward")),
+        policy=PolicyConfig(advantage="reinforce_plus_plus"),
+    ),
+    "against the weights before": replace(method(), policy=PolicyConfig(old="previous")),
+    "unnormalised": replace(method(), policy=PolicyConfig(advantage_options={"norm": False})),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(case: Case, name: str) -> None:
+    method = METHODS[name]
+    reference = copy.deepcopy(case.versions[2])
+    expected, kept = dense(case, method, reference)
+    expected.backward()
+    batch = Batch(tuple(case.groups), 3)
+    cuts: list[dict[str, Any]] = [{"token_budget": 40}]
+    if name in ("everything", "two temperatures by row"):
+        cuts += [{"token_budget": 100_000}, {"shared_prompt": True}, {"packing": False}, {"checkpointing": True}]
+    for config in cuts:
+        learner = make_learner(case, method, **config)
+
+        async def work(learner: NativeLearner = learner) -> Counts:
+            counts = total(await learner.prepare(batch))
+            await learner.accumulate(batch, counts)
+            return counts
+
+        counts = run(work())
+        assert counts == Counts(int(kept.sum()), int(kept.any(-1).sum()))
+        assert learner.sums["loss"].item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
+        for key, parameter in reference.named_parameters():
+            torch.testing.assert_close(learner.lm.model.get_parameter(key).grad, parameter.grad, rtol=1e-8, atol=1e-11)
+        learner.close()
