@@ -26,10 +26,11 @@ from slipstream.estimators import policy
 from slipstream.estimators.advantage import advantage
 from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_loss, kl_reward
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.records import Batch, Counts, Handle, Scored, header_of, total
+from slipstream.records import ONE, Batch, Counts, Handle, Scored, header_of, total
 from tiny import EOS, make_model, make_prompts, wrap
 
 T = TypeVar("T")
@@ -278,3 +279,160 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(case: Case, nam
         for key, parameter in reference.named_parameters():
             torch.testing.assert_close(learner.lm.model.get_parameter(key).grad, parameter.grad, rtol=1e-8, atol=1e-11)
         learner.close()
+
+
+def test_drift_is_that_of_the_learner_to_what_drew_its_tokens_by_lag(case: Case) -> None:
+    learner, samples = make_learner(case, method(SOME)), case.samples
+    batch = Batch(tuple(case.groups), 3)
+
+    async def work() -> dict[str, float]:
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        return await learner.step()
+
+    found = run(work())
+    with torch.no_grad():
+        logp = emitted(case.versions[2], samples)
+    lag = 2 - of(samples, "versions")
+    expected = offpolicy_metrics(logp, of(samples, "logp"), of(samples, "loss_mask"), lag=lag)
+    assert {"kl/lag_1", "kl/lag_2-3"} <= set(expected)
+    for name, value in expected.items():
+        assert found[f"drift/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def test_a_decoupled_correction_measures_the_engines_apart_from_staleness(case: Case) -> None:
+    """Sampler and learner are the same code here: at its own version, a token has the same log-prob in both."""
+    learner = make_learner(case, replace(method(preset="decoupled_token_is"), policy=PolicyConfig()))
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    ((_, noted),) = learner.noted
+    assert noted["mismatch/k3_kl"] < 1e-20 and noted["old_logp_missing"] == 0
+    assert noted["correction/rollout_is_mean"] == pytest.approx(1.0)
+
+
+def test_tokens_whose_version_is_gone_are_corrected_by_what_drew_them_and_counted(case: Case) -> None:
+    learner = make_learner(case, replace(method(preset="decoupled_token_is"), policy=PolicyConfig()))
+    del learner.snapshots.held[0]
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    gone = sum(int((s.rollout.loss_mask & (s.rollout.versions == 0)).sum()) for s in case.samples)
+    ((_, noted),) = learner.noted
+    assert noted["old_logp_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in case.samples) > 0
+    for sample in case.samples:
+        frozen = learner.frozen[sample.rollout.prompt.number, sample.rollout.index]
+        zero = torch.from_numpy(sample.rollout.versions == 0)
+        assert torch.equal(frozen.old_T[zero], torch.from_numpy(sample.rollout.logp).double()[zero])
+
+
+def test_the_ring_keeps_the_newest_versions_and_the_reference_stays(case: Case) -> None:
+    learner = make_learner(case, method(SOME, reference=ReferenceConfig(weight=0.1, host=True)))
+    for version in range(3, 7):
+        learner.update = version
+        run(learner.export())
+    assert set(learner.snapshots.held) == {5, 6, "reference"}
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_what_was_frozen_stays_through_minibatches_and_epochs(case: Case, cut: int) -> None:
+    """Two epochs of mini-batches: every gradient is the dense one at today's weights and the first look's decisions."""
+    method = replace(METHODS["gspo, decoupled_token_icepop"], loss=NOTHING)
+    learner = make_learner(case, method, lr=1e-4, epochs=2, minibatches=cut, clip_norm=1e9)
+    batch = Batch(tuple(case.groups), 3)
+
+    async def work() -> list[float]:
+        counts, norms = await learner.prepare(batch), []
+        first = dict(learner.frozen)
+        for _ in range(2):
+            left = list(counts)
+            for part in batch.parts(cut):
+                of_part, left = total(left[: len(part.groups)]), left[len(part.groups) :]
+                expected = dense_part(case, method, learner, part, of_part)
+                await learner.accumulate(part, of_part)
+                assert learner.sums["loss"].item() == pytest.approx(expected, rel=1e-8, abs=1e-12)
+                norms.append((await learner.step())["grad_norm"])
+        assert learner.frozen == first
+        return norms
+
+    norms = run(work())
+    assert len(set(norms)) == 2 * cut and all(np.isfinite(norms))
+
+
+def dense_part(case: Case, method: Method, learner: NativeLearner, part: Batch, counts: Counts) -> float:
+    samples = [handle.body for handle in part.handles]
+    frozen = [learner.frozen[s.rollout.prompt.number, s.rollout.index] for s in samples]
+    model = copy.deepcopy(learner.lm.model)
+    model.set_attn_implementation("sdpa")
+    assert method.policy is not None
+    loss, _ = policy_loss(
+        method.policy.loss,
+        emitted(model, samples),
+        *(
+            pad_sequence([getattr(each, name) for each in frozen], batch_first=True)
+            for name in ("old_T", "advantage_T")
+        ),
+        pad_sequence([each.mask_T for each in frozen], batch_first=True),
+        weights=pad_sequence([each.weight_T for each in frozen if each.weight_T is not None], batch_first=True),
+        n_tokens=counts.n_tokens,
+        n_sequences=counts.n_sequences,
+    )
+    return method.policy.weight * loss.item()
+
+
+@pytest.mark.parametrize("name", ["gspo on rewards", "vanilla on rewards"])
+def test_parts_that_do_not_know_the_whole_add_up_to_it(case: Case, name: str) -> None:
+    """Periodic order: plain sums, one division at the step. For a loss over sequences too."""
+    whole, parts = make_learner(case, METHODS[name]), make_learner(case, METHODS[name])
+    batch = Batch(tuple(case.groups), 3)
+
+    async def work() -> tuple[dict[str, float], dict[str, float]]:
+        await whole.accumulate(batch, total(await whole.prepare(batch)))
+        counts = []
+        for group in reversed(case.groups):
+            part = Batch((group,), 3)
+            counts += await parts.prepare(part)
+            await parts.accumulate(part, ONE)
+        return await whole.step(), await parts.step(total(counts))
+
+    one, other = run(work())
+    for metric in ("loss", "grad_norm", "drift/kl", "policy/ratio", "policy/reward"):
+        assert other[metric] == pytest.approx(one[metric], rel=1e-9), metric
+
+
+def test_half_precision_products_leave_the_weights_whole(case: Case) -> None:
+    batch, gradients = Batch(tuple(case.groups), 1), []
+
+    async def work(learner: NativeLearner) -> None:
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+
+    for config in (LearnerConfig(), LearnerConfig(compute_dtype="bfloat16")):
+        learner = NativeLearner(wrap(make_model("qwen3", seed=3)), method=method(SOME), config=config, updates=3)
+        run(work(learner))
+        parameters = list(learner.lm.model.parameters())
+        assert all(
+            p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in parameters
+        )
+        gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+    cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0).item()
+    assert 0.99 < cosine < 0.999999, "bfloat16 was used, and is close"
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> None:
+    from slipstream.engines.native.optimizer import make_optimizer
+
+    config = {"lr": 1e-2, "weight_decay": 0.1, "dtype": "float64"}
+    start = torch.randn(5, 7, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
+    exact, mixed = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    ours = make_optimizer([mixed], LearnerConfig(optimizer_dtype=moments, **config))
+    theirs = make_optimizer([exact], LearnerConfig(**config))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(10):
+        exact.grad = torch.randn(5, 7, dtype=DTYPE, generator=generator)
+        mixed.grad = exact.grad.clone()
+        ours.step()
+        theirs.step()
+        if step == 4:
+            state = copy.deepcopy(ours.state_dict())
+            ours = make_optimizer([mixed], LearnerConfig(optimizer_dtype=moments, **config))
+            ours.load_state_dict(state)
+    kept = ours.state[mixed]
+    assert kept["exp_avg"].dtype == kept["exp_avg_sq"].dtype == getattr(torch, moments)
+    torch.testing.assert_close(mixed, exact, atol={"float32": 1e-7, "bfloat16": 2e-3}[moments], rtol=0)
+    assert not torch.equal(mixed, exact)

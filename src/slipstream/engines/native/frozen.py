@@ -64,7 +64,7 @@ def freeze(batch: Sequence[Evidence], method: Method) -> tuple[list[Frozen], Met
     if method.decoupled:
         gap = offpolicy_metrics(old_BT, behavior_BT, mask_BT)
         metrics |= {f"mismatch/{name}": value for name, value in gap.items()}
-        metrics["old_logp_missing"] = float(sum(sample.missing for sample in batch))
+        metrics["old_logp_missing"] = sum(sample.missing for sample in batch) / max(int((mask_BT != 0).sum()), 1)
     kept_BT = mask_BT
     if method.correction.corrects:
         correction = method.correction.apply(

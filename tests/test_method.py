@@ -1,0 +1,132 @@
+"""Methods that would do nothing, count twice, or need what the schedule does not give are refused before anything runs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+import pytest
+
+from slipstream.config import Config
+from slipstream.config_file import parse
+from slipstream.config_objective import AdvantageName, Aggregation, PolicyName, PresetName
+from slipstream.engines.native.method import OURS, method_of
+from slipstream.errors import ConfigError
+from slipstream.estimators.advantage import ADVANTAGES
+from slipstream.estimators.aggregate import Mode
+from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.options import REQUIRED
+from slipstream.estimators.policy_table import LOSSES
+from slipstream.runtimes.build import snapshots_of
+
+
+def config(**sections: Any) -> Config:
+    rl = {"student": "s", "sampler": {"group": 8}, "loss": {"weight": 0}, "policy": {}, "task": {"reward": "exact"}}
+    return parse({name: value for name, value in (rl | sections).items() if value is not None})
+
+
+DISTILLATION = {"loss": {}, "policy": None, "teachers": {"main": {"model": "t"}}}
+
+
+def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
+    assert set(get_args(PolicyName)) == set(LOSSES)
+    assert set(get_args(PresetName)) == set(PRESETS)
+    assert get_args(Aggregation) == get_args(Mode)
+    from_rewards = {name for name, each in ADVANTAGES.items() if REQUIRED not in each.options.values()}
+    assert set(get_args(AdvantageName)) == from_rewards
+    required = {name for each in LOSSES.values() for name, default in each.options.items() if default is REQUIRED}
+    assert required == set(OURS)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("preset", ["disabled", "decoupled_geo_rs"])
+def test_every_policy_loss_goes_with_rejection_and_without(loss: str, preset: str) -> None:
+    method = method_of(config(policy={"loss": loss}, correction={"preset": preset}))
+    assert f"1 · {loss} on grpo of exact; correction: {preset}" in str(method)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "weights without a policy loss": (
+        DISTILLATION | {"correction": {"preset": "decoupled_token_is"}},
+        "correction.preset = 'decoupled_token_is' weighs a policy loss, and there is none",
+    ),
+    "a ratio that counts twice": (
+        {"correction": {"preset": "bypass_pg_is"}},
+        "correction.preset = 'bypass_pg_is': this correction is meant for loss reinforce or gpg, not vanilla",
+    ),
+    "a threshold of no weights": (
+        {"correction": {"preset": "decoupled_geo_rs", "is_threshold": 3.0}},
+        "correction.is_threshold does nothing: preset decoupled_geo_rs has no importance weights",
+    ),
+    "a bound of the wrong kind": (
+        {"correction": {"preset": "decoupled_geo_rs", "rs": {"seq_mean_k3": [0.1, 0.2]}}},
+        "correction: rs['seq_mean_k3'] must be one number above 0",
+    ),
+    "rejection without a mode": (
+        {"correction": {"rs": {"seq_mean_k3": 0.1}}},
+        "correction: weights and rejection need a mode",
+    ),
+    "an option of no loss": (
+        {"policy": {"options": {"clip_hi": 0.3}}},
+        "unknown policy.options of vanilla 'clip_hi'",
+    ),
+    "an option that is not the user's": (
+        {"policy": {"loss": "topr", "options": {"positive": 1.0}}},
+        "policy.options of topr: it has none",
+    ),
+    "an option of no advantage": (
+        {"policy": {"advantage": "rloo", "advantage_options": {"norm": False}}},
+        "policy.advantage_options of rloo: it has none",
+    ),
+    "an old policy of no ratio": (
+        {"policy": {"loss": "reinforce", "old": "previous"}},
+        'policy.old = "previous" does nothing: reinforce has no ratio to an old policy',
+    ),
+    "two old policies": (
+        {"policy": {"old": "previous"}, "correction": {"preset": "decoupled_token_is"}},
+        'policy.old = "previous" and a decoupled correction name two old policies',
+    ),
+    "nothing to compare an answer with": (
+        {"sampler": {"group": 1}},
+        "policy.advantage = 'grpo' compares the answers to one prompt, and sampler.group = 1: write group = 8",
+    ),
+    "a batch-scope loss in parts": (
+        {"policy": {"loss": "m2po"}, "schedule": {"kind": "periodic"}},
+        "policy.loss = m2po looks at the whole batch, and schedule.kind = 'periodic' learns from groups as they come",
+    ),
+    "a batch-scope advantage in parts": (
+        {"policy": {"advantage": "reinforce_plus_plus"}, "schedule": {"kind": "periodic"}},
+        "policy.advantage = reinforce_plus_plus looks at the whole batch",
+    ),
+    "a normalised correction in parts": (
+        {"correction": {"preset": "decoupled_token_is", "is_normalize": True}, "schedule": {"kind": "periodic"}},
+        "correction looks at the whole batch",
+    ),
+    "two denominators in parts": (
+        {
+            "policy": {"loss": "gspo"},
+            "loss": {"weight": 1.0},
+            "teachers": {"main": {"model": "t"}},
+            "schedule": {"kind": "periodic"},
+        },
+        "the policy loss is divided by sequences and the rest by tokens, and schedule.kind = 'periodic' divides once",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_would_be_wrong_is_refused_in_one_line(case: str) -> None:
+    sections, message = WRONG[case]
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        method_of(config(**sections))
+    assert "\n" not in str(caught.value)
+
+
+def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
+    decoupled = {"correction": {"preset": "decoupled_token_is"}}
+    assert snapshots_of(config()) == 0
+    assert snapshots_of(config(schedule={"kind": "sync"}, **decoupled)) == 1
+    assert snapshots_of(config(schedule={"kind": "async", "tau": 4}, **decoupled)) == 5
+    assert snapshots_of(config(schedule={"kind": "async", "tau": 4, "publish_every": 3}, **decoupled)) == 5
+    assert snapshots_of(config(schedule={"kind": "replay", "k": 2}, **decoupled)) == 3
+    assert snapshots_of(config(learner={"snapshots": 2}, **decoupled)) == 2
