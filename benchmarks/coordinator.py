@@ -92,7 +92,7 @@ def timed(settings: Config, engines: Engines, run: Callable[[Coroutine[Any, Any,
 def no_op(*, updates: int, batch: int, group: int) -> float:
     """Samples per second."""
     learner = SleepLearner(lambda _: 0.0)
-    engines = Engines(samplers=(NoSampler(),), scorers=(NoScorer(),), learner=learner, close=lambda: None)
+    engines = Engines(samplers=(NoSampler(),), scorers={"": (NoScorer(),)}, learner=learner, close=lambda: None)
     return updates * batch / timed(config(updates=updates, batch=batch, group=group), engines, asyncio.run)
 
 
@@ -105,7 +105,7 @@ def simulated(workers: int, *, updates: int) -> float:
 
     engines = Engines(
         samplers=tuple(SleepSampler(length, step=lambda rows: 0.02 + 0.0001 * rows) for _ in range(workers)),
-        scorers=(SleepScorer(lambda tokens: 1e-9 * tokens),),
+        scorers={"": (SleepScorer(lambda tokens: 1e-9 * tokens),)},
         learner=SleepLearner(lambda tokens: 5.0),
         close=lambda: None,
     )

@@ -74,7 +74,7 @@ def speed(schedule: Any, *, mean: float, sigma: float, updates: int) -> tuple[fl
         samplers=tuple(
             SleepSampler(lengths(mean, sigma), step=step, slots=SLOTS, load=PUBLISH) for _ in range(rollout)
         ),
-        scorers=(SleepScorer(lambda tokens: tokens / SCORED),),
+        scorers={"": (SleepScorer(lambda tokens: tokens / SCORED),)},
         learner=SleepLearner(lambda tokens: tokens / TRAINED / trainers),
         close=lambda: None,
     )

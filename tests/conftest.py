@@ -13,6 +13,7 @@ os.environ |= {
 }
 
 import string
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from hypothesis import settings
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
+"""`make test-vllm` has an environment with vLLM."""
 CONTEXT = 64
 TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 {% if message.role not in ("system", "user", "assistant") %}{{ raise_exception("no role " + message.role) }}{% endif %}\

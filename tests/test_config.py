@@ -266,7 +266,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "value for a section of kinds": ({"loss": 3}, "loss: input should be an object, got 3"),
     "value for a teacher": ({"teachers": {"main": "t"}}, "teachers.main: input should be an object, got 't'"),
     "one of two numbers": ({"loss": {"clip": [0.2]}}, "loss.clip: input should be a valid number, got [0.2]"),
-    "unknown choice": ({"sampler": {"engine": "vllm"}}, "sampler.engine: input should be 'native', got 'vllm'"),
+    "unknown choice": (
+        {"sampler": {"engine": "sglang"}},
+        "sampler.engine: input should be 'native' or 'vllm', got 'sglang'",
+    ),
     "unknown tracker": ({"log": {"to": ["wandbb"]}}, "log.to: input should be 'tensorboard', 'wandb', 'mlflow' or"),
     "too small": ({"updates": 0}, "updates: input should be greater than or equal to 1, got 0"),
     "not finite": ({"learner": {"lr": math.inf}}, "learner.lr: input should be a finite number, got inf"),

@@ -12,10 +12,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "slipstream"
 
-BASE = "errors records config config_base config_objective config_schedule config_file metrics runlog"
+BASE = "errors records config config_base config_objective config_schedule config_teacher config_file metrics runlog"
 ENGINES = f"{BASE} assets estimators engines"
 PIPELINE = f"{BASE} tasks engines.base pipeline"
-EVERYTHING = f"{ENGINES} tasks pipeline runtimes launch accuracy progress demo"
+EVERYTHING = f"{ENGINES} tasks pipeline runtimes teachers launch accuracy progress demo"
 
 # part of the package: what it may see of the package. The longest name that fits a file counts.
 SEES = {
@@ -25,8 +25,9 @@ SEES = {
     "config_base": "errors",
     "config_objective": "config_base",
     "config_schedule": "config_base",
-    "config": "errors config_base config_objective config_schedule",
-    "config_file": "errors config config_base",
+    "config_teacher": "config_base config_objective",
+    "config": "errors config_base config_objective config_schedule config_teacher",
+    "config_file": "errors config config_base config_teacher",
     "metrics": BASE,
     "runlog": BASE,
     "estimators": "estimators",
@@ -37,6 +38,7 @@ SEES = {
     "engines.base": BASE,
     "pipeline": PIPELINE,
     "runtimes": f"{ENGINES} tasks pipeline runtimes",
+    "teachers": f"{ENGINES} tasks runtimes",
     "launch": EVERYTHING,
     "accuracy": EVERYTHING,
     "progress": EVERYTHING,
@@ -52,6 +54,7 @@ LOADS = {
     "config_base": "pydantic",
     "config_objective": "pydantic",
     "config_schedule": "pydantic",
+    "config_teacher": "pydantic",
     "config": "pydantic",
     "config_file": "pydantic pydantic_core",
     "metrics": "",

@@ -436,3 +436,20 @@ def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> Non
     assert kept["exp_avg"].dtype == kept["exp_avg_sq"].dtype == getattr(torch, moments)
     torch.testing.assert_close(mixed, exact, atol={"float32": 1e-7, "bfloat16": 2e-3}[moments], rtol=0)
     assert not torch.equal(mixed, exact)
+
+
+def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> None:
+    learner = make_learner(case, method(SOME), exact_drift=True, token_budget=60)
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    kl, tokens = 0.0, 0
+    for sample in case.samples:
+        rollout = sample.rollout
+        with torch.no_grad():
+            now, *before = (log_probs(case.versions[v], rollout, TEMPERATURE) for v in (2, 0, 1))
+        for version, old in enumerate(before):
+            here = torch.from_numpy(rollout.loss_mask & (rollout.versions == version))
+            kl += float((now.exp() * (now - old)).sum(-1)[here].sum())
+            tokens += int(here.sum())
+    ((_, noted),) = learner.noted
+    assert noted["drift/rollout_kl"] == pytest.approx(kl / tokens, rel=1e-9)
+    assert noted["drift/rollout_kl_coverage"] == 1.0

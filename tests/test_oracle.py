@@ -69,7 +69,7 @@ def train(
     learner = NativeLearner(wrap(student), method=Method(loss=config.loss), config=config.learner, updates=updates)
     engines = Engines(
         samplers=(NativeSampler(wrap(student), slots=4, stop_ids={EOS}),),
-        scorers=(NativeScorer(wrap(teacher), token_budget=budget),),
+        scorers={"": (NativeScorer(wrap(teacher), token_budget=budget),)},
         learner=learner,
         close=lambda: None,
     )

@@ -52,7 +52,7 @@ def toy_engines(*, sampler: Any = None, scorer: Any = None, learner: Any = None)
     student = toy.random_table(VOCAB, seed=0)
     return Engines(
         samplers=(Graded(sampler or toy.ToySampler(student), toy.ToyGrader()),),
-        scorers=(scorer or toy.ToyScorer(TEACHER),),
+        scorers={"": (scorer or toy.ToyScorer(TEACHER),)},
         learner=learner or toy.ToyLearner(student),
         close=lambda: None,
     )

@@ -423,11 +423,11 @@ def toy_learner() -> toy.ToyLearner:
 def test_a_run_over_ray_has_the_same_losses_as_in_one_process(opened: Any, tmp_path: Path) -> None:
     engines = Engines(
         samplers=tuple(opened(RemoteSampler, ToyRollouts) for _ in range(2)),
-        scorers=(opened(RemoteScorer, toy_scorer),),
+        scorers={"": (opened(RemoteScorer, toy_scorer),)},
         learner=opened(RemoteLearner, toy_learner),
         close=lambda: None,
     )
-    here = Engines(samplers=(ToyRollouts(),), scorers=(toy_scorer(),), learner=toy_learner(), close=lambda: None)
+    here = Engines(samplers=(ToyRollouts(),), scorers={"": (toy_scorer(),)}, learner=toy_learner(), close=lambda: None)
     config = settings(updates=10)
     assert losses(tmp_path / "ray", config, engines) == losses(tmp_path / "here", config, here)
 

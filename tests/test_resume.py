@@ -52,7 +52,7 @@ def engines() -> Engines:
     student = toy.random_table(VOCAB, seed=0)
     return Engines(
         samplers=(Graded(toy.ToySampler(student, seconds=0.3), toy.ToyGrader()),),
-        scorers=(toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: 0.5),),
+        scorers={"": (toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: 0.5),)},
         learner=toy.ToyLearner(student, cost=lambda _: 1.0),
         close=lambda: None,
     )

@@ -53,7 +53,7 @@ def engines(
     """By default 2 s for a rollout, a quarter of a second for the score of one and 3 s for an update."""
     return Engines(
         samplers=tuple(SleepSampler(length, step=lambda _: token, **options) for _ in range(samplers)),
-        scorers=(SleepScorer(lambda _: score),),
+        scorers={"": (SleepScorer(lambda _: score),)},
         learner=SleepLearner(lambda _: learn),
         close=lambda: None,
     )
@@ -446,7 +446,7 @@ def test_whatever_happens_a_run_ends_and_keeps_its_promises(
             )
             for _ in range(samplers)
         ),
-        scorers=(ChaoticScorer(chaos, lambda _: times["score"]), ChaoticScorer(chaos, lambda _: times["score"])),
+        scorers={"": tuple(ChaoticScorer(chaos, lambda _: times["score"]) for _ in range(2))},
         learner=SleepLearner(lambda _: times["learn"]),
         close=lambda: None,
     )

@@ -13,6 +13,8 @@ from pydantic import Field, field_validator, model_validator
 from slipstream.config_base import Beta, Dtype, Section
 from slipstream.config_objective import CorrectionConfig, LossConfig, PolicyConfig, ReferenceConfig, ReverseKLMC
 from slipstream.config_schedule import Async, ScheduleConfig
+from slipstream.config_teacher import SELF, problems
+from slipstream.config_teacher import TeacherConfig as TeacherConfig
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
@@ -34,6 +36,8 @@ class DataConfig(Section):
     """Put this system message before every conversation; needs a chat template."""
     template_args: dict[str, Any] = Field({})
     """Arguments of the chat template, for example enable_thinking = false."""
+    teacher_key: str = "data_source"
+    """Column that says which teacher scores the answers to a prompt, where there are several."""
 
     @field_validator("template_args")
     @classmethod
@@ -44,22 +48,11 @@ class DataConfig(Section):
         return args
 
 
-class TeacherConfig(Section):
-    model: str
-    """HF directory or hub name, or builtin:teacher."""
-    dtype: Dtype = "float32"
-    """Precision in which the teacher runs."""
-    token_budget: int = Field(16384, ge=1)
-    """Tokens, padding included, of one forward pass."""
-    packing: bool = True
-    """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
-    replicas: int = Field(1, ge=1)
-    """How many copies score; each group goes to the one with least to do."""
-
-
 class SamplerConfig(Section):
-    engine: Literal["native"] = "native"
+    engine: Literal["native", "vllm"] = "native"
     """What generates the rollouts."""
+    engine_args: dict[str, Any] = Field({})
+    """Arguments for vLLM's engine, for example gpu_memory_utilization = 0.8."""
     max_tokens: int = Field(256, ge=1)
     """Longest response, the end token included."""
     group: int = Field(1, ge=1)
@@ -124,6 +117,8 @@ class LearnerConfig(Section):
     """Precision of AdamW's moments; that of weights without it."""
     ranks: int = Field(1, ge=1)
     """Processes that share the learner, weights and moments sharded over them (FSDP)."""
+    exact_drift: bool = False
+    """Measure KL(current policy ‖ the one that drew a token) over the whole vocabulary: two more passes per version."""
     snapshots: int | None = Field(None, ge=0)
     """Versions whose weights are kept, in host memory, to recompute what they thought of a token; as many as the
     method and the schedule ask for without it."""
@@ -197,8 +192,8 @@ class Config(Section):
     """Prompts, their order and every draw follow from it."""
     output: str | None = None
     """Run directory; runs/NAME-TIME without it."""
-    teachers: dict[str, TeacherConfig] = Field({}, max_length=1)
-    """The teacher, under a name of your choice; none with loss.weight = 0."""
+    teachers: dict[str, TeacherConfig] = Field({})
+    """The teachers, each under a name of your choice; none with loss.weight = 0."""
     data: DataConfig = DataConfig()
     sampler: SamplerConfig = SamplerConfig()
     loss: LossConfig = ReverseKLMC()
@@ -228,6 +223,8 @@ class Config(Section):
             raise ValueError(f"learner.batch_size = {batch} is not a multiple of sampler.group = {group}")
         self._check_objective()
         self._check_learner()
+        if self.sampler.engine_args and self.sampler.engine != "vllm":
+            raise ValueError('sampler.engine_args are for sampler.engine = "vllm": drop one of them')
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         if self.runtime.kind == "inline" and self.runtime.address is not None:
@@ -251,6 +248,8 @@ class Config(Section):
             raise ValueError("distillation needs a teacher: add [teachers.main], or write loss.weight = 0")
         if not self.loss.weight and self.teachers:
             raise ValueError("loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight")
+        for problem in problems(self.teachers, self.loss):
+            raise ValueError(problem)
         if not self.loss.weight and self.policy is None:
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
         if self.policy is not None and self.task.reward is None:
@@ -280,6 +279,14 @@ class Config(Section):
             raise ValueError("learner.shared_prompt has nothing to share with sampler.group = 1: drop it")
         if learner.ranks > 1 and self.runtime.kind == "inline":
             raise ValueError('learner.ranks needs a process for each: write runtime.kind = "ray"')
+        if learner.lora is not None and self.sampler.engine == "vllm":
+            raise ValueError(
+                '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write sampler.engine = '
+                '"native", or drop [learner.lora]'
+            )
+
+    def model_of(self, teacher: TeacherConfig) -> str:
+        return self.student if teacher.model == SELF else teacher.model
 
     @property
     def groups_per_update(self) -> int:

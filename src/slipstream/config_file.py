@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 
 from slipstream.config import Config
 from slipstream.config_base import Section
+from slipstream.config_teacher import TeacherConfig, suited
 from slipstream.errors import ConfigError, did_you_mean
 
 
@@ -43,6 +44,7 @@ def parse(
     # kinds come first, so that a kind cannot discard what was written next to it
     for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
         tree = _override(tree, key.split("."), _value(text), notes.append)
+    tree = _for_endpoints(tree, notes.append)
     try:
         # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
@@ -58,6 +60,21 @@ def _with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
     kinds = {name: info.default.kind for name, info in Config.model_fields.items() if hasattr(info.default, "kind")}
     below = {name: tree.get(name, {}) for name in kinds}
     return tree | {name: {"kind": kinds[name], **own} for name, own in below.items() if isinstance(own, dict)}
+
+
+def _for_endpoints(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """A copy in which the loss, where the file leaves it open, asks nothing that an endpoint does not give."""
+    teachers, loss = tree.get("teachers"), tree.get("loss")
+    if not isinstance(teachers, dict) or not isinstance(loss, dict):
+        return tree
+    remote = {name: t for name, t in teachers.items() if isinstance(t, dict) and t.get("base_url") is not None}
+    limits = [t.get("max_logprobs", TeacherConfig.model_fields["max_logprobs"].default) for t in remote.values()]
+    if not limits or not all(isinstance(limit, int) for limit in limits):
+        return tree
+    changes = suited(loss, min(limits))
+    for name, value in changes.items():
+        say(f"note: loss.{name} = {json.dumps(value)}, because teachers.{next(iter(remote))} is an endpoint")
+    return {**tree, "loss": {**loss, **changes}}
 
 
 def _value(text: str) -> Any:

@@ -10,6 +10,7 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 ├── Stalled             nothing has moved for too long: says who waits for whom
 └── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
 
+EndpointError           an endpoint gave no answer, or a wrong one: the call may be tried again, and is
 Terminated              not an error: the run was told to stop by SIGTERM, as KeyboardInterrupt tells by Ctrl-C
 
 Anything else that is raised is a defect of ours and keeps its traceback.
@@ -55,6 +56,14 @@ class Stalled(SlipstreamError):
 
 class NonFiniteError(SlipstreamError):
     pass
+
+
+class EndpointError(Exception):
+    """Names the endpoint and what was wrong; `status` is that of its answer, if it has given one."""
+
+    def __init__(self, message: str, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Terminated(BaseException):

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from slipstream.config import Config, DataConfig, TeacherConfig
+from slipstream.config import Config, DataConfig
 from slipstream.config_file import load
 from slipstream.engines.base import Engines
 from slipstream.engines.native.method import Method, method_of
-from slipstream.engines.native.model import context_length, load_config
-from slipstream.errors import ConfigError, DataError, ModelError, RunDirError, Terminated
+from slipstream.errors import ConfigError, DataError, RunDirError, Terminated
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import newest
@@ -25,15 +24,16 @@ from slipstream.progress import Progress
 from slipstream.records import Prompt
 from slipstream.runlog import RunLog, check_free, check_trackers, read_lines, run_path
 from slipstream.runtimes import inline
+from slipstream.runtimes.build_vllm import sampler_context, with_vllm
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import (
     Tokenizer,
     check_fits,
-    check_same_vocabulary,
     encode_rows,
     load_tokenizer,
 )
 from slipstream.tasks.data import Prompts, load_rows
+from slipstream.teachers import check_budget, check_endpoints, check_teachers, routes
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,6 @@ def prepare(config: Config) -> Job:
     if config.task.reward:
         rewards.check_installed(config.task.reward)
     tokenizer = load_tokenizer(config.student)
-    for teacher in config.teachers.values():
-        check_same_vocabulary(tokenizer, load_tokenizer(teacher.model), names=(config.student, teacher.model))
     rows = load_rows(data.train, split=data.split, limit=data.limit)
     if config.task.reward and any(row.ground_truth is None for row in rows):
         row = next(row for row in rows if row.ground_truth is None)
@@ -62,33 +60,13 @@ def prepare(config: Config) -> Job:
             f"task.reward = {config.task.reward!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
         )
     tokens = encode_rows(rows, tokenizer, data)
-    longest = max(map(len, tokens)) + max_tokens
-    for model in (config.student, *(teacher.model for teacher in config.teachers.values())):
-        check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
-    check_budget("learner", config.learner.token_budget, longest)
-    for name, teacher in config.teachers.items():
-        check_embeddings(config.student, name, teacher)
-        check_budget(f"teachers.{name}", teacher.token_budget, longest)
-    prompts = Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle)
+    context = sampler_context(config)
+    check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
+    check_budget("learner", config.learner.token_budget, max(map(len, tokens)) + max_tokens)
+    prompts = Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle, teachers=routes(config, rows))
+    check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
     return Job(method, tokenizer, prompts, held_out)
-
-
-def check_embeddings(student: str, name: str, teacher: TeacherConfig) -> None:
-    sizes = [load_config(model).get_text_config().vocab_size for model in (student, teacher.model)]
-    if sizes[0] > sizes[1]:
-        raise ModelError(
-            f"teachers.{name}: {teacher.model} has {sizes[1]} embeddings, {student} has {sizes[0]}: the teacher could "
-            "not score all that the student may draw"
-        )
-
-
-def check_budget(section: str, budget: int, longest: int) -> None:
-    if budget < longest:
-        raise ConfigError(
-            f"{section}.token_budget = {budget} is less than the longest sequence of {longest} tokens: "
-            f"write {section}.token_budget = {longest} or more, or a smaller sampler.max_tokens"
-        )
 
 
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
@@ -97,7 +75,7 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     prompts = eval_prompts(
         tokenizer, data, data.eval, split=data.eval_split, limit=config.eval.prompts, seed=config.seed
     )
-    tokens, context = [prompt.tokens for prompt in prompts], context_length(load_config(student))
+    tokens, context = [prompt.tokens for prompt in prompts], sampler_context(config)
     check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
     return prompts
 
@@ -118,6 +96,7 @@ def train(config: Config, console: Console, *, name: str) -> Path:
     """Run it all; returns the run directory."""
     path = run_path(config, name)
     check_free(path)
+    config = with_vllm(config, console.print)
     job = prepare(config)
     warn(config, console)
     engines = open_engines(config, job, console)
@@ -131,7 +110,7 @@ def train(config: Config, console: Console, *, name: str) -> Path:
 
 def resume(path: Path, console: Console) -> Path:
     """Go on with a run from its last checkpoint."""
-    config = stopped_run(path)
+    config = with_vllm(stopped_run(path), console.print)
     checkpoint, standing = newest(path)
     job = prepare(config)
     warn(config, console)
@@ -158,6 +137,7 @@ def open_engines(config: Config, job: Job, console: Console) -> Engines:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
+    check_endpoints(config, job.tokenizer, job.prompts, say)
     say(str(job.method))
 
     match config.runtime.kind:
@@ -256,6 +236,8 @@ def warnings_of(config: Config) -> list[str]:
     sampler, found = config.sampler, []
     if config.data.eval is not None and not config.eval.every:
         found.append("data.eval is not used: set eval.every to evaluate during training")
+    if len(config.teachers) > 1 and not config.data.shuffle:
+        found.append("several teachers and data.shuffle = false: updates may hold prompts of one of them only")
     if config.loss.weight and config.reference is not None:
         found.append("the teacher and the reference both pull at the student; drop [reference] if that is not meant")
     if config.learner.dtype == "bfloat16":

@@ -47,6 +47,8 @@ class Prompt:
     tokens: Ints
     data_source: str = "default"
     ground_truth: Any = None
+    teacher: str = ""
+    """Name of the teacher that will score the answers; none without teachers."""
     seed: int = 0
     meta: dict[str, Any] = field(default_factory=dict)
 
@@ -149,6 +151,7 @@ class Header:
     finish: Finish
     rewards: dict[str, float] = field(default_factory=dict)
     teacher: str = ""
+    """Who will score it, or has."""
 
     @property
     def oldest(self) -> int:
@@ -238,5 +241,5 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         versions=version_runs(rollout.versions, rollout.loss_mask),
         finish=rollout.finish,
         rewards=dict(rollout.rewards),
-        teacher=teacher,
+        teacher=teacher or rollout.prompt.teacher,
     )

@@ -6,13 +6,14 @@ this process, or a reference to it elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Ints, Prompt, Rollout
 
+T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
 """What a publish does to running requests: go on under the new weights, finish first, or begin again."""
 Fingerprint = str
@@ -82,6 +83,26 @@ class Scorer(Protocol):
     async def score(self, group: Group) -> list[Handle]: ...
 
 
+class Context(Protocol):
+    """What a teacher sees before a response, in place of the student's prompt."""
+
+    @property
+    def id(self) -> str:
+        """Recorded with every score."""
+        ...
+
+    def __call__(self, rollout: Rollout) -> Ints: ...
+
+
+class SamePrompt:
+    """The teacher sees what the student saw."""
+
+    id = "prefix"
+
+    def __call__(self, rollout: Rollout) -> Ints:
+        return rollout.prompt.tokens
+
+
 class Learner(Protocol):
     async def prepare(self, batch: Batch) -> list[Counts]:
         """Take in a batch, or a part of one, and freeze what is decided before its first gradient.
@@ -99,6 +120,10 @@ class Learner(Protocol):
 
         Raises NonFiniteError before a bad gradient touches the weights.
         """
+        ...
+
+    async def compare(self, batch: Batch) -> Metrics:
+        """How far these weights are from what drew the tokens, and from the teacher; changes nothing."""
         ...
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]: ...
@@ -131,11 +156,17 @@ class Graded:
         return await self.grader.grade(await self.sampler.generate(prompt, sampling))
 
 
+def of_teacher(found: Mapping[str, T], teacher: str) -> T:
+    """What belongs to a teacher. Where there is one only, it scores all."""
+    return found[teacher] if len(found) > 1 else next(iter(found.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class Engines:
     """What a runtime hands to the pipeline. `close` ends whatever it started."""
 
     samplers: tuple[Sampler, ...]
-    scorers: tuple[Scorer, ...]
+    scorers: Mapping[str, tuple[Scorer, ...]]
+    """Of each teacher, by its name; `Unscored` under no name where there is none."""
     learner: Learner
     close: Callable[[], None]

@@ -177,6 +177,7 @@ class SleepSampler:
             tokens=length,
             versions=runs,
             finish="eos",
+            teacher=prompt.teacher,
         )
         return Handle(header, None)
 
@@ -211,6 +212,9 @@ class SleepLearner(Server):
     async def step(self, counts: Counts = ONE) -> Metrics:
         await asyncio.sleep(0)
         self.steps += 1
+        return {}
+
+    async def compare(self, batch: Batch) -> Metrics:
         return {}
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]:

@@ -200,6 +200,12 @@ class ToyLearner:
         self.table.grad = None
         return {"loss": loss * scale, "grad_norm": norm, "lr": self.lr}
 
+    async def compare(self, batch: Batch) -> Metrics:
+        rollouts = [handle.body.rollout for handle in batch.handles]
+        logp_VV = self.table.detach().log_softmax(-1)
+        gaps = [logp_VV[previous(r), torch.from_numpy(r.tokens).long()] - torch.from_numpy(r.logp) for r in rollouts]
+        return {"drift/kl": -torch.cat(gaps).mean().item()}
+
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         body = self.table.detach().numpy().copy().view(np.uint8).reshape(-1)
         spec = TensorSpec("table", "float64", tuple(self.table.shape), 0, body.nbytes)

@@ -297,21 +297,29 @@ class _FusedHead(torch.autograd.Function):
         loss = hidden_NH.new_zeros((), dtype=wide(hidden_NH))
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
         products, over, columns = _Products(hidden_NH, weight_VH), backend(hidden_NH), slice(0, len(weight_VH))
-        every_1V = torch.arange(len(weight_VH), device=hidden_NH.device)[None]
         for rows in _slices(len(hidden_NH), size):
             tile_CV = products(rows, columns)
             lse_C, _ = over.fold(tile_CV, bias, temperature, entropy=False)
-            ids_CM = every_1V.expand(len(tile_CV), -1) if ids_NM is None else ids_NM[rows]
-            local_CM, inside_CM = _local(ids_CM, columns)
-            seen = (_at(tile_CV, bias, temperature, local_CM) - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
+            if ids_NM is None:
+                every_CV = tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias
+                seen = every_CV / temperature - lse_C[:, None]
+            else:
+                local_CM, inside_CM = _local(ids_NM[rows], columns)
+                seen = (_at(tile_CV, bias, temperature, local_CM) - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
             with torch.enable_grad():
                 part, extra = loss_fn(seen.requires_grad_(), rows)
-            grad_CM = torch.autograd.grad(part, seen)[0].masked_fill(~inside_CM, 0.0)
+            (grad_CM,) = torch.autograd.grad(part, seen)
+            if ids_NM is not None:
+                grad_CM = grad_CM.masked_fill(~inside_CM, 0.0)
             loss += part.detach()
             merge_metrics(metrics, {name: value.detach() for name, value in extra.items()})
             over.to_gradient(tile_CV, bias, temperature, lse_C=lse_C, total_C=grad_CM.sum(1))
-            tile_CV.scatter_add_(1, local_CM, (grad_CM / temperature).to(tile_CV.dtype))
-            grads.add(rows, columns, tile_CV)
+            chosen_CM = (grad_CM / temperature).to(tile_CV.dtype)
+            grads.add(
+                rows,
+                columns,
+                tile_CV.add_(chosen_CM) if ids_NM is None else tile_CV.scatter_add_(1, local_CM, chosen_CM),
+            )
         ctx.save_for_backward(*grads.done())
         return loss
 

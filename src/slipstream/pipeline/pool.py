@@ -1,13 +1,14 @@
-"""The workers of one stage. A group goes as a whole to the one with least to do."""
+"""The workers of one stage, or of one teacher. A group goes as a whole to the one with least to do."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Generic, TypeVar
 
 from slipstream.errors import EngineError, WorkerDied
 from slipstream.pipeline.trace import Trace, Track
+from slipstream.pipeline.tries import Tries
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -23,22 +24,45 @@ class Worker(Generic[E]):
         return self.track.name
 
 
+def names(kind: str, number: int) -> list[str]:
+    """What so many workers of a kind are called."""
+    return [kind] if number == 1 else [f"{kind}-{index}" for index in range(number)]
+
+
+def scorer_name(teacher: str, teachers: Collection[str]) -> str:
+    """What the scorers of one of the teachers are called."""
+    return f"scorer-{teacher}" if len(teachers) > 1 else "scorer"
+
+
 class Pool(Generic[E]):
     """Workers by load: taking the least loaded costs the same for two of them and for ten thousand."""
 
     def __init__(
-        self, engines: Sequence[E], trace: Trace, *, stage: str, name: str, say: Callable[[str], None]
+        self,
+        engines: Sequence[E],
+        trace: Trace,
+        *,
+        stage: str,
+        name: str,
+        say: Callable[[str], None],
+        work: str | None = None,
     ) -> None:
-        names = [name] if len(engines) == 1 else [f"{name}-{index}" for index in range(len(engines))]
+        """`work` is what errors call the stage."""
         self.name, self.say = name, say
+        self.tries = Tries(work or stage, say=say)
         self.workers = dict.fromkeys(
-            Worker(engine, trace.track(stage, name)) for engine, name in zip(engines, names, strict=True)
+            Worker(engine, trace.track(stage, name))
+            for engine, name in zip(engines, names(name, len(engines)), strict=True)
         )
         self._by_load: list[OrderedDict[Worker[E], None]] = [OrderedDict(self.workers)]
         self._least = 0
 
     async def call(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
-        """Give a group to the least loaded worker; to another one if that dies of it."""
+        """Give a group to a worker, and again if that fails, until there is no sense in it (GivenUp)."""
+        return await self.tries.call(lambda: self._once(name, work))
+
+    async def _once(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
+        """To the least loaded worker; to another one if that dies of it."""
         while True:
             worker = self._take()
             worker.track.begin(name)

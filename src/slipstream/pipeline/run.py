@@ -22,7 +22,7 @@ from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
-from slipstream.pipeline.pool import Pool
+from slipstream.pipeline.pool import Pool, scorer_name
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.stages import Flow, Passes, learn, roll, watch
 from slipstream.pipeline.trace import Trace
@@ -90,7 +90,18 @@ class Run:
     def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
         trace = Trace(self.log.trace, asyncio.get_running_loop().time, before=self.log.last.get("time", 0.0))
         samplers = Pool(self.engines.samplers, trace, stage="rollout", name="sampler", say=self.say)
-        scorers = Pool(self.engines.scorers, trace, stage="score", name="scorer", say=self.say)
+        teachers = self.engines.scorers
+        scorers = {
+            teacher: Pool(
+                engines,
+                trace,
+                stage="score",
+                name=scorer_name(teacher, teachers),
+                work=f"scoring by {teacher}" if len(teachers) > 1 else "scoring",
+                say=self.say,
+            )
+            for teacher, engines in teachers.items()
+        }
         return Flow(
             samplers=samplers,
             scorers=scorers,
@@ -138,9 +149,7 @@ class Run:
 
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
             call = f"held-out prompt {prompt.number}"
-            group = await flow.rolling.call(
-                lambda: flow.samplers.call(call, lambda worker: worker.engine.generate(prompt, sampling))
-            )
+            group = await flow.samplers.call(call, lambda worker: worker.engine.generate(prompt, sampling))
             flow.moved = flow.trace.now()
             return group
 

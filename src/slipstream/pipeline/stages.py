@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
-from slipstream.engines.base import Learner, Sampler, Sampling, Scorer
+from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
 from slipstream.errors import Stalled
 from slipstream.metrics import Numbers, over_steps
 from slipstream.pipeline import publish
@@ -51,7 +51,8 @@ class Flow:
     """What the coroutines share."""
 
     samplers: Pool[Sampler]
-    scorers: Pool[Scorer]
+    scorers: Mapping[str, Pool[Scorer]]
+    """Of each teacher."""
     learner: Learner
     learning: Track
     admission: Admission
@@ -69,8 +70,6 @@ class Flow:
     """The newest handles of every group that has any."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """The task that a group is in, if it is in one."""
-    rolling: Tries = field(default_factory=lambda: Tries("rollout"))
-    scoring: Tries = field(default_factory=lambda: Tries("scoring"))
     moved: float = 0.0
     """When something last changed."""
     stalled: bool = False
@@ -78,6 +77,11 @@ class Flow:
     waits: dict[str, float] = field(default_factory=dict)
     """What the learner waits for, and since when."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def scoring(self) -> list[Tries]:
+        """Of every teacher."""
+        return [pool.tries for pool in self.scorers.values()]
 
     def start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         self.running[number] = self.tasks.create_task(work)
@@ -134,6 +138,7 @@ class Flow:
             f"after {now:.1f} s, {now - self.moved:.1f} s after the last move, at version {a.version}",
             f"groups: {counts}; {a.in_use} of {a.schedule.credits} credits in use" + (", gate shut" if a.gated else ""),
             *(f"learner waits for {name}, for {now - since:.1f} s" for name, since in self.waits.items()),
+            *(line for tries in (self.samplers.tries, *self.scoring) for line in tries.report()),
             *self.trace.report(),
         ])  # fmt: skip
 
@@ -153,7 +158,7 @@ async def roll(flow: Flow, number: int) -> None:
         return group
 
     try:
-        group = await flow.rolling.call(lambda: flow.samplers.call(number, generate))
+        group = await flow.samplers.call(number, generate)
     except GivenUp as failure:
         flow.drop(number, "rollout failed", str(failure))
     else:
@@ -164,13 +169,15 @@ async def roll(flow: Flow, number: int) -> None:
 
 
 async def mark(flow: Flow, number: int) -> None:
+    scorers = of_teacher(flow.scorers, flow.held[number][0].header.teacher)
+
     async def score(worker: Worker[Scorer]) -> list[Handle]:
         group = await worker.engine.score(flow.held[number])
         worker.track.tokens += sum(handle.header.tokens for handle in group)
         return group
 
     try:
-        flow.held[number] = await flow.scoring.call(lambda: flow.scorers.call(number, score))
+        flow.held[number] = await scorers.call(number, score)
     except GivenUp as failure:
         flow.drop(number, "scoring failed", str(failure))
     else:

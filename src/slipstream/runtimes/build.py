@@ -8,18 +8,31 @@ import torch
 
 from slipstream.config import Config
 from slipstream.config_objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
+from slipstream.engines.http.client import Endpoint, key_from_environment
+from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.method import method_of
-from slipstream.engines.native.model import LanguageModel, load_config, load_model
+from slipstream.engines.native.model import LanguageModel, load_config, load_model, pick_device
+from slipstream.engines.native.ranks import Meeting, Ranks, join
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import Cache, NativeScorer
+from slipstream.engines.vllm.sampler import VllmSampler
+from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.tasks.chat import Tokenizer, stop_ids
+from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.rewards import PoolGrader
 
+Sampling = NativeSampler | VllmSampler
+Scoring = NativeScorer | HttpScorer | VllmScorer
 
-def build_sampler(config: Config, tokenizer: Tokenizer) -> NativeSampler:
+
+def build_sampler(config: Config, tokenizer: Tokenizer) -> Sampling:
+    if config.sampler.engine == "vllm":
+        from slipstream.runtimes.build_vllm import build_vllm_sampler
+
+        return build_vllm_sampler(config, tokenizer)
     student = build_student(config, config.sampler.dtype)
     return NativeSampler(
         student,
@@ -29,8 +42,8 @@ def build_sampler(config: Config, tokenizer: Tokenizer) -> NativeSampler:
     )
 
 
-def build_student(config: Config, dtype: str) -> LanguageModel:
-    lm, lora = load_model(config.student, dtype=dtype, device=config.runtime.device), config.learner.lora
+def build_student(config: Config, dtype: str, device: str | None = None) -> LanguageModel:
+    lm, lora = load_model(config.student, dtype=dtype, device=device or config.runtime.device), config.learner.lora
     return lm if lora is None else with_adapters(lm, lora, seed=config.seed)
 
 
@@ -39,11 +52,19 @@ def build_grader(config: Config, tokenizer: Tokenizer) -> PoolGrader:
     return PoolGrader(task.reward, decoder(tokenizer), processes=runtime.graders, timeout=task.timeout)
 
 
-def build_scorer(config: Config) -> NativeScorer:
-    ((name, teacher),) = config.teachers.items()
-    cache, k = cache_of(config)
+def build_scorer(config: Config, tokenizer: Tokenizer, name: str, endpoint: Endpoint | None) -> Scoring:
+    """One replica of a teacher: behind an endpoint, or here."""
+    teacher, (cache, k) = config.teachers[name], cache_of(config)
+    context = None if teacher.context is None else TemplateContext(teacher.context, tokenizer)
+    if endpoint is not None:
+        assert cache != "hidden"
+        return HttpScorer(endpoint, cache=cache, k=k, context=context)
+    if teacher.engine == "vllm":
+        from slipstream.runtimes.build_vllm import build_vllm_scorer
+
+        return build_vllm_scorer(config, name, cache, k, context)
     return NativeScorer(
-        load_model(teacher.model, dtype=teacher.dtype, device=config.runtime.device),
+        load_model(config.model_of(teacher), dtype=teacher.dtype, device=config.runtime.device),
         name=name,
         cache=cache,
         k=k,
@@ -51,17 +72,43 @@ def build_scorer(config: Config) -> NativeScorer:
         token_budget=teacher.token_budget,
         packing=teacher.packing,
         vocabulary=load_config(config.student).get_text_config().vocab_size,
+        context=context,
         threads=config.runtime.threads,
     )
 
 
-def build_learner(config: Config, tokenizer: Tokenizer) -> NativeLearner:
+def endpoint_of(config: Config, name: str) -> Endpoint | None:
+    """Where a teacher is, if not here, with the key that is in this process's environment, and for one replica."""
+    teacher = config.teachers[name]
+    if teacher.base_url is None:
+        return None
+    return Endpoint(
+        teacher=name,
+        url=teacher.base_url,
+        model=teacher.model,
+        key=key_from_environment(f"teachers.{name}.api_key_env", teacher.api_key_env),
+        concurrency=-(-teacher.concurrency // teacher.replicas),
+        timeout=teacher.timeout,
+    )
+
+
+def build_rank(config: Config, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:
+    """One of several learner ranks. They meet when all have loaded their models, which takes its time."""
+    # where it computes, a rank need not hold more than its share: layers go there one at a time, as they are sharded
+    student, device = build_student(config, config.learner.dtype, "cpu"), pick_device(config.runtime.device)
+    ranks = join(meeting, index, config.learner.ranks, device=device, patience=config.runtime.patience)
+    return build_learner(config, tokenizer, student, ranks)
+
+
+def build_learner(
+    config: Config, tokenizer: Tokenizer, student: LanguageModel | None = None, ranks: Ranks | None = None
+) -> NativeLearner:
     device, head = config.runtime.device, None
     if config.teachers and cache_of(config)[0] == "hidden":
         (teacher,) = config.teachers.values()
-        head = load_model(teacher.model, dtype=teacher.dtype, device=device).head
+        head = load_model(config.model_of(teacher), dtype=teacher.dtype, device=device).head
     return NativeLearner(
-        build_student(config, config.learner.dtype),
+        student or build_student(config, config.learner.dtype),
         method=method_of(config),
         config=config.learner,
         updates=config.updates,
@@ -70,12 +117,14 @@ def build_learner(config: Config, tokenizer: Tokenizer) -> NativeLearner:
         teacher_head=head,
         snapshots=snapshots_of(config),
         threads=config.learner.threads or config.runtime.threads,
+        ranks=ranks,
     )
 
 
 def snapshots_of(config: Config) -> int:
     """Published versions that tokens in flight may be of, if the method asks for them; or what the config says."""
-    if config.learner.snapshots is not None or not method_of(config).decoupled:
+    asked = config.learner.exact_drift or method_of(config).decoupled
+    if config.learner.snapshots is not None or not asked:
         return config.learner.snapshots or 0
     schedule = schedule_of(config)
     return schedule.reach // schedule.publish_every + 1

@@ -117,7 +117,7 @@ class Host:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
         with contextlib.suppress(OSError):  # relative paths in a config mean the same here, where that exists
             os.chdir(directory)
-        self.name, self.engine = name, None
+        self.name, self.engine, self.store = name, None, None
         self.turn = 0
         """Exchanges accepted so far."""
         self.early: dict[int, Sequence[Call]] = {}
@@ -132,9 +132,16 @@ class Host:
         """How Ray's logs call it."""
         return self.name
 
-    async def start(self, build: Callable[[], Any]) -> Answer:
+    def meet(self) -> tuple[str, int]:
+        """Where the ranks of an engine find each other, at the address by which Ray knows this machine."""
+        from slipstream.engines.native.ranks import open_store
+
+        self.store, where = open_store(ray.util.get_node_ip_address())
+        return where
+
+    async def start(self, build: Callable[..., Any], *told: Any) -> Answer:
         try:
-            self.engine = build()
+            self.engine = build(*told)
         except Exception as error:
             return failed(0, error)
         gc.freeze()  # what was imported and loaded stays: no collection need look through it again

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import chain
 
 from slipstream.config import Config
 from slipstream.engines.base import Engines, Graded, Unscored
-from slipstream.engines.native.scorer import NativeScorer
-from slipstream.runtimes.build import build_grader, build_learner, build_sampler, build_scorer, set_threads
+from slipstream.runtimes.build import (
+    Scoring,
+    build_grader,
+    build_learner,
+    build_sampler,
+    build_scorer,
+    endpoint_of,
+    set_threads,
+)
 from slipstream.tasks.chat import Tokenizer
 
 
@@ -21,18 +29,20 @@ def open_engines(config: Config, tokenizer: Tokenizer, *, say: Callable[[str], N
         learner = build_learner(config, tokenizer)
         stack.callback(learner.close)
         samplers = [build_sampler(config, tokenizer) for _ in range(config.sampler.replicas)]
-        scorers: list[NativeScorer] = []
-        for teacher in config.teachers.values():
-            say(f"loading teacher {teacher.model}")
-            scorers += [build_scorer(config) for _ in range(teacher.replicas)]
+        scorers: dict[str, tuple[Scoring, ...]] = {}
+        for name, teacher in config.teachers.items():
+            endpoint = endpoint_of(config, name)
+            if endpoint is None:
+                say(f"loading teacher {config.model_of(teacher)}")
+            scorers[name] = tuple(build_scorer(config, tokenizer, name, endpoint) for _ in range(teacher.replicas))
         for sampler in samplers:
             stack.callback(sampler.close)
-        for scorer in scorers:
+        for scorer in chain.from_iterable(scorers.values()):
             stack.callback(scorer.close)
         opened = stack.pop_all()
     return Engines(
         samplers=tuple(Graded(sampler, grader) for sampler in samplers),
-        scorers=tuple(scorers) or (Unscored(),),
+        scorers=scorers or {"": (Unscored(),)},
         learner=learner,
         close=opened.close,
     )

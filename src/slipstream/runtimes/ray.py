@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +23,14 @@ from ray.exceptions import RayActorError
 
 from slipstream.config import Config
 from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Metrics, Mode, Sampling, Unscored, WeightsRef
+from slipstream.engines.native.model import load_config
 from slipstream.errors import ConfigError, EngineError, first_line
+from slipstream.pipeline.pool import names, scorer_name
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
-from slipstream.runtimes.build import build_grader, build_learner, build_sampler, build_scorer
+from slipstream.runtimes.build import build_grader, build_learner, build_rank, build_sampler, build_scorer, endpoint_of
+from slipstream.runtimes.build_vllm import sampler_devices
 from slipstream.runtimes.exchange import RemoteWorker, reason
+from slipstream.runtimes.ranked import RankedLearner
 from slipstream.tasks.chat import Tokenizer
 
 Say = Callable[[str], None]
@@ -69,6 +73,10 @@ class RemoteLearner(RemoteWorker):
         metrics: Metrics = await self.call("step", counts)
         return metrics
 
+    async def compare(self, batch: Batch) -> Metrics:
+        metrics: Metrics = await self.call("compare", batch)
+        return metrics
+
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         weights, fingerprint = await self.call("export")
         return weights, fingerprint
@@ -87,7 +95,13 @@ class Place:
     kind: type[RemoteWorker]
     name: str
     threads: int
-    build: Callable[[], Any]
+    build: Callable[..., Any]
+    meets: bool = False
+    """It is one of several ranks: `build` is told where they meet."""
+    teacher: str = ""
+    """The one of whom it is a replica."""
+    computes: int = 1
+    """How many devices its model runs on, each of which may be a GPU; none, where it runs no model."""
 
 
 class SelfGrading(Graded):
@@ -107,38 +121,62 @@ def open_engines(config: Config, tokenizer: Tokenizer, *, say: Say = print) -> E
     plan = places(config, tokenizer)
     with ExitStack() as stack:
         connect(config.runtime.address, plan, stack, say)
-        gpus = gpus_each(config.runtime.device, len(plan), say)
-        teachers = "".join(f" and teacher {teacher.model}" for teacher in config.teachers.values())
-        say(f"loading student {config.student}{teachers}")
+        gpus = gpus_each(config.runtime.device, sum(place.computes for place in plan), say)
+        here = [config.model_of(teacher) for teacher in config.teachers.values() if teacher.base_url is None]
+        say(f"loading student {config.student}{''.join(f' and teacher {model}' for model in here)}")
         workers = start(plan, stack, gpus=gpus, say=say)
         opened = stack.pop_all()
     return Engines(
         samplers=tuple(worker for worker in workers if isinstance(worker, RemoteSampler)),
-        scorers=tuple(worker for worker in workers if isinstance(worker, RemoteScorer)) or (Unscored(),),
-        learner=next(worker for worker in workers if isinstance(worker, RemoteLearner)),
+        scorers=by_teacher(plan, workers) or {"": (Unscored(),)},
+        learner=as_one(config, [worker for worker in workers if isinstance(worker, RemoteLearner)]),
         close=opened.close,
     )
 
 
 def places(config: Config, tokenizer: Tokenizer) -> list[Place]:
-    threads = config.runtime.threads
+    threads, devices = config.runtime.threads, sampler_devices(config)
     return [
-        Place(RemoteLearner, "learner", config.learner.threads or threads, partial(build_learner, config, tokenizer)),
+        *learner_places(config, tokenizer),
         *(
-            Place(RemoteSampler, name, threads, partial(SelfGrading, config, tokenizer))
+            Place(RemoteSampler, name, threads, partial(SelfGrading, config, tokenizer), computes=devices)
             for name in names("sampler", config.sampler.replicas)
         ),
-        *(
-            Place(RemoteScorer, name, threads, partial(build_scorer, config))
-            for teacher in config.teachers.values()
-            for name in names("scorer", teacher.replicas)
-        ),
+        *(place for name in config.teachers for place in scorer_places(config, tokenizer, name)),
     ]
 
 
-def names(kind: str, number: int) -> list[str]:
-    """As the pipeline calls them."""
-    return [kind] if number == 1 else [f"{kind}-{index}" for index in range(number)]
+def scorer_places(config: Config, tokenizer: Tokenizer, teacher: str) -> Iterator[Place]:
+    """Of an endpoint, too, the clients are actors: records go there and back without passing through here."""
+    endpoint = endpoint_of(config, teacher)
+    build = partial(build_scorer, config, tokenizer, teacher, endpoint)
+    for name in names(scorer_name(teacher, config.teachers), config.teachers[teacher].replicas):
+        yield Place(RemoteScorer, name, config.runtime.threads, build, teacher=teacher, computes=int(endpoint is None))
+
+
+def by_teacher(plan: Sequence[Place], workers: Sequence[RemoteWorker]) -> dict[str, tuple[RemoteScorer, ...]]:
+    found: dict[str, tuple[RemoteScorer, ...]] = {}
+    for place, worker in zip(plan, workers, strict=True):
+        if isinstance(worker, RemoteScorer):
+            found[place.teacher] = (*found.get(place.teacher, ()), worker)
+    return found
+
+
+def learner_places(config: Config, tokenizer: Tokenizer) -> list[Place]:
+    threads, ranks = config.learner.threads or config.runtime.threads, config.learner.ranks
+    if ranks == 1:
+        return [Place(RemoteLearner, "learner", threads, partial(build_learner, config, tokenizer))]
+    return [
+        Place(RemoteLearner, name, threads, partial(build_rank, config, tokenizer, rank), meets=True)
+        for rank, name in enumerate(names("learner", ranks))
+    ]
+
+
+def as_one(config: Config, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:
+    if len(ranks) == 1:
+        return ranks[0]
+    learner, hidden = config.learner, load_config(config.student).get_text_config().hidden_size
+    return RankedLearner(ranks, hidden=hidden, minibatches=learner.minibatches, shared_prompt=learner.shared_prompt)
 
 
 def connect(address: str | None, plan: Sequence[Place], stack: ExitStack, say: Say) -> None:
@@ -216,9 +254,12 @@ def gpus_each(device: str, engines: int, say: Say) -> int:
 
 def start(plan: Sequence[Place], stack: ExitStack, *, gpus: float = 0, cpus: float = 1, say: Say) -> list[RemoteWorker]:
     """All at the same time. An engine that cannot be built raises here as itself."""
-    workers = [place.kind(place.name, threads=place.threads, cpus=cpus * place.threads, gpus=gpus) for place in plan]
+    workers = [
+        place.kind(place.name, threads=place.threads, cpus=cpus * place.threads, gpus=gpus * place.computes)
+        for place in plan
+    ]
     stack.callback(stop, workers)
-    starting = {worker.host.start.remote(place.build): worker for worker, place in zip(workers, plan, strict=True)}
+    starting = begin(workers, plan)
     while starting:
         ready, _ = ray.wait(list(starting), timeout=REMINDER)
         if not ready:
@@ -232,6 +273,14 @@ def start(plan: Sequence[Place], stack: ExitStack, *, gpus: float = 0, cpus: flo
     return workers
 
 
+def begin(workers: Sequence[RemoteWorker], plan: Sequence[Place]) -> dict[Any, RemoteWorker]:
+    """Ray hands on what the first rank says, when it says it: they load at the same time."""
+    both = list(zip(workers, plan, strict=True))
+    ranks = [worker for worker, place in both if place.meets]
+    meeting = [worker.host.meet.remote() for worker in ranks[:1]]
+    return {worker.host.start.remote(place.build, *(meeting if place.meets else [])): worker for worker, place in both}
+
+
 def stop(workers: Sequence[RemoteWorker]) -> None:
     closing = [worker.host.close.remote() for worker in workers if worker.pid]
     if closing:
@@ -242,5 +291,7 @@ def stop(workers: Sequence[RemoteWorker]) -> None:
 
 async def cpu_seconds(engines: Engines) -> dict[str, float]:
     """CPU time that every engine has used so far, with the processes it started and has waited for."""
-    workers = [w for w in (*engines.samplers, *engines.scorers, engines.learner) if isinstance(w, RemoteWorker)]
+    learners = engines.learner.ranks if isinstance(engines.learner, RankedLearner) else [engines.learner]
+    scorers = [scorer for replicas in engines.scorers.values() for scorer in replicas]
+    workers = [w for w in (*engines.samplers, *scorers, *learners) if isinstance(w, RemoteWorker)]
     return {worker.name: await worker.host.cpu_seconds.remote() for worker in workers}

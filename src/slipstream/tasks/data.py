@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,8 +152,12 @@ def _messages(where: str, messages: Any) -> Messages:
 class Prompts:
     """Prompt number i of a run, for every i: a pure function of the seed, so a run can begin anywhere."""
 
-    def __init__(self, rows: list[Row], tokens: Iterable[Ints], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, rows: list[Row], tokens: Iterable[Ints], *, seed: int, shuffle: bool, teachers: Sequence[str] = ()
+    ) -> None:
+        """`teachers` names, for each row, the one that scores the answers."""
         self.rows, self.tokens = rows, list(tokens)
+        self.teachers = list(teachers) or [""] * len(rows)
         self.seed, self.shuffle = seed, shuffle
         self._epoch, self._order = -1, np.arange(len(rows))
 
@@ -163,7 +167,9 @@ class Prompts:
             order = list(range(len(self.rows)))
             random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(order)
             self._epoch, self._order = epoch, np.array(order)
-        index = int(self._order[place])
+        return self.row(int(self._order[place]), number)
+
+    def row(self, index: int, number: int = 0) -> Prompt:
         row = self.rows[index]
         return Prompt(
             id=row.id,
@@ -171,6 +177,7 @@ class Prompts:
             tokens=self.tokens[index],
             data_source=row.data_source,
             ground_truth=row.ground_truth,
+            teacher=self.teachers[index],
             seed=derive_seed(self.seed, number),
             meta=row.meta,
         )

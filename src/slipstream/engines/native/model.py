@@ -16,6 +16,7 @@ from transformers.utils import logging as hf_logging
 
 from slipstream.assets import model_path
 from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
+from slipstream.engines.native.ranks import whole
 from slipstream.errors import ConfigError, ModelError, first_line
 
 hf_logging.disable_progress_bar()  # loading and saving happen under a progress display of our own
@@ -109,17 +110,22 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
     return cast("np.ndarray[Any, Any]", tensor.view(-1).view(torch.uint8).numpy())
 
 
-def export_weights(model: nn.Module, dtype: str) -> WeightsRef:
-    """All weights, once each, in the precision in which the sampler runs them."""
-    manifest, offset = [], 0
+def export_weights(model: nn.Module, dtype: str, *, keep: bool = True) -> WeightsRef:
+    """All weights, once each, in the precision in which the sampler runs them.
+
+    Where several ranks share the model all must take part, and those that do not `keep` it get the manifest only.
+    """
+    manifest, offset, kind = [], 0, getattr(torch, dtype)
     for name, tensor in _parameters(model):
-        nbytes = tensor.numel() * getattr(torch, dtype).itemsize
+        nbytes = tensor.numel() * kind.itemsize
         manifest.append(TensorSpec(name, dtype, tuple(tensor.shape), offset, nbytes))
         offset += nbytes
-    flat = np.empty(offset, np.uint8)
+    flat = np.empty(offset if keep else 0, np.uint8)
     for spec, (_, tensor) in zip(manifest, _parameters(model), strict=True):
-        target = torch.from_numpy(flat[spec.offset : spec.offset + spec.nbytes])
-        target.view(getattr(torch, dtype)).view(spec.shape).copy_(tensor)
+        gathered = whole(tensor.to(kind))
+        if keep:
+            target = torch.from_numpy(flat[spec.offset : spec.offset + spec.nbytes])
+            target.view(kind).view(spec.shape).copy_(gathered)
     return WeightsRef(tuple(manifest), flat)
 
 
@@ -147,16 +153,28 @@ def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> N
 FINGERPRINTED = ("o_proj", "down_proj", ".lora_")
 
 
-def fingerprint(model: nn.Module, dtype: str) -> Fingerprint:
+def fingerprint(
+    model: nn.Module, dtype: str, *, exported: WeightsRef | None = None, still: dict[str, int] | None = None
+) -> Fingerprint:
     """A hash of what really runs: every layer's output projections and all adapters as `dtype`, or all weights.
 
     Samplers stand still while it is taken, and it guards against accidents only: so a CRC-32 of each tensor (twice as
     fast as SHA-256 in hardware), and a hash of those. A single wrong tensor goes unseen once in 2^32.
+
+    Weights that were just `exported` are not gathered again; `still` keeps the checksums of all others, which never
+    change, for the next time.
     """
     parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     chosen = [pair for pair in parameters if any(part in pair[0] for part in FINGERPRINTED)] or parameters
-    digest = hashlib.blake2b(digest_size=8)
-    for _, tensor in chosen:
-        raw = _bytes(tensor.to("cpu", getattr(torch, dtype)).contiguous())
-        digest.update(zlib.crc32(raw.data).to_bytes(4, "little"))
+    specs = {spec.name: spec for spec in exported.manifest} if exported else {}
+    still, digest = {} if still is None else still, hashlib.blake2b(digest_size=8)
+    for name, tensor in chosen:
+        if exported and (spec := specs.get(name)):
+            checksum = zlib.crc32(exported.body[spec.offset : spec.offset + spec.nbytes])
+        else:
+            if name not in still:
+                raw = _bytes(whole(tensor).to("cpu", getattr(torch, dtype)).contiguous())
+                still[name] = zlib.crc32(raw.data)
+            checksum = still[name]
+        digest.update(checksum.to_bytes(4, "little"))
     return digest.hexdigest()

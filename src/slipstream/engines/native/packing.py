@@ -49,6 +49,11 @@ class Item:
     def tokens(self) -> int:
         return self.prompt + sum(self.responses)
 
+    @property
+    def apart(self) -> int:
+        """Tokens of its samples, each with a prompt of its own."""
+        return len(self.responses) * self.prompt + sum(self.responses)
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -172,13 +177,9 @@ def spread(rows: Sequence[tuple[Item, ...]], budget: int, hidden: int, parts: in
     raise AssertionError("a micro-batch for each row is always enough")
 
 
-def token_saving(items: Iterable[Item]) -> float:
+def token_saving(items: Sequence[Item]) -> float:
     """The share of tokens that shared prompts save: 1 − Σ(|p| + Σ|r|) / ΣΣ(|p| + |r|)."""
-    together = apart = 0
-    for item in items:
-        together += item.tokens
-        apart += item.tokens + (len(item.responses) - 1) * item.prompt
-    return 1 - together / apart
+    return 1 - sum(item.tokens for item in items) / sum(item.apart for item in items)
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:

@@ -1,15 +1,106 @@
-"""The processes that share one learner, and what they tell one another; one process talks to itself."""
+"""The processes that share one learner: where they meet, what they tell one another, how its weights lie across them.
+
+Every rank holds a slice of every weight, of its gradient and of its moments (FSDP2); a layer is whole only while it
+computes. Losses are already divided by the counts of the whole step, so gradients are added up and never averaged.
+One process talks to itself and holds everything.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+import os
+import socket
+import sys
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 T = TypeVar("T")
+Meeting = tuple[str, int]
+"""Host and port of a store that all ranks can reach."""
+LOOPBACK = "127.0.0.1"
 
 
 class Ranks:
-    index, size = 0, 1
+    def __init__(self, index: int = 0, size: int = 1, mesh: DeviceMesh | None = None) -> None:
+        self.index, self.size, self.mesh = index, size, mesh
 
     def gathered(self, mine: T) -> list[T]:
         """What every rank brought, in their order."""
-        return [mine]
+        if self.size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, mine)
+        return found
+
+    def shard(self, root: nn.Module, layers: list[nn.Module]) -> None:
+        """Spread the weights over the ranks; those of a layer are gathered together, and the rest with the root."""
+        if self.size == 1:
+            return
+        for module in (*reversed(layers), root):  # what is inside another comes first
+            # the root too: else it would stay whole after a pass without gradient, and not see its weights change
+            fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
+            sharded = cast(FSDPModule, module)
+            sharded.set_gradient_divide_factor(1.0)
+            sharded.set_force_sum_reduction_for_comms(True)
+
+    def on_first(self, state: dict[Any, Any]) -> dict[Any, Any]:
+        """A state dict, gathered to the first rank's CPU. All take part; the others get its names only."""
+        found: dict[int, Tensor | None] = {}
+
+        def collected(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: collected(part) for name, part in value.items()}
+            if not isinstance(value, Tensor):
+                return value
+            if id(value) not in found:  # what is tied stays tied
+                gathered = whole(value.detach())
+                found[id(value)] = gathered.cpu() if self.index == 0 else None
+            return found[id(value)]
+
+        return {name: collected(part) for name, part in state.items()}
+
+
+def open_store(host: str) -> tuple[Any, Meeting]:
+    """The store where ranks meet, at a port that is free. Only this address is listened to: torch would take all."""
+    listening = socket.create_server((host, 0))
+    port = int(listening.getsockname()[1])
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return store, (host, port)
+
+
+def join(meeting: Meeting, index: int, size: int, *, device: torch.device, patience: float) -> Ranks:
+    """Wait for the other ranks; `patience` seconds are how long any of them ever waits for another."""
+    host, port = meeting
+    if host == LOOPBACK:
+        for library in ("GLOO", "NCCL"):  # what they accept is unpickled: nobody else may connect
+            os.environ[f"{library}_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    limit = timedelta(seconds=patience)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=index, world_size=size, timeout=limit)
+    return Ranks(index, size, init_device_mesh(device.type, (size,)))
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """What the model says must stay in one piece: its decoder layers."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank. All take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def slice_of(tensor: Tensor, own: Tensor) -> Tensor:
+    """What `own` holds of a whole tensor, laid out as it; no rank needs another for that."""
+    if not isinstance(own, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)

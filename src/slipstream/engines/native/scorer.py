@@ -18,12 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import joined, pack
 from slipstream.engines.native.rows import Rows, use_rows
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.logprobs import HELD, logprobs_at
-from slipstream.records import Group, Handle, Rollout, Scored, header_of
+from slipstream.records import Group, Handle, Ints, Rollout, Scored, header_of
 
 TOGETHER = 0.002
 """Seconds between calls that were made at the same time."""
@@ -44,6 +45,7 @@ class NativeScorer:
         token_budget: int = 16384,
         packing: bool = True,
         vocabulary: int | None = None,
+        context: Context | None = None,
         threads: int = 1,
     ) -> None:
         """`vocabulary` is the student's, where the teacher's is padded to more: no id beyond it is ever sent."""
@@ -51,6 +53,7 @@ class NativeScorer:
         if cache == "teacher_topk" and k > self.vocabulary:
             raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
+        self.context = context or SamePrompt()
         self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
         if packing:
             use_rows(lm, field=f"teachers.{name}.packing")
@@ -110,10 +113,11 @@ class NativeScorer:
     def _score(self, handles: Sequence[Handle]) -> list[Handle]:
         rollouts = [replace(handle.body, rewards=handle.header.rewards) for handle in handles]
         scored: dict[int, Scored] = {}
-        batches = pack(rollouts, budget=self.token_budget, hidden=self.lm.head.in_features, packing=self.packing)
+        seen = [with_prompt(rollout, self.context(rollout)) for rollout in rollouts]
+        batches = pack(seen, budget=self.token_budget, hidden=self.lm.head.in_features, packing=self.packing)
         for batch in batches:
             chosen = [rollouts[i] for i in batch.members]
-            hidden_ND = Rows(rollouts, batch, self.lm.device).hidden(self.lm.backbone)
+            hidden_ND = Rows(seen, batch, self.lm.device).hidden(self.lm.backbone)
             scored.update(zip(batch.members, self._answers(hidden_ND, chosen), strict=True))
         return [Handle(header_of(rollouts[i], teacher=self.name), scored[i]) for i in range(len(handles))]
 
@@ -141,7 +145,12 @@ class NativeScorer:
             name: [_numpy(part) for part in value.tensor_split(edges)] for name, value in found.items()
         }
         return [
-            Scored(rollout=rollout, teacher=self.name, **{name: part[i] for name, part in parts.items()})
+            Scored(
+                rollout=rollout,
+                teacher=self.name,
+                context_id=self.context.id,
+                **{name: part[i] for name, part in parts.items()},
+            )
             for i, rollout in enumerate(rollouts)
         ]
 
@@ -162,6 +171,12 @@ class NativeScorer:
             "teacher_ids": ids_NK,
             "teacher_topk_logp": torch.where(ids_NK == tokens_N[:, None], logp_N[:, None], logp_NK),
         }
+
+
+def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:
+    """The same response, to another prompt."""
+    same = tokens is rollout.prompt.tokens
+    return rollout if same else replace(rollout, prompt=replace(rollout.prompt, tokens=tokens))
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:

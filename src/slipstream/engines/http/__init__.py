@@ -1,0 +1,1 @@
+"""Teachers behind OpenAI-compatible endpoints: HTTP, and what came back, checked."""

@@ -1,0 +1,98 @@
+"""What an endpoint answered, held against what it was sent.
+
+`prompt_logprobs` has an entry for each token that was sent, from the second on: the log-prob of that very token, and of
+the k best, among which it may be. Servers were seen that return nothing of it, rows of another request, or rows that
+are shifted by one: so every position must hold the token that was sent there, and as many others as were asked for.
+
+Shapes: T response tokens, K top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, isfinite
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TOLERANCE = 1e-3
+"""By which a log-prob may exceed what it can be: servers round."""
+SHOWN = 5
+
+
+class WrongAnswer(Exception):
+    """Says what is wrong."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    logp_T: NDArray[np.float32]
+    """Of the tokens that were sent."""
+    ids_TK: NDArray[np.int32]
+    logp_TK: NDArray[np.float32]
+    """Of the k best, the best first."""
+
+
+def read(answer: Any, sent: Sequence[int], *, first: int, k: int) -> LogProbs:
+    """Log-probs of the tokens from place `first` on, and of the k best beside each."""
+    rows = _rows(answer)
+    if len(rows) != len(sent):
+        raise WrongAnswer(f"{len(rows)} rows of prompt_logprobs for {len(sent)} tokens")
+    found = [_entries(row, place) for place, row in enumerate(rows[1:], 1)]
+    for place, entries in enumerate(found, 1):
+        if sent[place] not in entries:
+            held = ", ".join(map(str, list(entries)[:SHOWN])) or "nothing"
+            raise WrongAnswer(
+                f"place {place} holds no log-prob of token {sent[place]}, which was sent there, but of {held} "
+                "(other token ids, or a shifted row?)"
+            )
+    n = len(sent) - first
+    logp_T, ids_TK, logp_TK = np.empty(n, np.float32), np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+    for t, place in enumerate(range(first, len(sent))):
+        entries, token = found[place - 1], sent[place]
+        logp_T[t] = entries[token]
+        if k:
+            best = _best(entries, token, k, place)
+            ids_TK[t], logp_TK[t] = [index for index, _ in best], [logp for _, logp in best]
+    return LogProbs(logp_T, ids_TK, logp_TK)
+
+
+def _rows(answer: Any) -> list[Any]:
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise WrongAnswer("not one choice for one prompt")
+    rows = choices[0].get("prompt_logprobs")
+    if not isinstance(rows, list):
+        raise WrongAnswer("no prompt_logprobs: the server must support them (vLLM does), for token ids as the prompt")
+    return rows
+
+
+def _entries(row: Any, place: int) -> dict[int, float]:
+    """Log-probs by token id."""
+    try:
+        entries = {int(token): entry["logprob"] for token, entry in row.items()}
+    except (AttributeError, TypeError, KeyError, ValueError):
+        raise WrongAnswer(f"place {place} is not a table of token ids and their log-probs") from None
+    for token, logp in entries.items():
+        if isinstance(logp, bool) or not isinstance(logp, int | float) or not isfinite(logp):
+            raise WrongAnswer(f"the log-prob of token {token} at place {place} is {logp}, not a finite number")
+        if logp > TOLERANCE:
+            raise WrongAnswer(f"the log-prob of token {token} at place {place} is {logp:g}, which is above 0")
+    return {token: min(float(logp), 0.0) for token, logp in entries.items()}
+
+
+def _best(entries: dict[int, float], token: int, k: int, place: int) -> list[tuple[int, float]]:
+    """The k best: with one more in the row, that is the token that was sent, and worse than they."""
+    if len(entries) not in (k, k + 1):
+        raise WrongAnswer(f"place {place} holds {len(entries)} log-probs, asked for were the token's and {k}")
+    best = sorted(entries.items(), key=lambda entry: -entry[1])
+    if len(best) > k:
+        if entries[token] > best[-1][1] + TOLERANCE:
+            odd = best[-1][0]
+            raise WrongAnswer(f"place {place} holds {odd} beside its {k} best, not token {token} (a shifted row?)")
+        best = [entry for entry in best if entry[0] != token]
+    if (mass := sum(exp(logp) for _, logp in best)) > 1 + 10 * TOLERANCE:
+        raise WrongAnswer(f"the probabilities at place {place} add up to {mass:.3f}")
+    return best

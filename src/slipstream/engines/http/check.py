@@ -1,0 +1,105 @@
+"""Before anything starts: does an endpoint serve the model, take token ids, and give the log-probs that the loss needs?
+
+A few tiny requests, each of which would otherwise be the first surprise of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slipstream.engines.http.client import Client, Endpoint
+from slipstream.engines.http.scorer import log_probs
+from slipstream.errors import ConfigError, EndpointError
+
+KEY_REFUSED = (401, 403)
+NOT_THERE = (404, 405, 501)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run will ask of a teacher."""
+
+    tokens: Sequence[int]
+    """Some that it will see, two or more."""
+    highest: int
+    """The highest id that the student may draw."""
+    longest: int
+    """Tokens of its longest prompt and response."""
+    k: int = 0
+
+
+async def check(endpoint: Endpoint, need: Need) -> str:
+    """What was found, in a line; raises ConfigError for what is to be changed."""
+    client, where = Client(endpoint), f"teachers.{endpoint.teacher}"
+    try:
+        context = await _served(client, endpoint, where)
+        if context is not None and context < need.longest + 1:
+            raise ConfigError(
+                f"{where}: {endpoint.url} serves {endpoint.model} with a context of {context}, and prompt + "
+                f"sampler.max_tokens + 1 are up to {need.longest + 1}: lower sampler.max_tokens, shorten the prompts, "
+                f"or start the server with --max-model-len {need.longest + 1}"
+            )
+        await _ask(client, endpoint, need.tokens, 0)
+    except EndpointError as error:
+        raise ConfigError(_explained(error, endpoint, where)) from None
+    await _gives(client, endpoint, need, where)
+    return f"{endpoint.where} serves {endpoint.model}" + (f", context {context}" if context is not None else "")
+
+
+async def _ask(client: Client, endpoint: Endpoint, tokens: Sequence[int], k: int) -> None:
+    ids = np.array(tokens, np.int32)
+    await log_probs(client, endpoint.model, ids[:1], ids[1:], k=k)
+
+
+async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
+    """Whether the model is there; returns its context, where the server tells."""
+    try:
+        answer = await client.ask("GET", "/models")
+    except EndpointError as error:
+        if error.status in NOT_THERE:  # not every gateway lists its models; the next request shows
+            return None
+        raise
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(listed, list):
+        raise EndpointError(f"{endpoint.where} gives a wrong answer: no list of models")
+    models = {model.get("id"): model for model in listed if isinstance(model, dict)}
+    if endpoint.model not in models:
+        raise ConfigError(
+            f"{where}.model = {endpoint.model!r}: {endpoint.url} does not serve it, but "
+            f"{', '.join(map(repr, models)) or 'nothing'}"
+        )
+    length = models[endpoint.model].get("max_model_len")
+    return length if isinstance(length, int) else None
+
+
+async def _gives(client: Client, endpoint: Endpoint, need: Need, where: str) -> None:
+    """What goes wrong here did not before: it is about this number, or this id."""
+    try:
+        if need.k:
+            await _ask(client, endpoint, need.tokens, need.k)
+    except EndpointError as error:
+        raise ConfigError(
+            f"{where}.max_logprobs: the loss needs {need.k} log-probs per token, and this does not give them: start "
+            f"the server with --max-logprobs {need.k}, or lower loss.k ({error})"
+        ) from None
+    try:
+        await _ask(client, endpoint, [*need.tokens, need.highest], 0)
+    except EndpointError as error:
+        raise ConfigError(
+            f"{where}: it cannot score token {need.highest}, the highest that the student may draw: does it have fewer "
+            f"embeddings? ({error})"
+        ) from None
+
+
+def _explained(error: EndpointError, endpoint: Endpoint, where: str) -> str:
+    if error.status in KEY_REFUSED:
+        wanted = "another key" if endpoint.key else "a key: name its variable"
+        hint = f"{where}.api_key_env: the endpoint wants {wanted}"
+    elif error.status in NOT_THERE and not endpoint.url.endswith("/v1"):
+        hint = f"{where}.base_url = {endpoint.url!r}: it usually ends in /v1"
+    else:
+        hint = f"{where}.base_url = {endpoint.url!r}: it cannot score"
+    return f"{hint} ({error})"

@@ -1,0 +1,70 @@
+"""A teacher behind an OpenAI-compatible endpoint: each response, as token ids after its prompt, is one request.
+
+The answer to `prompt_logprobs` is the teacher's log-prob of every token that was sent, and with `teacher_topk` of its k
+best: the emitted token comes besides them, also where it is not among them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any, Literal
+
+from slipstream.engines.base import Context, SamePrompt
+from slipstream.engines.http.answers import LogProbs, WrongAnswer, read
+from slipstream.engines.http.client import Client, Endpoint
+from slipstream.errors import EndpointError
+from slipstream.records import Group, Handle, Ints, Scored, header_of
+
+
+class HttpScorer:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        cache: Literal["sampled", "teacher_topk"] = "sampled",
+        k: int = 0,
+        context: Context | None = None,
+    ) -> None:
+        self.client, self.name, self.model = Client(endpoint), endpoint.teacher, endpoint.model
+        self.cache, self.k, self.context = cache, k if cache == "teacher_topk" else 0, context or SamePrompt()
+
+    async def score(self, group: Group) -> list[Handle]:
+        # not a TaskGroup, which loses a cancellation that comes together with an error
+        asked = [asyncio.create_task(self._score(handle)) for handle in group]
+        try:
+            return list(await asyncio.gather(*asked))
+        finally:
+            for task in asked:
+                task.cancel()
+
+    def close(self) -> None:
+        """Connections end with the event loop that made them."""
+
+    async def _score(self, handle: Handle) -> Handle:
+        rollout = replace(handle.body, rewards=handle.header.rewards)
+        try:
+            found = await log_probs(self.client, self.model, self.context(rollout), rollout.tokens, k=self.k)
+        except EndpointError as error:
+            where = f"{rollout.prompt.id}/{rollout.index}"
+            raise EndpointError(f"{error}; it was asked about {where}", status=error.status) from None
+        cached: dict[str, Any] = (
+            {"teacher_ids": found.ids_TK, "teacher_topk_logp": found.logp_TK}
+            if self.k
+            else {"teacher_action_logp": found.logp_T[:, None]}
+        )
+        scored = Scored(
+            rollout=rollout, teacher=self.name, context_id=self.context.id, teacher_logp=found.logp_T, **cached
+        )
+        return Handle(header_of(rollout, teacher=self.name), scored)
+
+
+async def log_probs(client: Client, model: str, prefix: Ints, tokens: Ints, *, k: int) -> LogProbs:
+    """Of tokens after a prefix. The one token that a server generates at least is thrown away."""
+    sent = [*prefix.tolist(), *tokens.tolist()]
+    body = {"model": model, "prompt": sent, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
+    answer = await client.ask("POST", "/completions", body)
+    try:
+        return await asyncio.to_thread(read, answer, sent, first=len(prefix), k=k)
+    except WrongAnswer as error:
+        raise EndpointError(f"{client.where} gives a wrong answer: {error}") from None

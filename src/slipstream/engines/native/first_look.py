@@ -1,0 +1,88 @@
+"""What a batch looks like before its first gradient: its tokens under every policy that the method asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.engines.base import Metrics
+from slipstream.engines.native.frozen import Evidence
+from slipstream.engines.native.method import Method
+from slipstream.engines.native.passes import Passes
+from slipstream.engines.native.ranks import Ranks
+from slipstream.engines.native.snapshots import PREVIOUS, REFERENCE, Snapshots
+from slipstream.records import Scored
+
+
+class FirstLook:
+    """`version` is always that of the learner as it is. All ranks make the same passes, whoever needs them."""
+
+    def __init__(self, method: Method, passes: Passes, snapshots: Snapshots, ranks: Ranks) -> None:
+        self.method, self.passes, self.snapshots, self.ranks = method, passes, snapshots, ranks
+
+    def evidence(self, samples: Sequence[Scored], version: int) -> list[Evidence]:
+        """The log-probs of the emitted tokens under every policy that the method asks for."""
+        method, drawn = self.method, self._drawn(samples)
+        asked = method.current_first or (method.decoupled and version in drawn)
+        current = self.passes.log_probs(samples) if asked else None
+        reference = self.passes.log_probs(samples, self.snapshots, REFERENCE) if method.reference is not None else None
+        old, missing = None, [0] * len(samples)
+        if method.policy is not None and method.policy.old == "previous":
+            old = self.passes.log_probs(samples, self.snapshots, PREVIOUS)
+        elif method.decoupled:
+            old, missing = self._at_own_version(samples, {version: current} if current else {}, drawn)
+        return [
+            Evidence(
+                group=sample.rollout.prompt.number,
+                reward=sample.rollout.rewards.get(method.reward, 0.0),
+                mask_T=torch.from_numpy(sample.rollout.loss_mask),
+                behavior_T=torch.from_numpy(sample.rollout.logp).double(),
+                old_T=old[i] if old else None,
+                current_T=current[i] if current else None,
+                reference_T=reference[i] if reference else None,
+                missing=missing[i],
+            )
+            for i, sample in enumerate(samples)
+        ]
+
+    def _drawn(self, samples: Sequence[Scored]) -> list[int]:
+        """The versions that drew any of these tokens, or of those that other ranks have."""
+        mine = {int(version) for sample in samples for version in sample.rollout.versions}
+        return sorted(set().union(*self.ranks.gathered(mine)))
+
+    def _at_own_version(
+        self, samples: Sequence[Scored], known: dict[int, list[Tensor]], drawn: Sequence[int]
+    ) -> tuple[list[Tensor], list[int]]:
+        """Each token under the weights that drew it; where those are gone, what the sampler said of it."""
+        old = [torch.from_numpy(sample.rollout.logp).double() for sample in samples]
+        left = [torch.from_numpy(sample.rollout.loss_mask) for sample in samples]
+        for version in drawn:
+            if version not in known and version not in self.snapshots:
+                continue
+            chosen = [i for i, sample in enumerate(samples) if (sample.rollout.versions == version).any()]
+            found = (
+                [known[version][i] for i in chosen]
+                if version in known
+                else self.passes.log_probs([samples[i] for i in chosen], self.snapshots, version)
+            )
+            for i, logp_T in zip(chosen, found, strict=True):
+                here_T = torch.from_numpy(samples[i].rollout.versions == version)
+                old[i], left[i] = torch.where(here_T, logp_T, old[i]), left[i] & ~here_T
+        return old, [int(left_T.sum()) for left_T in left]
+
+    def rollout_drift(self, samples: Sequence[Scored], version: int) -> Metrics:
+        """Mean KL to the policy that drew each token, over the tokens whose version is still there."""
+        empty = torch.zeros(0)
+        version_N = torch.cat([empty, *(torch.from_numpy(sample.rollout.versions) for sample in samples)])
+        mask_N = torch.cat([empty.bool(), *(torch.from_numpy(sample.rollout.loss_mask) for sample in samples)])
+        total, known = 0.0, int((mask_N & (version_N == version)).sum())  # the same policy: nothing to add
+        for drew in self._drawn(samples):
+            if drew == version or drew not in self.snapshots:
+                continue
+            here_N = mask_N & (version_N == drew)
+            kl_N = torch.cat([empty, *self.passes.rollout_kl(samples, self.snapshots, drew)])
+            total, known = total + float(kl_N[here_N].sum()), known + int(here_N.sum())
+        sums = [sum(part) for part in zip(*self.ranks.gathered((total, known, int(mask_N.sum()))), strict=True)]
+        return {"drift/rollout_kl": sums[0] / max(sums[1], 1), "drift/rollout_kl_coverage": sums[1] / max(sums[2], 1)}

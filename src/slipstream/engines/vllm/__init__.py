@@ -1,0 +1,8 @@
+"""Rollouts and teacher scores by vLLM, in a process of its own that this one starts.
+
+`core` starts the engine and keeps it on an event loop of its own, `sampler` and `scorer` speak the pipeline's
+protocols, `worker` is what runs inside vLLM's worker: the one file that reaches into it, written against VERSION.
+"""
+
+VERSION = "0.32"
+"""What `worker` was written against. Under another version there is one draw at every position."""

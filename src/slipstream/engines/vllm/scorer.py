@@ -1,0 +1,106 @@
+"""A teacher in vLLM: each response, as token ids after its prompt, is one request for the log-probs of a prompt.
+
+Of the emitted token alone and of the k best they come from every runner; of any other tokens (several draws) only from
+the V2 runner, on GPUs. Shapes: T tokens, M draws, K top-k.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import count
+from typing import Any, Literal
+
+import numpy as np
+
+from slipstream.engines.base import Context, SamePrompt
+from slipstream.engines.vllm.core import Core, Settings
+from slipstream.errors import ModelError, NonFiniteError
+from slipstream.records import Group, Handle, Rollout, Scored, header_of
+
+
+class VllmScorer:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        name: str = "teacher",
+        cache: Literal["sampled", "teacher_topk"] = "sampled",
+        k: int = 0,
+        draws: int = 1,
+        vocabulary: int,
+        context: Context | None = None,
+    ) -> None:
+        """`vocabulary` is the student's."""
+        self.name, self.model, self.vocabulary = name, settings.model, vocabulary
+        self.k, self.draws = k if cache == "teacher_topk" else 0, draws if cache == "sampled" else 1
+        self.context = context or SamePrompt()
+        self.core = Core(settings, {"max_logprobs": max(self.k, self.draws), "enable_prefix_caching": False})
+        self.numbers = count()
+
+    def close(self) -> None:
+        self.core.close()
+
+    async def score(self, group: Group) -> list[Handle]:
+        return await self.core.call(self._score(group))
+
+    async def _score(self, group: Group) -> list[Handle]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                made = [tasks.create_task(self._one(handle)) for handle in group]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in made]
+
+    async def _one(self, handle: Handle) -> Handle:
+        rollout: Rollout = replace(handle.body, rewards=handle.header.rewards)
+        found = await self._caches(rollout)
+        if np.isnan(found["teacher_logp"]).any():
+            raise NonFiniteError(
+                f"teacher {self.name} gives log-probs that are not numbers, for prompt {rollout.prompt.id}"
+            )
+        scored = Scored(rollout=rollout, teacher=self.name, context_id=self.context.id, **found)
+        return Handle(header_of(rollout, teacher=self.name), scored)
+
+    async def _caches(self, rollout: Rollout) -> dict[str, Any]:
+        from vllm.inputs import TokensPrompt
+
+        prefix = self.context(rollout)
+        sent = [*prefix.tolist(), *rollout.tokens.tolist()]
+        if len(sent) >= self.core.context:  # vLLM wants room for one more
+            raise ModelError(
+                f"teacher {self.name}: prompt {rollout.prompt.id} and its response have {len(sent)} tokens, and vLLM "
+                f"scores at most {self.core.context - 1} by {self.model}"
+            )
+        tokens, params = TokensPrompt(prompt_token_ids=sent), self._params(rollout, len(prefix))
+        (output,) = [out async for out in self.core.llm.generate(tokens, params, str(next(self.numbers)))]
+        if self.draws > 1:
+            logp_TM = np.array(output.prompt_token_id_logprobs, np.float32)
+            return {"teacher_logp": logp_TM[:, 0], "teacher_action_logp": logp_TM}
+        rows = slice(len(prefix) - 1, None)  # there is nothing before the first token
+        logp_TK = np.array(output.prompt_logprobs.logprobs, np.float32).reshape(len(sent) - 1, -1)[rows]
+        if not self.k:
+            return {"teacher_logp": logp_TK[:, 0], "teacher_action_logp": logp_TK}
+        ids_TK = np.array(output.prompt_logprobs.token_ids, np.int32).reshape(len(sent) - 1, -1)[rows, 1:]
+        if (ids_TK >= self.vocabulary).any():
+            raise ModelError(
+                f"teacher {self.name}: among the best tokens of {self.model} are some that the student does not have; "
+                f"write teachers.{self.name}.engine = 'native', which leaves them out"
+            )
+        return {"teacher_logp": logp_TK[:, 0], "teacher_ids": ids_TK, "teacher_topk_logp": logp_TK[:, 1:]}
+
+    def _params(self, rollout: Rollout, prefix: int) -> Any:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        asked: dict[str, Any] = {"prompt_logprobs": self.k}
+        if self.draws > 1:
+            asked = {"prompt_logprob_token_ids": rollout.actions, "prompt_logprob_start": prefix - 1}
+        return SamplingParams(
+            max_tokens=1,
+            ignore_eos=True,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+            **asked,
+        )

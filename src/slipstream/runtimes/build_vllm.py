@@ -1,0 +1,136 @@
+"""vLLM's engines from the config, and what is refused, or replaced, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationConfig
+
+from slipstream.assets import model_path
+from slipstream.config import Config
+from slipstream.engines.base import Context
+from slipstream.engines.native.model import context_length, load_config
+from slipstream.engines.vllm import VERSION
+from slipstream.engines.vllm.core import Settings, check_args, check_installed, known, version
+from slipstream.engines.vllm.sampler import COLDEST, VllmSampler
+from slipstream.engines.vllm.scorer import VllmScorer
+from slipstream.errors import ConfigError
+from slipstream.pipeline.run import rollout_sampling
+from slipstream.tasks.chat import Tokenizer, stop_ids
+
+SCORED = 64
+"""Responses that a teacher scores at a time."""
+
+
+def build_vllm_sampler(config: Config, tokenizer: Tokenizer) -> VllmSampler:
+    return VllmSampler(
+        sampler_settings(config),
+        stop_ids=stop_ids(tokenizer, generation_config(config.student)),
+        draws=rollout_sampling(config).draws,
+    )
+
+
+def sampler_settings(config: Config) -> Settings:
+    return Settings(
+        config.student,
+        config.sampler.dtype,
+        config.sampler.slots,
+        config.sampler.engine_args,
+        threads=config.runtime.threads,
+        device=config.runtime.device,
+        seed=config.seed,
+    )
+
+
+def build_vllm_scorer(config: Config, name: str, cache: str, k: int, context: Context | None) -> VllmScorer:
+    assert cache != "hidden"
+    return VllmScorer(
+        scorer_settings(config, name),
+        name=name,
+        cache="teacher_topk" if cache == "teacher_topk" else "sampled",
+        k=k,
+        draws=rollout_sampling(config).draws,
+        vocabulary=vocabulary_of(config.student),
+        context=context,
+    )
+
+
+def scorer_settings(config: Config, name: str) -> Settings:
+    teacher = config.teachers[name]
+    return Settings(
+        config.model_of(teacher),
+        teacher.dtype,
+        SCORED,
+        where=f"teachers.{name}",
+        threads=config.runtime.threads,
+        device=config.runtime.device,
+    )
+
+
+def generation_config(model: str) -> Any:
+    try:
+        return GenerationConfig.from_pretrained(model_path(model))
+    except OSError:  # there need not be one
+        return None
+
+
+def sampler_context(config: Config) -> int:
+    """The longest sequence that the sampler takes."""
+    longest = context_length(load_config(config.student))
+    return min(longest, int(config.sampler.engine_args.get("max_model_len", longest)))
+
+
+def sampler_devices(config: Config) -> int:
+    """How many devices one sampler takes."""
+    return int(config.sampler.engine_args.get("tensor_parallel_size", 1))
+
+
+def vocabulary_of(model: str) -> int:
+    return int(load_config(model).get_text_config().vocab_size)
+
+
+def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
+    """What the vLLM that is installed here makes of a config; refused if it cannot do what was written."""
+    config = with_draws(config, say)
+    here = {name: teacher for name, teacher in config.teachers.items() if teacher.base_url is None}
+    natives = {}
+    for name, teacher in here.items():
+        if teacher.engine == "vllm" and (why := unserved(config, name)):
+            say(f"note: teachers.{name}.engine = 'native', because {why}")
+            natives[name] = teacher.model_copy(update={"engine": "native"})
+    return config.model_copy(update={"teachers": {**config.teachers, **natives}}) if natives else config
+
+
+def unserved(config: Config, name: str) -> str:
+    """What the loss asks of a teacher that vLLM does not give, or nothing."""
+    check_installed(f"teachers.{name}.engine")
+    loss, draws = config.loss, rollout_sampling(config).draws
+    if loss.temperature != 1:
+        return f"vLLM scores at temperature 1, and loss.temperature = {loss.temperature:g}"
+    if loss.kind == "reverse_kl" or getattr(loss, "cache", "") == "hidden":
+        return "vLLM gives no hidden states"
+    if draws > 1 and not (known(version()) and version("vllm") and config.runtime.device != "cpu"):
+        return f"vLLM {version()} scores several draws (loss.m = {draws}) on GPUs only, and from {VERSION} on"
+    return ""
+
+
+def with_draws(config: Config, say: Callable[[str], None]) -> Config:
+    if config.sampler.engine != "vllm":
+        return config
+    check_installed("sampler.engine")
+    check_args(sampler_settings(config))
+    for field, temperature in ("sampler", config.sampler.temperature), ("eval", config.eval.temperature):
+        if 0 < temperature < COLDEST:
+            raise ConfigError(
+                f"{field}.temperature = {temperature:g}: vLLM would draw at {COLDEST}; write that or more, or "
+                "sampler.engine = 'native'"
+            )
+    draws, installed = rollout_sampling(config).draws, version()
+    if draws == 1 or known(installed):
+        return config
+    why = f"vLLM {installed} draws one token at a time (several are drawn under vLLM {VERSION})"
+    if "m" in config.loss.model_fields_set:
+        raise ConfigError(f"loss.m = {draws}: {why}; write loss.m = 1, or sampler.engine = 'native'")
+    say(f"note: loss.m = 1, because {why}")
+    return config.model_copy(update={"loss": config.loss.model_copy(update={"m": 1})})

@@ -1,0 +1,143 @@
+"""Several ranks as one learner: which groups a rank gets, and what it means for the others when one fails.
+
+    prepare     the groups of each optimizer step are shared out by what they cost, and stay where they are
+    accumulate  each rank makes the gradient of those it has; a rank without any keeps the others company
+    all else    the same call to every rank; the first one's answer counts
+
+Whatever a rank computes it computes together with the others, so all must hear the same calls in the same order, and
+none may be withdrawn: a caller that is cancelled leaves its call running, and the next one waits for it. When a rank
+fails alone, or dies, the others may be anywhere: from then on every call fails, and nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from copy import copy
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slipstream.engines.base import Fingerprint, Learner, Metrics, WeightsRef
+from slipstream.engines.native.packing import cost
+from slipstream.errors import EngineError, SlipstreamError, WorkerDied
+from slipstream.records import ONE, Batch, Counts, Group
+
+T = TypeVar("T")
+GRACE = 5.0
+"""Seconds after one rank's error in which the others may raise theirs."""
+
+
+class RankedLearner:
+    def __init__(
+        self, ranks: Sequence[Learner], *, hidden: int, minibatches: int = 1, shared_prompt: bool = False
+    ) -> None:
+        """`hidden` is the width of the model, on which costs depend."""
+        self.ranks, self.hidden, self.minibatches, self.shared_prompt = ranks, hidden, minibatches, shared_prompt
+        self.update = 0
+        self.homes: dict[int, int] = {}
+        """Which rank has a group of this update."""
+        self.held = [0.0] * len(ranks)
+        """The cost of all that each rank has of this update."""
+        self.last: asyncio.Task[Any] | None = None
+        self.failed: BaseException | None = None
+
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        if batch.update != self.update:
+            self.update, self.homes, self.held = batch.update, {}, [0.0] * len(self.ranks)
+        for part in batch.parts(self.minibatches):
+            self._share_out(part)
+        parts = self._split(batch)
+        counts = [iter(found) for found in await self._all(lambda rank: self.ranks[rank].prepare(parts[rank]))]
+        return [next(counts[self.homes[number_of(group)]]) for group in batch.groups]
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+        parts = self._split(batch)
+        await self._all(lambda rank: self.ranks[rank].accumulate(parts[rank], counts))
+
+    async def step(self, counts: Counts = ONE) -> Metrics:
+        return (await self._all(lambda rank: self.ranks[rank].step(counts)))[0]
+
+    async def compare(self, batch: Batch) -> Metrics:
+        return (await self._all(lambda rank: self.ranks[rank].compare(batch)))[0]
+
+    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+        return (await self._all(lambda rank: self.ranks[rank].export()))[0]
+
+    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+        await self._all(lambda rank: self.ranks[rank].save(path, optimizer=optimizer))
+
+    async def restore(self, path: Path) -> None:
+        await self._all(lambda rank: self.ranks[rank].restore(path))
+
+    # --- who gets what ---------------------------------------------------------------------------------------
+
+    def _share_out(self, part: Batch) -> None:
+        costs = [group_cost(group, self.hidden, self.shared_prompt) for group in part.groups]
+        for group, each, rank in zip(part.groups, costs, shared_out(costs, self.held), strict=True):
+            self.homes[number_of(group)] = rank
+            self.held[rank] += each
+
+    def _split(self, batch: Batch) -> list[Batch]:
+        homes = [self.homes[number_of(group)] for group in batch.groups]
+        of_rank = [
+            tuple(group for group, home in zip(batch.groups, homes, strict=True) if home == rank)
+            for rank in range(len(self.ranks))
+        ]
+        return [Batch(groups, batch.update) for groups in of_rank]
+
+    # --- one call to all -------------------------------------------------------------------------------------
+
+    async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
+        if self.last is not None and not self.last.done():
+            await asyncio.wait([self.last])
+        if self.failed is not None:
+            raise copy(self.failed)
+        self.last = asyncio.create_task(self._together(call))
+        found: list[T] = await asyncio.shield(self.last)
+        return found
+
+    async def _together(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
+        tasks = [asyncio.ensure_future(call(rank)) for rank in range(len(self.ranks))]
+        done, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        errors = errors_of(done)
+        if late and not any(isinstance(error, WorkerDied) for error in errors):
+            _, late = await asyncio.wait(tasks, timeout=GRACE)
+        errors += [error for error in errors_of(set(tasks) - late) if error not in errors]
+        if not errors:
+            return [task.result() for task in tasks]
+        if len(errors) < len(tasks) or not agreed(errors):
+            self.failed = next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
+            for task in late:
+                task.cancel()
+        raise self.failed or errors[0]
+
+
+def errors_of(done: Iterable[asyncio.Future[T]]) -> list[BaseException]:
+    return [error for task in done if (error := task.exception()) is not None]
+
+
+def agreed(errors: Sequence[BaseException]) -> bool:
+    """All ranks noticed the same thing at the same point, and can go on from there."""
+    first = errors[0]
+    same = all(type(error) is type(first) for error in errors)
+    return same and isinstance(first, SlipstreamError) and not isinstance(first, EngineError)
+
+
+def number_of(group: Group) -> int:
+    return group[0].header.number
+
+
+def group_cost(group: Group, hidden: int, shared_prompt: bool) -> float:
+    """With shared prompts, the first one's is computed and the others' is not."""
+    headers = [handle.header for handle in group]
+    saved = sum(cost(header.prompt_tokens, hidden) for header in headers[1:]) if shared_prompt else 0.0
+    return sum(cost(header.prompt_tokens + header.tokens, hidden) for header in headers) - saved
+
+
+def shared_out(costs: Sequence[float], held: Sequence[float]) -> list[int]:
+    """A rank for each: the costliest first, to whoever has least to do in this step, and of the update so far."""
+    loads, chosen = [0.0] * len(held), [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        chosen[i] = min(range(len(held)), key=lambda rank: (loads[rank], held[rank]))
+        loads[chosen[i]] += costs[i]
+    return chosen

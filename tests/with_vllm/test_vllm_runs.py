@@ -1,0 +1,57 @@
+"""Whole runs with rollouts by vLLM: every law of the pipeline, through both runtimes, on the student that ships."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slipstream.config import Config
+from slipstream.config_file import parse
+from slipstream.errors import ConfigError, DataError
+from slipstream.launch import prepare, train
+from slipstream.runlog import read_lines
+
+
+def config_of(path: Path, *, runtime: str = "inline", schedule: str = "async", **sampler: object) -> Config:
+    return parse(
+        {
+            "student": "builtin:student",
+            "updates": 4,
+            "output": str(path / "run"),
+            "teachers": {"main": {"model": "builtin:teacher"}},
+            "sampler": {"engine": "vllm", "max_tokens": 80, "group": 2, "slots": 32, **sampler},
+            "learner": {"batch_size": 32, "lr": 1e-3},
+            "loss": {"kind": "reverse_kl_mc", "m": 4},
+            "data": {"eval": "builtin:arithmetic"},
+            "task": {"reward": "exact"},
+            "eval": {"every": 4, "prompts": 20, "temperature": 0},
+            "schedule": {"kind": schedule},
+            "runtime": {"kind": runtime},
+        }
+    )
+
+
+@pytest.mark.parametrize(("runtime", "schedule"), [("inline", "sync"), ("ray", "async")])
+def test_a_run(tmp_path: Path, runtime: str, schedule: str) -> None:
+    """Publishes are checked by fingerprint, or the run would not end; what is on-policy is close to the learner."""
+    said = io.StringIO()
+    path = train(config_of(tmp_path, runtime=runtime, schedule=schedule), Console(file=said), name="vllm")
+    lines = read_lines(path / "metrics.jsonl")
+    trained = [line for line in lines if line["kind"] == "train"]
+    assert len(trained) == 4 and (path / "final" / "model.safetensors").exists()
+    assert [line["update"] for line in lines if line["kind"] == "eval"] == [0, 4]
+    fresh = trained if schedule == "sync" else trained[:1]
+    assert all(abs(line["distill/ratio"] - 1) < 1e-4 for line in fresh), "sampler and learner are one policy"
+
+
+def test_a_context_that_is_too_short_is_told_at_start_up(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="sampler.max_tokens = 80 exceed the context of 90"):
+        prepare(config_of(tmp_path, engine_args={"max_model_len": 90}))
+
+
+def test_a_temperature_at_which_vllm_does_not_draw(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sampler.temperature = 0.001: vLLM would draw at 0.01"):
+        train(config_of(tmp_path, temperature=0.001), Console(file=io.StringIO()), name="vllm")

@@ -1,0 +1,120 @@
+"""vLLM as a teacher, on the real engine, against the native scorer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from slipstream.config import Config
+from slipstream.config_file import parse
+from slipstream.engines.base import Sampling
+from slipstream.engines.native.model import load_config, load_model
+from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.vllm.core import Settings
+from slipstream.engines.vllm.scorer import VllmScorer
+from slipstream.errors import ModelError
+from slipstream.launch import train
+from slipstream.records import Handle, Prompt, Rollout
+from slipstream.runlog import read_lines
+from slipstream.runtimes.build_vllm import with_vllm
+from tiny import make_prompts
+
+K = 6
+TEACHER = "builtin:teacher"
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[VllmScorer]:
+    settings = Settings(TEACHER, "float32", 8, where="teachers.main")
+    vocabulary = load_config(TEACHER).vocab_size
+    scorer = VllmScorer(settings, name="main", cache="teacher_topk", k=K, vocabulary=vocabulary)
+    try:
+        yield scorer
+    finally:
+        scorer.close()
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[list[Handle]]:
+    async def work() -> list[list[Handle]]:
+        sampler = NativeSampler(load_model("builtin:student", dtype="float32", device="cpu"), slots=24, stop_ids={1})
+        try:
+            calls = [sampler.generate(prompt, Sampling(max_tokens=60, group=2)) for prompt in make_prompts(12)]
+            return list(await asyncio.gather(*calls))
+        finally:
+            sampler.close()
+
+    return asyncio.run(work())
+
+
+async def scored_by(scorer: VllmScorer | NativeScorer, groups: list[list[Handle]]) -> list[Handle]:
+    return [handle for group in await asyncio.gather(*map(scorer.score, groups)) for handle in group]
+
+
+@pytest.mark.parametrize("k", [K, 0])
+def test_it_scores_as_the_native_scorer_does(scorer: VllmScorer, groups: list[list[Handle]], k: int) -> None:
+    native = NativeScorer(
+        load_model(TEACHER, dtype="float32", device="cpu"),
+        name="main",
+        cache="teacher_topk" if k else "sampled",
+        k=K,
+    )
+    scorer.k = k
+    expected, found = (asyncio.run(scored_by(each, groups)) for each in (native, scorer))
+    native.close()
+    assert [handle.header for handle in found] == [handle.header for handle in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours.body.teacher_logp, theirs.body.teacher_logp, rtol=0, atol=1e-4)
+        if k:
+            np.testing.assert_allclose(ours.body.teacher_topk_logp, theirs.body.teacher_topk_logp, rtol=0, atol=1e-4)
+            assert (ours.body.teacher_ids == theirs.body.teacher_ids).mean() > 0.99, "but for ties"
+
+
+def test_what_does_not_fit_is_told(scorer: VllmScorer, groups: list[list[Handle]]) -> None:
+    ((handle, *_), *_) = groups
+    rollout: Rollout = handle.body
+    long = Prompt(id="long", number=0, tokens=np.full(scorer.core.context - len(rollout.tokens), 3, np.int32))
+    with pytest.raises(ModelError, match="teacher main: prompt long .* vLLM scores at most"):
+        asyncio.run(scorer.score([Handle(handle.header, replace(rollout, prompt=long))]))
+
+
+def config_of(**loss: object) -> Config:
+    return parse(
+        {
+            "student": "builtin:student",
+            "updates": 2,
+            "teachers": {"main": {"model": TEACHER, "engine": "vllm"}},
+            "sampler": {"max_tokens": 40},
+            "learner": {"batch_size": 16},
+            "loss": loss,
+            "runtime": {"kind": "inline"},
+        }
+    )
+
+
+def test_what_it_does_not_give_comes_from_the_native_scorer_and_the_log_says_why() -> None:
+    said: list[str] = []
+    kept = with_vllm(config_of(kind="forward_kl", cache="teacher_topk", k=4), said.append)
+    assert kept.teachers["main"].engine == "vllm" and not said
+    for loss, why in [
+        ({"kind": "reverse_kl_mc", "m": 4}, "several draws"),
+        ({"kind": "reverse_kl"}, "hidden states"),
+        ({"kind": "forward_kl", "cache": "teacher_topk", "temperature": 0.5}, "temperature 1"),
+    ]:
+        assert with_vllm(config_of(**loss), said.append).teachers["main"].engine == "native"
+        assert why in said.pop() and not said
+
+
+def test_a_run_with_a_teacher_in_vllm(tmp_path: Path) -> None:
+    config = config_of(kind="forward_kl", cache="teacher_topk", k=4)
+    config = config.model_copy(update={"output": str(tmp_path / "run")})
+    path = train(config, Console(file=io.StringIO()), name="vllm")
+    assert [line["update"] for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"] == [1, 2]
