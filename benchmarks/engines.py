@@ -139,11 +139,12 @@ def measured(sampler: Sampler, prompts: list[Prompt], draws: int) -> dict[str, A
 
 
 def cpu_seconds() -> float:
-    """Of this process and all that it started."""
+    """Of this process, and in vLLM's interpreter of those that it started."""
     import psutil
 
     me = psutil.Process()
-    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
+    others = me.children(recursive=True) if "--serve" in sys.argv else []
+    times = [process.cpu_times() for process in (me, *others)]
     return sum(time.user + time.system for time in times)
 
 

@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "slipstream"
 BASE = "errors records config config_base config_objective config_schedule config_teacher config_file metrics runlog"
 ENGINES = f"{BASE} assets estimators engines"
 PIPELINE = f"{BASE} tasks engines.base pipeline"
-EVERYTHING = f"{ENGINES} tasks pipeline runtimes teachers launch accuracy progress demo"
+EVERYTHING = f"{ENGINES} tasks pipeline runtimes teachers checks launch accuracy progress demo doctor"
 
 # part of the package: what it may see of the package. The longest name that fits a file counts.
 SEES = {
@@ -39,7 +39,9 @@ SEES = {
     "pipeline": PIPELINE,
     "runtimes": f"{ENGINES} tasks pipeline runtimes",
     "teachers": f"{ENGINES} tasks runtimes",
+    "checks": PIPELINE,
     "launch": EVERYTHING,
+    "doctor": EVERYTHING,
     "accuracy": EVERYTHING,
     "progress": EVERYTHING,
     "demo": EVERYTHING,

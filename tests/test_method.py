@@ -1,4 +1,4 @@
-"""Methods that would do nothing, count twice, or need what the schedule does not give are refused before anything runs."""
+"""Methods that would do nothing, count twice, or need what the schedule does not give are refused at the start."""
 
 from __future__ import annotations
 

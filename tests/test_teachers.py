@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -208,7 +209,7 @@ def test_defaults_that_an_endpoint_cannot_serve_become_what_it_can_and_it_is_sai
     ]
     assert {name: getattr(config.loss, name) for name in written | changes} == written | changes
     again: list[str] = []
-    assert parse(__import__("tomllib").loads(to_toml(config)), say=again.append) == config and not again
+    assert parse(tomllib.loads(to_toml(config)), say=again.append) == config and not again
     if config.loss.kind == "reverse_kl_mc":
         assert rollout_sampling(config).draws == 1
 
@@ -275,7 +276,12 @@ def test_each_group_is_scored_by_its_own_teacher(tmp_path: Path) -> None:
     math, code = Named("math", 1), Named("code", 2)
     run = run_with(tmp_path, math, code, replicas=2)
     assert (math.seen, code.seen) == ({"math"}, {"code"}) and run.admission.version == 6
-    line = read_lines(tmp_path / "metrics.jsonl")[-1]
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    several = [line for line in lines if "teacher/math/tokens" in line]
+    assert several and all(
+        each["teacher/math/tokens"] + each["teacher/code/tokens"] == each["tokens"] for each in several
+    )
+    line = lines[-1]
     idle = {name for name in line if name.startswith("idle/scorer")}
     assert idle == {f"idle/scorer-{name}-{index}" for name in ("math", "code") for index in (0, 1)}
 

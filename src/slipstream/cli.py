@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-OVERRIDABLE = ("demo", "train", "config")
+OVERRIDABLE = ("demo", "train", "config", "doctor")
+FLAGS = ("--", "--help", "--check", "--skip-checks")
+"""Words that begin with -- and are no settings."""
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
 
 
@@ -68,6 +70,14 @@ def parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a student", epilog=OVERRIDES)
     train.add_argument("config", help="a TOML file")
     train.set_defaults(run=run_train)
+
+    train.add_argument("--skip-checks", action="store_true", help="begin without trying the engines first")
+
+    examine = commands.add_parser(
+        "doctor", help="try a config's engines: do they agree, do weights arrive?", epilog=OVERRIDES
+    )
+    examine.add_argument("config", nargs="?", help="a TOML file; the demo's without it")
+    examine.set_defaults(run=run_doctor)
 
     resume = commands.add_parser("resume", help="go on with a run that was stopped, from its last checkpoint")
     resume.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
@@ -122,7 +132,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, st
     kept, found, rest = [words[0]], list[tuple[str, str]](), list(words[1:])
     while rest:
         word = rest.pop(0)
-        if not word.startswith("--") or word in ("--", "--help", "--check"):
+        if not word.startswith("--") or word in FLAGS:
             kept.append(word)
             continue
         key, equals, value = word[2:].partition("=")
@@ -147,7 +157,15 @@ def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.launch import train
 
     config = load(args.config, changes, say=note)
-    return tell_done(train(config, console(), name=Path(args.config).stem))
+    return tell_done(train(config, console(), name=Path(args.config).stem, checks=not args.skip_checks))
+
+
+def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.assets import DEMO
+    from slipstream.config_file import load
+    from slipstream.doctor import doctor
+
+    return 0 if doctor(load(args.config or DEMO, changes, say=note), console()) else 1
 
 
 def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:

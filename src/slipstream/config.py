@@ -281,8 +281,8 @@ class Config(Section):
             raise ValueError('learner.ranks needs a process for each: write runtime.kind = "ray"')
         if learner.lora is not None and self.sampler.engine == "vllm":
             raise ValueError(
-                '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write sampler.engine = '
-                '"native", or drop [learner.lora]'
+                '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
+                'sampler.engine = "native", or drop [learner.lora]'
             )
 
     def model_of(self, teacher: TeacherConfig) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.accuracy import Measured, measure
-from slipstream.assets import HERE
+from slipstream.assets import DEMO
 from slipstream.config import Config
 from slipstream.config_file import load
 from slipstream.config_schedule import Sync
@@ -28,7 +28,7 @@ SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one
 
 def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str], None]) -> None:
     began = time.perf_counter()
-    config = load(HERE / "demo.toml", changes, say=say)
+    config = load(DEMO, changes, say=say)
     tokenizer = load_tokenizer(config.student)
     prompts = eval_prompts(tokenizer, config.data, "builtin:arithmetic", split="eval", limit=PROMPTS, seed=config.seed)
     grader = PoolGrader("exact", decoder(tokenizer))

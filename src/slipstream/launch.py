@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from slipstream.checks import PROMPTS, quick, raised
 from slipstream.config import Config, DataConfig
 from slipstream.config_file import load
 from slipstream.engines.base import Engines
@@ -92,7 +93,7 @@ def eval_prompts(
     return [prompts.at(number) for number in range(len(rows))]
 
 
-def train(config: Config, console: Console, *, name: str) -> Path:
+def train(config: Config, console: Console, *, name: str, checks: bool = True) -> Path:
     """Run it all; returns the run directory."""
     path = run_path(config, name)
     check_free(path)
@@ -101,11 +102,21 @@ def train(config: Config, console: Console, *, name: str) -> Path:
     warn(config, console)
     engines = open_engines(config, job, console)
     try:
+        if checks:
+            try_out(config, job, engines, console)
         with RunLog.create(config, path) as log:
             go(config, job, engines, log, console, name=name)
     finally:
         engines.close()
     return path
+
+
+def try_out(config: Config, job: Job, engines: Engines, console: Console) -> None:
+    """A few prompts, before anything is written."""
+    prompts = [job.prompts.at(number) for number in range(PROMPTS)]
+    findings = asyncio.run(quick(config, engines, prompts, version=0))
+    raised(findings)
+    console.print(f"checked: {'; '.join(finding.said for finding in findings)}", highlight=False, soft_wrap=True)
 
 
 def resume(path: Path, console: Console) -> Path:

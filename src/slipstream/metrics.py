@@ -42,6 +42,11 @@ def sample_metrics(headers: Sequence[Header]) -> Numbers:
         "length/max": float(max(lengths)),
         "truncated": fmean(header.finish == "length" for header in headers),
     }
+    by_teacher = Counter[str]()
+    for header in headers:
+        by_teacher[header.teacher] += header.tokens
+    if len(by_teacher) > 1:
+        numbers |= {f"teacher/{name}/tokens": float(count) for name, count in sorted(by_teacher.items())}
     for name in sorted({name for header in headers for name in header.rewards}):
         numbers[f"reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in headers)
     return numbers

@@ -7,6 +7,7 @@ from pathlib import Path
 from slipstream.errors import ModelError, did_you_mean
 
 HERE = Path(__file__).parent
+DEMO = HERE / "demo.toml"
 MODELS = ("student", "teacher")
 
 

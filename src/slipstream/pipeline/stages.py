@@ -27,7 +27,7 @@ from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.trace import Trace, Track
-from slipstream.pipeline.tries import GivenUp, Tries
+from slipstream.pipeline.tries import GivenUp
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, total
 
 T = TypeVar("T")
@@ -77,11 +77,6 @@ class Flow:
     waits: dict[str, float] = field(default_factory=dict)
     """What the learner waits for, and since when."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def scoring(self) -> list[Tries]:
-        """Of every teacher."""
-        return [pool.tries for pool in self.scorers.values()]
 
     def start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
         self.running[number] = self.tasks.create_task(work)
@@ -138,7 +133,8 @@ class Flow:
             f"after {now:.1f} s, {now - self.moved:.1f} s after the last move, at version {a.version}",
             f"groups: {counts}; {a.in_use} of {a.schedule.credits} credits in use" + (", gate shut" if a.gated else ""),
             *(f"learner waits for {name}, for {now - since:.1f} s" for name, since in self.waits.items()),
-            *(line for tries in (self.samplers.tries, *self.scoring) for line in tries.report()),
+            *self.samplers.tries.report(),
+            *(line for scorers in self.scorers.values() for line in scorers.tries.report()),
             *self.trace.report(),
         ])  # fmt: skip
 

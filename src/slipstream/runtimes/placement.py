@@ -19,7 +19,7 @@ from slipstream.engines.native.model import context_length, load_config
 
 GIB = 2**30
 ACTIVATIONS = 34
-"""Bytes per token, layer and unit of width that a layer keeps for its backward pass in 16 bits.  (Korthikanti et al.)"""
+"""Bytes per token and unit of width that a layer keeps for its backward pass in 16 bits.  (Korthikanti et al.)"""
 
 
 @dataclass(frozen=True)

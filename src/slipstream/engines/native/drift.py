@@ -45,6 +45,15 @@ def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
     return {f"drift/{name}": value for name, value in found.items()}
 
 
+
+def sharpness(samples: Sequence[Seen]) -> Metrics:
+    """The slope of what drew against the learner, in log-probs: 1, or 1/T where a temperature T is between them."""
+    ours_N = torch.cat([sample.logp_T[sample.mask_T].double() for sample in samples])
+    theirs_N = torch.cat([sample.behavior_T[sample.mask_T].double() for sample in samples])
+    ours, theirs = ours_N - ours_N.mean(), theirs_N - theirs_N.mean()
+    return {"drift/sharpness": float((ours * theirs).sum() / (ours * ours).sum()) if ours.any() else 1.0}
+
+
 def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
     """Student and teacher on the emitted tokens: where they differ most, and whether the teacher's rows are in place.
 

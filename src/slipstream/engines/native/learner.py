@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from slipstream.config import LearnerConfig
 from slipstream.engines.base import Fingerprint, Metrics, WeightsRef
 from slipstream.engines.native.company import nothing
-from slipstream.engines.native.drift import Seen, against_teacher, drift_metrics
+from slipstream.engines.native.drift import Seen, against_teacher, drift_metrics, sharpness
 from slipstream.engines.native.first_look import FirstLook
 from slipstream.engines.native.frozen import Frozen, freeze
 from slipstream.engines.native.method import Method
@@ -146,7 +146,8 @@ class NativeLearner:
         """Each rank does it all: the batch is small, and nothing is exchanged."""
         logp = self.passes.log_probs(samples)
         seen = [Seen.of(sample, as_it_is(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
-        return drift_metrics(seen, version=int(samples[0].rollout.versions.max())) | against_teacher(samples, logp)
+        drift = drift_metrics(seen, version=int(max(sample.rollout.versions.max() for sample in samples)))
+        return drift | sharpness(seen) | against_teacher(samples, logp)
 
     def _counts(self, group: Group) -> Counts:
         left = [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group]

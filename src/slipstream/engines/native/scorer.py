@@ -69,10 +69,11 @@ class NativeScorer:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[Handle]] = loop.create_future()
         self.waiting.append((group, answer))
+        if self.driver is None or self.driver.done():
+            self.enough = asyncio.Event()  # of this loop
+            self.driver = loop.create_task(self._drive())
         if sum(handle.header.tokens for group, _ in self.waiting for handle in group) > self.token_budget // 8:
             self.enough.set()
-        if self.driver is None or self.driver.done():
-            self.driver = loop.create_task(self._drive())
         return await answer
 
     async def _drive(self) -> None:
