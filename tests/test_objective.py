@@ -453,3 +453,33 @@ def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> Non
     ((_, noted),) = learner.noted
     assert noted["drift/rollout_kl"] == pytest.approx(kl / tokens, rel=1e-9)
     assert noted["drift/rollout_kl_coverage"] == 1.0
+
+
+def test_teachers_have_weights_and_metrics_of_their_own(case: Case) -> None:
+    """Every other prompt is another teacher's, whose samples count three times."""
+    names = {sample.rollout.prompt.number: "ab"[sample.rollout.prompt.number % 2] for sample in case.samples}
+    groups = tuple(
+        [Handle(h.header, replace(h.body, teacher=names[h.header.number])) for h in group] for group in case.groups
+    )
+    learner = make_learner(case, replace(method(SOME), teachers={"a": 1.0, "b": 3.0}), token_budget=50)
+
+    async def work() -> dict[str, float]:
+        batch = Batch(groups, 3)
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        return await learner.step()
+
+    found = run(work())
+    sums, tokens = {"a": 0.0, "b": 0.0}, {"a": 0, "b": 0}
+    for sample in case.samples:
+        ids, name = torch.from_numpy(sample.rollout.actions).long(), names[sample.rollout.prompt.number]
+        at = log_probs(case.versions[2], sample.rollout, TEMPERATURE).gather(1, ids)
+        behavior, logq = torch.from_numpy(sample.rollout.action_logp), torch.from_numpy(sample.teacher_action_logp)
+        mask = torch.from_numpy(sample.rollout.loss_mask)
+        sums[name] += mc_reverse_kl(at.detach(), behavior.double(), logq.double())[0][mask].sum().item()
+        tokens[name] += int(mask.sum())
+    everyone = tokens["a"] + tokens["b"]
+    assert found["loss"] == pytest.approx(SOME.weight * (sums["a"] + 3 * sums["b"]) / everyone, rel=1e-9)
+    assert found["distill/loss"] == pytest.approx((sums["a"] + sums["b"]) / everyone, rel=1e-9)
+    for name in "ab":
+        assert found[f"teacher/{name}/loss"] == pytest.approx(sums[name] / tokens[name], rel=1e-9)
+        assert found[f"teacher/{name}/share"] == pytest.approx(tokens[name] / everyone, rel=1e-9)

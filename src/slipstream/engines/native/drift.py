@@ -25,7 +25,7 @@ class Seen:
 
     @classmethod
     def of(cls, sample: Scored, frozen: Frozen, logp_T: Tensor) -> Seen:
-        return cls(logp_T, frozen.behavior_T, frozen.mask_T, torch.from_numpy(sample.rollout.versions))
+        return cls(logp_T, frozen.behavior_T, frozen.mask_T, torch.tensor(sample.rollout.versions))
 
     def on_cpu(self) -> Seen:
         return Seen(self.logp_T.cpu(), self.behavior_T, self.mask_T, self.version_T)
@@ -60,7 +60,7 @@ def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metric
     What is hard to guess for one is hard for the other, so their log-probs correlate best unshifted.
     """
     pairs = [
-        (torch.from_numpy(sample.teacher_logp).double(), logp_T.double())
+        (torch.tensor(sample.teacher_logp).double(), logp_T.double())
         for sample, logp_T in zip(samples, logp, strict=True)
         if sample.teacher_logp is not None
     ]

@@ -37,8 +37,8 @@ class FirstLook:
             Evidence(
                 group=sample.rollout.prompt.number,
                 reward=sample.rollout.rewards.get(method.reward, 0.0),
-                mask_T=torch.from_numpy(sample.rollout.loss_mask),
-                behavior_T=torch.from_numpy(sample.rollout.logp).double(),
+                mask_T=torch.tensor(sample.rollout.loss_mask),
+                behavior_T=torch.tensor(sample.rollout.logp).double(),
                 old_T=old[i] if old else None,
                 current_T=current[i] if current else None,
                 reference_T=reference[i] if reference else None,
@@ -56,8 +56,8 @@ class FirstLook:
         self, samples: Sequence[Scored], known: dict[int, list[Tensor]], drawn: Sequence[int]
     ) -> tuple[list[Tensor], list[int]]:
         """Each token under the weights that drew it; where those are gone, what the sampler said of it."""
-        old = [torch.from_numpy(sample.rollout.logp).double() for sample in samples]
-        left = [torch.from_numpy(sample.rollout.loss_mask) for sample in samples]
+        old = [torch.tensor(sample.rollout.logp).double() for sample in samples]
+        left = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
         for version in drawn:
             if version not in known and version not in self.snapshots:
                 continue
@@ -75,8 +75,8 @@ class FirstLook:
     def rollout_drift(self, samples: Sequence[Scored], version: int) -> Metrics:
         """Mean KL to the policy that drew each token, over the tokens whose version is still there."""
         empty = torch.zeros(0)
-        version_N = torch.cat([empty, *(torch.from_numpy(sample.rollout.versions) for sample in samples)])
-        mask_N = torch.cat([empty.bool(), *(torch.from_numpy(sample.rollout.loss_mask) for sample in samples)])
+        version_N = torch.cat([empty, *(torch.tensor(sample.rollout.versions) for sample in samples)])
+        mask_N = torch.cat([empty.bool(), *(torch.tensor(sample.rollout.loss_mask) for sample in samples)])
         total, known = 0.0, int((mask_N & (version_N == version)).sum())  # the same policy: nothing to add
         for drew in self._drawn(samples):
             if drew == version or drew not in self.snapshots:

@@ -211,6 +211,8 @@ class NativeLearner:
             if not name.endswith(("_max", "_min")):
                 found[name] *= loss_scale if name in PER_STEP else token_scale
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
+        for name in [name for name in found if name.startswith("teacher/") and name.endswith("/loss")]:
+            found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # of its own tokens
         found |= self.passes.economy()
         self._drop()
         return found | averaged(self.noted) | drift_metrics(seen, version=self.update - 1)
@@ -243,7 +245,7 @@ def scored(handle: Handle) -> Scored:
 def as_it_is(sample: Scored) -> Frozen:
     """Nothing is rejected, and nothing weighed."""
     rollout = sample.rollout
-    return Frozen(mask_T=torch.from_numpy(rollout.loss_mask), behavior_T=torch.from_numpy(rollout.logp))
+    return Frozen(mask_T=torch.tensor(rollout.loss_mask), behavior_T=torch.tensor(rollout.logp))
 
 
 def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:

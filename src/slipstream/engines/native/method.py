@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slipstream.config import Config
@@ -29,6 +30,8 @@ class Method:
     policy: PolicyConfig | None = None
     correction: CorrectionPreset = PRESETS["disabled"]
     reference: ReferenceConfig | None = None
+    teachers: Mapping[str, float] = field(default_factory=dict)
+    """Weights of teachers by name; 1 where it is not here."""
     reward: str = ""
     """The reward that the policy loss is about."""
     temperature: float = 1.0
@@ -100,6 +103,7 @@ def method_of(config: Config) -> Method:
         policy=policy,
         correction=preset,
         reference=config.reference,
+        teachers={name: teacher.weight for name, teacher in config.teachers.items()},
         reward=config.task.reward or "",
         temperature=config.sampler.temperature,
         max_tokens=config.sampler.max_tokens,

@@ -24,7 +24,7 @@ from slipstream.engines.native.method import Method
 from slipstream.engines.native.packing import joined
 from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass, with_tail
 from slipstream.estimators.kl import kl_loss
-from slipstream.estimators.logprobs import fused_loss, logprobs_at, merge_metrics
+from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_at, merge_metrics
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.records import Counts, Scored
@@ -32,6 +32,8 @@ from slipstream.records import Counts, Scored
 Metrics = dict[str, Tensor]
 LossOfRows = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
 """(student's log-probs at the ids, which rows) → (loss per row, metrics per row)."""
+DENSE = 4
+"""A loss over the vocabulary has a dozen tensors of its size: chunks are by so much smaller."""
 Cut = Callable[[Tensor], Tensor]
 """From a tensor over N to the [B, T] that a policy loss is shown."""
 
@@ -88,7 +90,10 @@ class Objective:
             return torch.stack(losses).sum(), metrics
 
         temperature = method.loss.temperature if self.distils else method.temperature
-        loss, metrics = fused_loss(hidden_NH, weight_VH, ids_NM, loss_of_chunk, bias=bias, temperature=temperature)
+        held = HELD if ids_NM is not None else HELD // DENSE
+        loss, metrics = fused_loss(
+            hidden_NH, weight_VH, ids_NM, loss_of_chunk, bias=bias, temperature=temperature, chunk=held
+        )
         return loss, metrics, emitted_N
 
     def _distillation(self, samples: Sequence[Scored], terms: Terms) -> tuple[Tensor | None, LossOfRows]:
@@ -132,7 +137,7 @@ class Objective:
         """The teacher's head is applied here, to a chunk at a time: both whole distributions, and no N×V tensor."""
         teacher, loss = self.teacher_head, self.method.loss
         assert teacher is not None, "the hidden cache needs the teacher's head"
-        hidden_ND = torch.cat([_hidden(_present(s.teacher_hidden)) for s in samples]).to(terms.device)
+        hidden_ND = _hidden([_present(s.teacher_hidden) for s in samples]).to(terms.device)
         kinds = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
         beta = loss.beta if isinstance(loss, JSD) else 0.5
 
@@ -159,6 +164,7 @@ class Terms:
     ) -> None:
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
         self.tokens_N = joined([sample.rollout.tokens for sample in samples], device, torch.int64)
+        self.teachers = [sample.teacher for sample in samples]
         self.mask_N, self.behavior_N = self._joined("mask_T", torch.bool), self._joined("behavior_T", dtype)
         present = [each.name for each in fields(Frozen) if isinstance(getattr(frozen[0], each.name), Tensor)]
         self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
@@ -180,7 +186,22 @@ class Terms:
         mask_C, n = self.mask_N[rows], max(self.counts.n_tokens, 1)
         loss_C = loss_C.masked_fill(~mask_C, 0.0)
         found = _summed({"loss": loss_C.detach()} | metrics, mask_C, n)
+        if len(self.method.teachers) > 1:
+            found |= self._by_teacher(loss_C.detach(), mask_C, rows, n)
+        if any(weight != 1.0 for weight in self.method.teachers.values()):
+            weight_B = torch.tensor([self.method.teachers.get(name, 1.0) for name in self.teachers], device=self.device)
+            loss_C = loss_C * weight_B[self.row_N[rows]]
         return self.method.loss.weight * loss_C.sum() / n, found
+
+    def _by_teacher(self, loss_C: Tensor, mask_C: Tensor, rows: slice, n_tokens: float) -> Metrics:
+        """The loss of each teacher's samples, and their share of tokens: both divided by all tokens."""
+        found = Metrics()
+        for name in self.method.teachers:
+            its_B = torch.tensor([teacher == name for teacher in self.teachers], device=self.device)
+            its_C = mask_C & its_B[self.row_N[rows]]
+            found[f"teacher/{name}/loss"] = (loss_C * its_C).sum() / n_tokens
+            found[f"teacher/{name}/share"] = its_C.sum() / n_tokens
+        return found
 
     def others(self, logp_BT: Tensor, cut: Cut) -> tuple[Tensor, Metrics]:
         """Policy loss and reference KL; `cut` shows them the same tokens of every tensor as `logp` has."""
@@ -254,6 +275,6 @@ def _present(cache: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
     return cache
 
 
-def _hidden(array: np.ndarray[Any, Any]) -> Tensor:
-    tensor = torch.from_numpy(array)
+def _hidden(arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+    tensor = torch.from_numpy(np.concatenate(arrays))
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
