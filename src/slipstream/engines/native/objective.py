@@ -200,7 +200,7 @@ class Terms:
             its_B = torch.tensor([teacher == name for teacher in self.teachers], device=self.device)
             its_C = mask_C & its_B[self.row_N[rows]]
             found[f"teacher/{name}/loss"] = (loss_C * its_C).sum() / n_tokens
-            found[f"teacher/{name}/share"] = its_C.sum() / n_tokens
+            found[f"teacher/{name}/share"] = its_C.to(loss_C.dtype).sum() / n_tokens
         return found
 
     def others(self, logp_BT: Tensor, cut: Cut) -> tuple[Tensor, Metrics]:
