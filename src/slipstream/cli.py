@@ -220,9 +220,12 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     print(to_toml(config), end="")
     if args.check:
         from slipstream.launch import prepare
+        from slipstream.runtimes.placement import needs
 
         job = prepare(config)
         print(f"# {job.method}")
+        for need in needs(config, longest=job.longest):
+            print(f"# {need}")
         print(f"# ok: {len(job.prompts.rows)} prompts, one vocabulary, everything fits the context")
     return 0
 

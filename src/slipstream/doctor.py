@@ -50,7 +50,7 @@ def doctor(config: Config, console: Console) -> bool:
         job = prepare(config)
         tell([Finding("files, tokenizers and lengths", True, f"{len(job.prompts.rows)} prompts, one vocabulary")])
         tell(parity(config))
-        tell(room(config, longest_of(config, job)))
+        tell(room(config, job.longest))
         with engines_of(config, job, console) as engines:
             tell(asyncio.run(engines_alone(config, engines, some(job))))
         if taught := by_itself(config):
@@ -114,10 +114,6 @@ def room(config: Config, longest: int) -> list[Finding]:
 
 
 TIGHT = "a smaller learner.token_budget, learner.checkpointing, learner.lora, fewer sampler.slots, or more devices"
-
-
-def longest_of(config: Config, job: Job) -> int:
-    return max(map(len, job.prompts.tokens)) + config.sampler.max_tokens
 
 
 # --- with engines -----------------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ class Job:
     tokenizer: Tokenizer
     prompts: Prompts
     held_out: list[Prompt]
+    longest: int
+    """Tokens of the longest prompt and response."""
 
 
 def prepare(config: Config) -> Job:
@@ -63,11 +65,12 @@ def prepare(config: Config) -> Job:
     tokens = encode_rows(rows, tokenizer, data)
     context = sampler_context(config)
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
-    check_budget("learner", config.learner.token_budget, max(map(len, tokens)) + max_tokens)
+    longest = max(map(len, tokens)) + max_tokens
+    check_budget("learner", config.learner.token_budget, longest)
     prompts = Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle, teachers=routes(config, rows))
     check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
-    return Job(method, tokenizer, prompts, held_out)
+    return Job(method, tokenizer, prompts, held_out, longest)
 
 
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:

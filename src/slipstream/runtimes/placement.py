@@ -100,13 +100,15 @@ def learner(config: Config) -> dict[str, float]:
     trained = shape.parameters if settings.lora is None else adapters(config)
     kept = trained if config.reference is not None and not config.reference.host else 0
     per_token = ACTIVATIONS * shape.width * width(settings.compute_dtype or settings.dtype) / 2
-    layers = 1 if settings.checkpointing else shape.layers
+    layers, kept_inputs = shape.layers, 0
+    if settings.checkpointing:  # the inputs of all layers, in 32 bits, and all of one
+        layers, kept_inputs = 1, 4 * shape.width * shape.layers
     return {
         "weights": shape.parameters * width(settings.dtype) / settings.ranks,
         "gradients": trained * width(settings.dtype) / settings.ranks,
         "moments": 2 * trained * width(settings.optimizer_dtype or settings.dtype) / settings.ranks,
         "reference": kept * width(settings.dtype) / settings.ranks,
-        "~activations": settings.token_budget * per_token * layers,
+        "~activations": settings.token_budget * (per_token * layers + kept_inputs),
     }
 
 

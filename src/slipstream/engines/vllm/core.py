@@ -185,7 +185,8 @@ def check_args(settings: Settings) -> None:
 
 def _reason(error: Exception) -> str:
     """The first line, or of pydantic, which begins with a count, the first error."""
-    return next((line.strip() for line in str(error).splitlines() if "[type=" in line), first_line(error))
+    found = (line.strip() for line in str(error).splitlines() if "[type=" in line)
+    return next(found, first_line(error)).partition(" [type=")[0].removeprefix("Value error, ")
 
 
 def is_cpu(device: str) -> bool:
