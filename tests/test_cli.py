@@ -19,7 +19,7 @@ from slipstream.config_file import fields, parse
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_lines
 
-COMMANDS = ["demo", "train", "resume", "eval", "config", "estimators"]
+COMMANDS = ["demo", "train", "doctor", "resume", "eval", "config", "estimators"]
 HEAVY = {"torch", "transformers", "tokenizers", "datasets", "pydantic", "numpy", "rich"}
 
 # every line is one command; what each writes to its two outputs is caught at the file descriptors
@@ -351,7 +351,7 @@ def test_overrides_are_pairs_in_either_form() -> None:
 
 def test_a_run_leaves_a_directory_that_can_be_evaluated_and_is_never_overwritten(shell: Shell) -> None:
     done = shell("train", "good.toml", "--output", "first")
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (0, ""), done.err
     assert done.out.endswith("done: student in first/final, metrics in first/metrics.jsonl\n")
     run = shell.home / "first"
     assert parse(tomllib.loads((run / "config.toml").read_text())).output == "first"

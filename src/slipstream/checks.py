@@ -125,7 +125,8 @@ def cause(numbers: Metrics) -> str:
 def alignment(numbers: Metrics) -> Finding:
     """A teacher's row says how likely *this* token is: what the student finds hard it finds hard, in the same row."""
     aligned, shifted = numbers["teacher/aligned"], numbers["teacher/shifted"]
-    ok = shifted < 0.3 or aligned >= shifted - 0.1
+    by_chance = 4 / numbers["teacher/compared"] ** 0.5  # of two that have nothing to do with one another
+    ok = shifted - aligned <= by_chance
     return Finding(
         "the teacher's rows stand at their tokens",
         ok,

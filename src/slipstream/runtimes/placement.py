@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config import Config
 from slipstream.engines.native.model import context_length, load_config
+from slipstream.pipeline.pool import names
 
 GIB = 2**30
 ACTIVATIONS = 34
@@ -82,10 +83,10 @@ def needs(config: Config, *, longest: int) -> list[Need]:
     found = [Need(name, where, learner(config)) for name in names("learner", config.learner.ranks)]
     found += [Need(name, where, sampler(config, longest)) for name in names("sampler", config.sampler.replicas)]
     for teacher_name, teacher in config.teachers.items():
-        if getattr(teacher, "base_url", None):
+        if teacher.base_url is not None:
             found.append(Need(f"teacher {teacher_name}", f"at {teacher.base_url}"))
             continue
-        shape = shape_of(teacher.model)
+        shape = shape_of(config.model_of(teacher))
         parts = {
             "weights": shape.parameters * width(teacher.dtype),
             "~activations": 8.0 * teacher.token_budget * shape.width * width(teacher.dtype),
@@ -139,6 +140,3 @@ def sampler(config: Config, longest: int) -> dict[str, float]:
 def width(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
 
-
-def names(kind: str, number: int) -> list[str]:
-    return [kind] if number == 1 else [f"{kind}-{index}" for index in range(number)]

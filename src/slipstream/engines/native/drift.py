@@ -78,4 +78,5 @@ def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metric
         "teacher/difference_max": max(float((q - p).abs().max()) for q, p in pairs),
         "teacher/aligned": correlation(0),
         "teacher/shifted": max(correlation(1), correlation(-1)),
+        "teacher/compared": float(sum(len(q_T) for q_T, _ in pairs)),
     }

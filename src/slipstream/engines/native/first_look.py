@@ -32,16 +32,16 @@ class FirstLook:
         if method.policy is not None and method.policy.old == "previous":
             old = self.passes.log_probs(samples, self.snapshots, PREVIOUS)
         elif method.decoupled:
-            old, missing = self._at_own_version(samples, {version: current} if current else {}, drawn)
+            old, missing = self._at_own_version(samples, {version: current} if current is not None else {}, drawn)
         return [
             Evidence(
                 group=sample.rollout.prompt.number,
                 reward=sample.rollout.rewards.get(method.reward, 0.0),
                 mask_T=torch.tensor(sample.rollout.loss_mask),
                 behavior_T=torch.tensor(sample.rollout.logp).double(),
-                old_T=old[i] if old else None,
-                current_T=current[i] if current else None,
-                reference_T=reference[i] if reference else None,
+                old_T=old[i] if old is not None else None,
+                current_T=current[i] if current is not None else None,
+                reference_T=reference[i] if reference is not None else None,
                 missing=missing[i],
             )
             for i, sample in enumerate(samples)

@@ -81,7 +81,8 @@ class NativeScorer:
             await self._gather()
             taken, self.waiting = [call for call in self.waiting if not call[1].cancelled()], []
             self.enough.clear()
-            await self._pass(taken)
+            if taken:
+                await self._pass(taken)
             self.ended = asyncio.get_running_loop().time()
 
     async def _pass(self, calls: Sequence[tuple[Group, asyncio.Future[list[Handle]]]]) -> None:

@@ -47,6 +47,8 @@ CPU_CACHE = 4 << 30
 """Most bytes of a KV cache on a CPU, unless engine_args.kv_cache_memory_bytes says otherwise."""
 BLOCK = 128
 """Tokens of a block of it."""
+GRACE = 8.0
+"""Seconds that vLLM's processes have to end by themselves: it takes them some four."""
 
 
 def version(*packages: str) -> str:
@@ -120,7 +122,7 @@ class Core:
 
     def close(self) -> None:
         async def shut() -> None:
-            self.llm.shutdown()
+            self.llm.shutdown(timeout=GRACE)
 
         self.wait(shut())
         self._stop()
