@@ -119,6 +119,9 @@ def try_out(config: Config, job: Job, engines: Engines, console: Console) -> Non
     prompts = [job.prompts.at(number) for number in range(PROMPTS)]
     findings = asyncio.run(quick(config, engines, prompts, version=0))
     raised(findings)
+    for finding in findings:
+        if not finding.ok:
+            console.print(f"[yellow]warning:[/] {finding.name}: {finding.said}; {finding.fix}", highlight=False)
     console.print(f"checked: {'; '.join(finding.said for finding in findings)}", highlight=False, soft_wrap=True)
 
 
