@@ -139,4 +139,3 @@ def sampler(config: Config, longest: int) -> dict[str, float]:
 
 def width(dtype: str) -> int:
     return int(getattr(torch, dtype).itemsize)
-

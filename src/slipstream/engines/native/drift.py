@@ -45,7 +45,6 @@ def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
     return {f"drift/{name}": value for name, value in found.items()}
 
 
-
 def sharpness(samples: Sequence[Seen]) -> Metrics:
     """The slope of what drew against the learner, in log-probs: 1, or 1/T where a temperature T is between them."""
     ours_N = torch.cat([sample.logp_T[sample.mask_T].double() for sample in samples])
