@@ -84,7 +84,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two old policies": (
         {"policy": {"old": "previous"}, "correction": {"preset": "decoupled_token_is"}},
-        'policy.old = "previous" and a decoupled correction name two old policies',
+        'policy.old = "previous" and correction.preset name two old policies',
+    ),
+    "a sum in parts": (
+        {"policy": {"aggregation": "token-sum"}, "schedule": {"kind": "periodic"}},
+        'policy.aggregation = "token-sum" is divided by nothing, and schedule.kind = "periodic" divides once',
+    ),
+    "snapshots that nothing reads": (
+        {"learner": {"snapshots": 3}},
+        "learner.snapshots does nothing: neither a decoupled correction nor exact_drift reads them",
     ),
     "nothing to compare an answer with": (
         {"sampler": {"group": 1}},
@@ -130,3 +138,5 @@ def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
     assert snapshots_of(config(schedule={"kind": "async", "tau": 4, "publish_every": 3}, **decoupled)) == 5
     assert snapshots_of(config(schedule={"kind": "replay", "k": 2}, **decoupled)) == 3
     assert snapshots_of(config(learner={"snapshots": 2}, **decoupled)) == 2
+    dropping = {"kind": "async", "tau": 2, "max_lag": 8, "on_old": "drop"}
+    assert snapshots_of(config(schedule=dropping, **decoupled)) == 9

@@ -6,6 +6,7 @@ import asyncio
 import copy
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -203,7 +204,7 @@ def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
             run(learner.export())
             if previous:
                 learner._begin(version + 1)
-        learner.update = version + (version < 2)
+        learner.update = learner.made = version + (version < 2)
     return learner
 
 
@@ -251,6 +252,9 @@ METHODS |= {
         policy=PolicyConfig(advantage="reinforce_plus_plus"),
     ),
     "against the weights before": replace(method(), policy=PolicyConfig(old="previous")),
+    "a choice of the batch, means of rows": replace(
+        method(SOME), policy=PolicyConfig(loss="m2po", aggregation="seq-mean-token-mean")
+    ),
     "unnormalised": replace(method(), policy=PolicyConfig(advantage_options={"norm": False})),
 }
 
@@ -324,7 +328,7 @@ def test_tokens_whose_version_is_gone_are_corrected_by_what_drew_them_and_counte
 def test_the_ring_keeps_the_newest_versions_and_the_reference_stays(case: Case) -> None:
     learner = make_learner(case, method(SOME, reference=ReferenceConfig(weight=0.1, host=True)))
     for version in range(3, 7):
-        learner.update = version
+        learner.made = version
         run(learner.export())
     assert set(learner.snapshots.held) == {5, 6, "reference"}
 
@@ -483,3 +487,37 @@ def test_teachers_have_weights_and_metrics_of_their_own(case: Case) -> None:
     for name in "ab":
         assert found[f"teacher/{name}/loss"] == pytest.approx(sums[name] / tokens[name], rel=1e-9)
         assert found[f"teacher/{name}/share"] == pytest.approx(tokens[name] / everyone, rel=1e-9)
+
+
+def test_an_update_of_which_nothing_is_left_leaves_no_trace(case: Case) -> None:
+    learner = make_learner(case, METHODS["distillation with rejection"], lr=1e-2)
+    batch = Batch(tuple(case.groups), 3)
+
+    async def work() -> None:
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        await learner.step()  # AdamW has momentum now
+        before = [p.detach().clone() for p in learner.lm.model.parameters()]
+        none = Batch(tuple(case.groups), 4)
+        await learner.prepare(none)
+        learner.frozen = {key: replace(each, mask_T=each.mask_T & False) for key, each in learner.frozen.items()}
+        await learner.accumulate(none, Counts(0, 0))
+        assert (await learner.step())["grad_norm"] == 0
+        assert all(torch.equal(a, b) for a, b in zip(before, learner.lm.model.parameters(), strict=True))
+
+    run(work())
+
+
+def test_a_stop_between_gradient_and_step_is_resumed_from_the_update_before(case: Case, tmp_path: Path) -> None:
+    stale = replace(method(), policy=PolicyConfig(old="previous"))
+    first, again = make_learner(case, stale), make_learner(case, stale)
+
+    async def work() -> None:
+        await first.prepare(Batch(tuple(case.groups), 3))
+        await first.save(tmp_path)
+        await again.restore(tmp_path)
+        assert again.made == 2
+        await again.export()
+        assert max(version for version in again.snapshots.held if isinstance(version, int)) == 2
+        await again.prepare(Batch(tuple(case.groups), 3))
+
+    run(work())

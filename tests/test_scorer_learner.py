@@ -337,7 +337,7 @@ def test_a_checkpoint_goes_on_where_it_was_and_is_a_hf_directory(tmp_path: Path)
     run(work())
     for ours, theirs in zip(first.lm.model.parameters(), second.lm.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    assert first.update == second.update == 1
+    assert first.made == second.made == 1
     AutoModelForCausalLM.from_pretrained(tmp_path)
 
 

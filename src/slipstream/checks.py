@@ -98,7 +98,9 @@ def agreement(numbers: Metrics, limits: Limits) -> list[Finding]:
         f"Pearson {pearson:.6f}, largest difference {numbers['drift/probs_diff_max']:.2g}, KL {k3:.2g}, "
         f"perplexity ratio {ppl:.4f}"
     )
-    same = pearson >= limits.pearson and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
+    # where all tokens are nearly certain, a correlation is one of rounding errors
+    alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
+    same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
     found = [
         Finding(
             "sampler and learner, one checkpoint",

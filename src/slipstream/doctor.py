@@ -24,6 +24,7 @@ from slipstream.engines.base import Engines
 from slipstream.errors import SlipstreamError
 from slipstream.launch import Job, open_engines, prepare
 from slipstream.records import Batch, Group, Handle, Prompt, total
+from slipstream.runtimes.build_vllm import with_vllm
 from slipstream.runtimes.placement import needs, size
 from slipstream.tasks.chat import load_tokenizer
 
@@ -47,6 +48,7 @@ def doctor(config: Config, console: Console) -> bool:
 
     try:
         console.print(versions(), highlight=False, soft_wrap=True)
+        config = with_vllm(config, lambda text: console.print(text, highlight=False, markup=False))
         job = prepare(config)
         tell([Finding("files, tokenizers and lengths", True, f"{len(job.prompts.rows)} prompts, one vocabulary")])
         tell(parity(config))
@@ -100,17 +102,20 @@ def parity(config: Config) -> list[Finding]:
 
 
 def room(config: Config, longest: int) -> list[Finding]:
-    """What every process needs, against what is here."""
+    """What every process needs, against its device, and all of them against all that is here."""
     asked = needs(config, longest=longest)
-    there = sum(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count()))
-    there = there or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = [torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())]
+    there = sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    each_has = min(gpus) if gpus and config.runtime.kind == "ray" else there
+    found = [
+        Finding("memory", fits, str(need), "" if fits else f"its device has {size(each_has)}: {TIGHT}")
+        for need in asked
+        for fits in [config.runtime.address is not None or need.total <= each_has]
+    ]
     wanted = sum(need.total for need in asked)
-    here = config.runtime.address is None
-    ok = wanted <= there or not here
-    return [
-        Finding("memory", ok or each.total < there, str(each), "" if ok else f"there are {size(there)} in all")
-        for each in asked
-    ] + ([] if ok else [Finding("memory", False, f"{size(wanted)} in all, there are {size(there)}", TIGHT)])
+    if config.runtime.address is None and wanted > there:
+        found.append(Finding("memory", False, f"{size(wanted)} in all, there are {size(there)}", TIGHT))
+    return found
 
 
 TIGHT = "a smaller learner.token_budget, learner.checkpointing, learner.lora, fewer sampler.slots, or more devices"
@@ -164,7 +169,10 @@ def rewarded(config: Config, group: Group) -> Group:
     if config.policy is None or config.task.reward is None:
         return group
     reward = config.task.reward
-    return [Handle(replace(h.header, rewards={reward: float(i % 2)}), h.body) for i, h in enumerate(group)]
+    return [
+        Handle(replace(h.header, rewards={reward: float((h.header.number + i) % 2)}), h.body)
+        for i, h in enumerate(group)
+    ]
 
 
 def by_itself(config: Config) -> Config | None:
@@ -173,7 +181,8 @@ def by_itself(config: Config) -> Config | None:
     if not here:
         return None
     student = TeacherConfig(model=config.student, dtype=config.learner.dtype, token_budget=here[0].token_budget)
-    return config.model_copy(update={"teachers": {"main": student}})
+    sampler = config.sampler.model_copy(update={"temperature": config.loss.temperature})  # the teacher's
+    return config.model_copy(update={"teachers": {"main": student}, "sampler": sampler})
 
 
 async def as_its_own_teacher(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:

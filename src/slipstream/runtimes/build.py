@@ -106,7 +106,8 @@ def build_learner(
     device, head = config.runtime.device, None
     if config.teachers and cache_of(config)[0] == "hidden":
         (teacher,) = config.teachers.values()
-        head = load_model(config.model_of(teacher), dtype=teacher.dtype, device=device).head
+        # on the CPU first: only the head is kept
+        head = load_model(config.model_of(teacher), dtype=teacher.dtype, device="cpu").head.to(pick_device(device))
     return NativeLearner(
         student or build_student(config, config.learner.dtype),
         method=method_of(config),
@@ -127,7 +128,7 @@ def snapshots_of(config: Config) -> int:
     if config.learner.snapshots is not None or not asked:
         return config.learner.snapshots or 0
     schedule = schedule_of(config)
-    return schedule.reach // schedule.publish_every + 1
+    return max(schedule.reach, schedule.max_lag or 0) // schedule.publish_every + 1
 
 
 def cache_of(config: Config) -> tuple[Cache, int]:

@@ -100,6 +100,9 @@ def learner(config: Config) -> dict[str, float]:
     settings, shape = config.learner, shape_of(config.student)
     trained = shape.parameters if settings.lora is None else adapters(config)
     kept = trained if config.reference is not None and not config.reference.host else 0
+    # the weights set aside while others are tried on, and with policy.old = "previous" two more versions
+    others = int(config.reference is not None or config.correction.preset.startswith("decoupled"))
+    others += 3 if config.policy is not None and config.policy.old == "previous" else 0
     per_token = ACTIVATIONS * shape.width * width(settings.compute_dtype or settings.dtype) / 2
     layers, kept_inputs = shape.layers, 0
     if settings.checkpointing:  # the inputs of all layers, in 32 bits, and all of one
@@ -109,6 +112,7 @@ def learner(config: Config) -> dict[str, float]:
         "gradients": trained * width(settings.dtype) / settings.ranks,
         "moments": 2 * trained * width(settings.optimizer_dtype or settings.dtype) / settings.ranks,
         "reference": kept * width(settings.dtype) / settings.ranks,
+        "versions before": others * trained * width(settings.dtype) / settings.ranks,
         "~activations": settings.token_budget * (per_token * layers + kept_inputs),
     }
 
@@ -131,6 +135,8 @@ def adapters(config: Config) -> int:
 
 def sampler(config: Config, longest: int) -> dict[str, float]:
     shape, settings = shape_of(config.student), config.sampler
+    if settings.engine == "vllm":  # which takes what it is given for keys and values, and queues the rest
+        return {"weights": shape.parameters * width(settings.dtype)}
     return {
         "weights": shape.parameters * width(settings.dtype),
         "keys and values": settings.slots * min(longest, shape.context) * shape.cache * width(settings.dtype),

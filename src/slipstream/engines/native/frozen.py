@@ -139,6 +139,8 @@ def _advantages(
         reference_BT = padded([_present(sample.reference_T) for sample in batch])
         rewards_BT, _ = kl_reward(rewards_BT, old_BT, reference_BT, mask_BT, beta=reference.weight)
     policy = method.policy
+    if int((mask_BT != 0).sum()) < 2:
+        return torch.zeros_like(rewards_BT)  # nothing is left to compare
     found: Tensor = advantage(policy.advantage, rewards_BT, mask_BT, groups=groups_B, **policy.advantage_options)
     return found
 

@@ -70,8 +70,8 @@ class NativeLearner:
         self.look = FirstLook(method, self.passes, self.snapshots, self.ranks)
         if method.reference is not None:
             self.snapshots.take(REFERENCE, host=method.reference.host)
-        self.update = 0
-        """The update in hand, or the last one that was made."""
+        self.update = self.made = 0
+        """The update in hand, and the last one whose first step was made."""
         self.samples: dict[Key, Scored] = {}
         self.frozen: dict[Key, Frozen] = {}
         self.seen: list[Seen] = []
@@ -101,12 +101,15 @@ class NativeLearner:
 
     async def save(self, path: Path, *, optimizer: bool = True) -> None:
         own = self.optimizer if optimizer else None
-        saving = partial(save, path, self.lm, self.tokenizer, self.ranks, update=self.update, optimizer=own)
+        saving = partial(save, path, self.lm, self.tokenizer, self.ranks, update=self.made, optimizer=own)
         await self._run(saving)
 
     async def restore(self, path: Path) -> None:
         lora = self.config.lora is not None
-        self.update = await self._run(lambda: restore(path, self.lm, self.optimizer, self.ranks, lora=lora))
+        self.update, self.made = (
+            0,
+            await self._run(lambda: restore(path, self.lm, self.optimizer, self.ranks, lora=lora)),
+        )
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
@@ -122,7 +125,8 @@ class NativeLearner:
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
         if self.config.exact_drift:
-            self.noted.append((len(samples), self.look.rollout_drift(list(samples.values()), self.update - 1)))
+            size = sum(self.ranks.gathered(len(samples)))
+            self.noted.append((size, self.look.rollout_drift(list(samples.values()), self.update - 1)))
         if not self.method.looks_first:
             self.frozen |= {key: as_it_is(sample) for key, sample in samples.items()}
             return [counts_of(group) for group in batch.groups]
@@ -198,7 +202,9 @@ class NativeLearner:
         lr = learning_rate(self.config, self.update - 1, self.updates)
         for group in groups:
             group["lr"] = lr
-        self.optimizer.step()
+        self.made = self.update
+        if norm > 0:  # an update of which nothing is left leaves no trace
+            self.optimizer.step()
         return self._metrics(loss_scale, 1 / max(counts.n_tokens, 1)) | {"grad_norm": norm, "lr": lr}
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
@@ -226,7 +232,7 @@ class NativeLearner:
 
     def _export(self) -> tuple[WeightsRef, Fingerprint]:
         if self.snapshots.keep:
-            self.snapshots.take(self.update)
+            self.snapshots.take(self.made)
         model, dtype = self.lm.model, self.export_dtype
         weights = export_weights(model, dtype, keep=self.ranks.index == 0)
         return weights, fingerprint(model, dtype, exported=weights, still=self.still)

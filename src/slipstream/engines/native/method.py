@@ -48,7 +48,10 @@ class Method:
     @property
     def by_row(self) -> bool:
         """The policy loss must see whole rows."""
-        return self.policy is not None and scope_of(self.policy.loss, self.policy.aggregation) == "row"
+        if (policy := self.policy) is None:
+            return False
+        over_rows = (policy.aggregation or LOSSES[policy.loss].agg) == "seq-mean-token-mean"
+        return over_rows or scope_of(policy.loss, policy.aggregation) == "row"
 
     @property
     def looks_first(self) -> bool:
@@ -113,6 +116,8 @@ def method_of(config: Config) -> Method:
         _check_policy(config, policy, method)
     if config.schedule.kind == "periodic":
         _check_parts(method)
+    if config.learner.snapshots and not (config.learner.exact_drift or method.decoupled):
+        raise ConfigError("learner.snapshots does nothing: neither a decoupled correction nor exact_drift reads them")
     return method
 
 
@@ -158,8 +163,8 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
             if name not in options:
                 raise ConfigError(str(unknown(where, name, options)) if options else f"{where}: it has none")
     if policy.old == "previous":
-        if method.decoupled:
-            raise ConfigError('policy.old = "previous" and a decoupled correction name two old policies: drop one')
+        if method.correction.mode is not None:
+            raise ConfigError('policy.old = "previous" and correction.preset name two old policies: drop one')
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f'policy.old = "previous" does nothing: {policy.loss} has no ratio to an old policy')
     compares = ADVANTAGES[policy.advantage].scope == "group" or policy.advantage == "reinforce_plus_plus_baseline"
@@ -178,6 +183,11 @@ def _check_parts(method: Method) -> None:
                 f"{part} looks at the whole batch, and schedule.kind = 'periodic' learns from groups as they come: "
                 "choose another, or schedule.kind = 'sync'"
             )
+    if method.policy is not None and method.policy.aggregation == "token-sum":
+        raise ConfigError(
+            'policy.aggregation = "token-sum" is divided by nothing, and schedule.kind = "periodic" divides once, at '
+            'the end: write "token-mean", or schedule.kind = "sync"'
+        )
     by_tokens = method.loss.weight > 0 or (method.reference is not None and method.reference.into == "loss")
     if method.over_sequences and by_tokens:
         raise ConfigError(
