@@ -120,9 +120,9 @@ def try_out(config: Config, job: Job, engines: Engines, console: Console) -> Non
     findings = asyncio.run(quick(config, engines, prompts, version=0))
     raised(findings)
     for finding in findings:
-        if not finding.ok:
-            console.print(f"[yellow]warning:[/] {finding.name}: {finding.said}; {finding.fix}", highlight=False)
-    console.print(f"checked: {'; '.join(finding.said for finding in findings)}", highlight=False, soft_wrap=True)
+        mark = "checked:" if finding.ok else "[yellow]warning:[/]"
+        fix = f"; {finding.fix}" if finding.fix else ""
+        console.print(f"{mark} {finding.name}: {finding.said}{fix}", highlight=False, soft_wrap=True)
 
 
 def resume(path: Path, console: Console) -> Path:
