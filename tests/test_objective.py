@@ -31,7 +31,7 @@ from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_loss, kl_reward
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.records import ONE, Batch, Counts, Handle, Scored, header_of, total
+from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total
 from tiny import EOS, make_model, make_prompts, wrap
 
 T = TypeVar("T")
@@ -159,7 +159,9 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
         if name == "decoupled_ppo":
             extra["proximal_logp"] = by_version[2]
         if name in ("clip_cov", "kl_cov", "m2po"):
-            chooser = dict(options) | ({"generator": torch.Generator().manual_seed(0)} if name == "clip_cov" else {})
+            chooser = dict(options) | (
+                {"generator": torch.Generator().manual_seed(derive_seed(0, "choice", 3))} if name == "clip_cov" else {}
+            )
             extra["chosen"], _ = policy.prepare(name, by_version[2], old, advantages, kept, **chooser)
         part, _ = policy_loss(
             *(name, logp, old, advantages, kept),

@@ -38,7 +38,7 @@ def config(**changes: Any) -> Config:
         updates=changes.pop("updates", 5),
         schedule=changes.pop("schedule", Sync()),
         sampler=SamplerConfig(max_tokens=10, group=2),
-        learner=LearnerConfig(batch_size=8),
+        learner=changes.pop("learner", LearnerConfig(batch_size=8)),
         **changes,
     )
 
@@ -216,6 +216,34 @@ def test_nan_stops_the_run_and_keeps_the_last_good_weights(tmp_path: Path) -> No
     ledger = read_lines(tmp_path / "ledger.jsonl")
     assert [entry["reason"] for entry in ledger if entry["end"] == "dropped"] == ["run stopped"] * 4
     assert sorted(entry["number"] for entry in ledger) == list(range(12)), "what was in flight is accounted for"
+
+
+def test_an_update_with_some_of_its_steps_made_is_never_saved_as_the_one_before(tmp_path: Path) -> None:
+    """Of two mini-batches: the fourth loss is that of the second update's second."""
+
+    class DivergingLater(Diverging):
+        calls = -1
+
+    learner = DivergingLater(toy.random_table(VOCAB, seed=0))
+    with pytest.raises(NonFiniteError, match="is nan$"):
+        train(tmp_path, toy_engines(learner=learner), learner=LearnerConfig(batch_size=8, minibatches=2))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_minibatches_and_epochs_are_steps_of_one_version(tmp_path: Path, epochs: int) -> None:
+    class Counting(toy.ToyLearner):
+        steps = 0
+
+        async def step(self, *args: Any) -> dict[str, float]:
+            self.steps += 1
+            return await super().step(*args)
+
+    learner = Counting(toy.random_table(VOCAB, seed=0))
+    train(tmp_path, toy_engines(learner=learner), learner=LearnerConfig(batch_size=8, minibatches=2, epochs=epochs))
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["version"] for line in lines] == [1, 2, 3, 4, 5]
+    assert {line["lag/max"] for line in lines} == {0.0} and learner.steps == 5 * 2 * epochs
 
 
 def test_checkpoints_are_kept_as_many_as_asked(tmp_path: Path) -> None:

@@ -170,9 +170,13 @@ class ToyLearner:
         self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
         self.loss = 0.0
         """Since the last step."""
+        self.update = 0
         self.samples: dict[tuple[int, int], Scored] = {}
+        """Of the update in hand."""
 
     async def prepare(self, batch: Batch) -> list[Counts]:
+        if batch.update != self.update:
+            self.update, self.samples = batch.update, {}
         self.samples |= {(handle.header.number, handle.header.index): handle.body for handle in batch.handles}
         return [counts_of(group) for group in batch.groups]
 
@@ -193,7 +197,7 @@ class ToyLearner:
 
     async def step(self, counts: Counts = ONE) -> Metrics:
         assert self.table.grad is not None
-        scale, loss, self.loss, self.samples = 1 / max(counts.n_tokens, 1), self.loss, 0.0, {}
+        scale, loss, self.loss = 1 / max(counts.n_tokens, 1), self.loss, 0.0
         with torch.no_grad():
             self.table -= self.lr * scale * self.table.grad
         norm = self.table.grad.norm().item() * scale

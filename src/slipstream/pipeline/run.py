@@ -122,10 +122,14 @@ class Run:
         """Save what can be gone on from, account for what was in flight, and raise one cause instead of a group.
 
         A loss or gradient that is not finite never reached the weights: they are as they were after the last update.
+        Between two steps of one update they are of no version, and nothing is saved.
         """
         if self.flow:
             for number in self.admission.live:
                 self.flow.account.dropped(number, "run stopped")
+        if self.flow and self.flow.torn:
+            self.say("nothing is saved: the update in hand has made some of its optimizer steps and not the others")
+            raise cause from cause.__cause__
         limit = STALLED_SAVE if isinstance(cause, Stalled) else None
         try:
             path = await asyncio.wait_for(self.checkpoints.save(self.engines.learner, self.admission.standing), limit)

@@ -72,6 +72,8 @@ class Flow:
     """The task that a group is in, if it is in one."""
     moved: float = 0.0
     """When something last changed."""
+    torn: bool = False
+    """Some of the optimizer steps of an update are made and some are not: the weights are of no version."""
     stalled: bool = False
     """Nothing has changed for so long that the run is stopped."""
     waits: dict[str, float] = field(default_factory=dict)
@@ -259,9 +261,11 @@ async def finish(flow: Flow, update: Update) -> None:
     began, counts = flow.trace.now(), total(update.counts)
     with flow.learning.busy(f"update {update.number}"):
         steps = [await flow.learner.step(ONE if flow.admission.schedule.learn == "batch" else counts)]
+        flow.torn = bool(update.ahead)
         while update.ahead:
             await flow.learner.accumulate(*update.ahead.popleft())
             steps.append(await flow.learner.step())
+        flow.torn = False
     update.seconds["learn"] += flow.trace.now() - began
     version = flow.admission.version
     flow.admission.train()

@@ -20,6 +20,7 @@ from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_reward
 from slipstream.estimators.policy import LOSSES
 from slipstream.estimators.policy import prepare as choose
+from slipstream.records import derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Frozen:
     """The answer earned something."""
 
 
-def freeze(batch: Sequence[Evidence], method: Method) -> tuple[list[Frozen], Metrics]:
+def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[list[Frozen], Metrics]:
     mask_BT = padded([sample.mask_T for sample in batch])
     behavior_BT, old_BT = padded([s.behavior_T for s in batch]), padded([_old(sample) for sample in batch])
     groups_B = torch.tensor([sample.group for sample in batch])
@@ -86,7 +87,7 @@ def freeze(batch: Sequence[Evidence], method: Method) -> tuple[list[Frozen], Met
             found["proximal_T"] = _current(batch)
         if method.chooses:
             found["chosen_T"], of_choice = choose(
-                policy.loss, _current(batch), old_BT, advantage_BT, kept_BT, **_options(method)
+                policy.loss, _current(batch), old_BT, advantage_BT, kept_BT, **_options(method, update)
             )
             metrics |= {f"policy/{name}": float(value) for name, value in of_choice.items()}
     return [
@@ -145,11 +146,11 @@ def _advantages(
     return found
 
 
-def _options(method: Method) -> dict[str, Any]:
+def _options(method: Method, update: int) -> dict[str, Any]:
     assert method.policy is not None
     options: dict[str, Any] = dict(method.policy.options)
     if "generator" in LOSSES[method.policy.loss].options:
-        options["generator"] = torch.Generator().manual_seed(method.seed)
+        options["generator"] = torch.Generator().manual_seed(derive_seed(method.seed, "choice", update))
     return options
 
 

@@ -106,10 +106,8 @@ class NativeLearner:
 
     async def restore(self, path: Path) -> None:
         lora = self.config.lora is not None
-        self.update, self.made = (
-            0,
-            await self._run(lambda: restore(path, self.lm, self.optimizer, self.ranks, lora=lora)),
-        )
+        restoring = partial(restore, path, self.lm, self.optimizer, self.ranks, lora=lora)
+        self.update, self.made = 0, await self._run(restoring)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
@@ -134,7 +132,7 @@ class NativeLearner:
         # ranks see the whole batch, in one order, whoever holds what
         everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
         everyone.sort(key=lambda pair: pair[0])
-        frozen, noted = freeze([sample for _, sample in everyone], self.method)
+        frozen, noted = freeze([sample for _, sample in everyone], self.method, update=self.update)
         decided = {key: each for (key, _), each in zip(everyone, frozen, strict=True)}
         self.frozen |= {key: decided[key] for key in keys}
         self.noted.append((len(everyone), noted))
