@@ -206,17 +206,17 @@ def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
 
 
 def test_memory_is_worked_out_from_the_config() -> None:
-    settings = config()
-    learner, sampler, teacher = needs(settings, longest=100)
+    settings = config(("sampler.longest", "100"))
+    learner, sampler, teacher = needs(settings)
     parameters = learner.parts["weights"] / 4
     assert 130_000 < parameters < 150_000, "the student of the demo"
     assert learner.parts["gradients"] == parameters * 4 and learner.parts["moments"] == parameters * 8
     assert sampler.parts["weights"] == parameters * 4 and teacher.name == "teacher main"
-    halves = needs(config(("learner.ranks", "2"), ("runtime.kind", "ray"), ("learner.lora.rank", "4")), longest=100)
+    halves = needs(config(("learner.ranks", "2"), ("runtime.kind", "ray"), ("learner.lora.rank", "4")))
     assert [need.name for need in halves[:2]] == ["learner-0", "learner-1"]
     assert halves[0].parts["weights"] == parameters * 2 and halves[0].parts["moments"] < parameters
 
 
 def test_what_does_not_fit_is_said() -> None:
-    findings = room(config(("sampler.slots", "100000000")), 100)
+    findings = room(config(("sampler.slots", "100000000")))
     assert not findings[-1].ok and "in all, there are" in findings[-1].said and "sampler.slots" in findings[-1].fix

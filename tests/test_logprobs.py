@@ -25,24 +25,42 @@ def make(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Te
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), ids
 
 
-def dense(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    logits = hidden @ weight.T + (bias if bias is not None else 0)
+def dense(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: float,
+    *,
+    scale: float = 1.0,
+    cap: float | None = None,
+) -> Tensor:
+    logits = (hidden @ weight.T + (bias if bias is not None else 0)) * scale
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
     return (logits / temperature).log_softmax(-1)
+
+
+BENDS = [{}, {"scale": 0.0625}, {"cap": 2.0}, {"scale": 3.0, "cap": 1.5}]
+"""What models do to the head's products: nothing, a scale (Cohere, Granite), a soft cap (Gemma), both."""
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 20, 60, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_values_and_gradients_equal_the_dense_path(chunk: int | None, temperature: float, with_bias: bool) -> None:
+@pytest.mark.parametrize("bend", BENDS, ids=str)
+def test_values_and_gradients_equal_the_dense_path(
+    chunk: int | None, temperature: float, with_bias: bool, bend: dict[str, float]
+) -> None:
     hidden, weight, bias, ids = make()
     offset = bias if with_bias else None
     inputs = [hidden, weight] + ([bias] if with_bias else [])
     upstream, upstream_entropy = torch.randn(N, M, dtype=torch.float64), torch.randn(N, dtype=torch.float64)
 
-    logp, entropy = logprobs_and_entropy_at(hidden, weight, ids, bias=offset, temperature=temperature, chunk=chunk)
+    options = {"bias": offset, "temperature": temperature, "chunk": chunk, **bend}
+    logp, entropy = logprobs_and_entropy_at(hidden, weight, ids, **options)
     found = torch.autograd.grad((logp * upstream).sum() + (entropy * upstream_entropy).sum(), inputs)
 
-    full = dense(hidden, weight, offset, temperature)
+    full = dense(hidden, weight, offset, temperature, **bend)
     full_entropy = -(full.exp() * full).sum(-1)
     torch.testing.assert_close(logp, full.gather(1, ids))
     torch.testing.assert_close(entropy, full_entropy)
@@ -73,7 +91,10 @@ def test_padding_ids_give_zero_and_no_gradient(chunk: int | None) -> None:
 @pytest.mark.parametrize("chunk", [None, 1, 40])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("whole_vocabulary", [False, True])
-def test_fused_loss_equals_the_dense_loss(chunk: int | None, temperature: float, whole_vocabulary: bool) -> None:
+@pytest.mark.parametrize("bend", BENDS, ids=str)
+def test_fused_loss_equals_the_dense_loss(
+    chunk: int | None, temperature: float, whole_vocabulary: bool, bend: dict[str, float]
+) -> None:
     """A loss that is not linear in the log-probs, scaled by what comes from above."""
     hidden, weight, bias, ids = make()
     target = torch.randn(N, V if whole_vocabulary else M, dtype=torch.float64)
@@ -82,12 +103,11 @@ def test_fused_loss_equals_the_dense_loss(chunk: int | None, temperature: float,
         loss = ((logp - target[rows]) ** 2).sum()
         return loss, {"loss": loss.detach(), "top_max": logp.detach().max()}
 
-    loss, metrics = fused_loss(
-        hidden, weight, None if whole_vocabulary else ids, loss_fn, bias=bias, temperature=temperature, chunk=chunk
-    )
+    options = {"bias": bias, "temperature": temperature, "chunk": chunk, **bend}
+    loss, metrics = fused_loss(hidden, weight, None if whole_vocabulary else ids, loss_fn, **options)
     found = torch.autograd.grad(3 * loss, (hidden, weight, bias))
 
-    full = dense(hidden, weight, bias, temperature)
+    full = dense(hidden, weight, bias, temperature, **bend)
     seen = full if whole_vocabulary else full.gather(1, ids)
     expected_loss = ((seen - target) ** 2).sum()
     torch.testing.assert_close(loss, expected_loss)

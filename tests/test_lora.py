@@ -129,5 +129,5 @@ def test_snapshots_hold_adapters_only_and_give_back_what_they_were(groups: Group
 def test_a_target_that_is_not_there_is_refused_with_what_is() -> None:
     with pytest.raises(ConfigError, match=r"learner.lora.targets: 'qproj' is no linear layer .*did you mean 'q_proj'"):
         student(LoraConfig(targets=("qproj",)))
-    with pytest.raises(ConfigError, match="'lm_head' is no linear layer of the student; known: down_proj, gate_proj"):
+    with pytest.raises(ConfigError, match="'lm_head' is no linear layer .*; known: down_proj, gate_proj"):
         student(LoraConfig(targets=("q_proj", "lm_head")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
-    Gemma2Config,
+    DogeConfig,
     Lfm2Config,
     MambaConfig,
     PhimoeConfig,
@@ -26,9 +25,10 @@ from transformers import (
 )
 
 from slipstream.engines.native import rows as rows_module
+from slipstream.engines.native.attention import Reach
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.packing import Item, MicroBatch, best_fit, cost, pack, spread, token_saving
-from slipstream.engines.native.rows import Rows, attend, use_rows
+from slipstream.engines.native.rows import Rows, attend, by_flex, reading, reread, use_rows
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError
 from slipstream.records import Handle, Prompt, Rollout, header_of
@@ -261,7 +261,7 @@ def test_checkpointed_layers_give_the_same_gradients(name: str, mode: str) -> No
     assert lm.model.training
     batches = pack(rollouts, budget=10_000, hidden=32, **MODES[mode])
     _, expected = hidden_and_gradients(lm, rollouts, batches)
-    lm.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lm.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": reread})
     _, found = hidden_and_gradients(lm, rollouts, batches)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -282,9 +282,13 @@ def test_under_autocast_rows_differ_no_more_than_precision_does(name: str) -> No
     assert 0 < (torch.cat(found) - torch.cat(exact)).norm() < 1.5 * usual.norm()
 
 
-@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (6, None), (None, 8)])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_sees_what_the_blocks_see(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flex_attention_sees_what_the_blocks_see(
+    window: int | None, chunk: int | None, softcap: float | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rows_module, "BLOCK", 16)
     rollouts = make_rollouts()
     (batch,) = pack(rollouts, budget=10_000, hidden=32, shared_prompt=True)
@@ -292,20 +296,31 @@ def test_flex_attention_sees_what_the_blocks_see(window: int | None, monkeypatch
     torch.manual_seed(0)
     query = torch.randn(len(batch.rows), 4, batch.length, 8)
     key, value = torch.randn(2, len(batch.rows), 2, batch.length, 8)
-    blocks, _ = attend(torch.nn.Module(), query, key, value, None, rows=rows, scaling=0.3, sliding_window=window)
-    flex = flex_attention(query, key, value, block_mask=rows.block_mask(window), scale=0.3, enable_gqa=True)
-    torch.testing.assert_close(blocks, flex.transpose(1, 2))
+    reach, sink_H = Reach(window, chunk), torch.randn(4) if sinks else None
+    layer = torch.nn.Module()
+    layer.layer_idx, layer.config = 0, SimpleNamespace(layer_types=["full_attention"])
+    if chunk:
+        layer.config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
+    with reading(rows):
+        blocks, _ = attend(
+            layer, query, key, value, None, scaling=0.3, sliding_window=window, softcap=softcap, s_aux=sink_H
+        )
+    flex = by_flex(query, key, value, rows.block_mask(reach), 0.3, softcap, sink_H)
+    torch.testing.assert_close(blocks, flex)
 
 
 # --- models that cannot -----------------------------------------------------------------------------------------------
 
 UNABLE = {
-    "softcap": (lambda: Gemma2Config(**SHAPE, final_logit_softcapping=None), "Gemma2Attention uses softcap"),
-    "recurrent": (lambda: MambaConfig(**SHAPE), "it has linear_attention layers"),
-    "convolution": (lambda: Lfm2Config(**SHAPE, full_attn_idxs=[1]), "it has conv layers"),
+    "recurrent": (lambda: MambaConfig(**SHAPE), "its recurrent layers would carry one sequence into the next"),
+    "convolution": (
+        lambda: Lfm2Config(**SHAPE, full_attn_idxs=[1]),
+        "its recurrent layers would carry one sequence into the next",
+    ),
+    "own mask": (lambda: DogeConfig(**SHAPE), "DogeAttention has a mask of its own"),
     "hybrid": (
         lambda: RecurrentGemmaConfig(**SHAPE | {"num_hidden_layers": 3}, lru_width=32, logits_soft_cap=1e9),
-        r"a sequence among others differs by \d+.\d% from the same sequence alone",
+        r"a sequence among others differs by \d+.\d+% from the same sequence alone",
     ),
     "alibi": (lambda: BloomConfig(vocab_size=VOCAB, hidden_size=32, n_head=4), "its attention cannot be replaced"),
     "window untold": (

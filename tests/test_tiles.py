@@ -12,22 +12,27 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators import tiles
+from slipstream.estimators.tiles import Bend
 
 
 @pytest.mark.parametrize("part", [1, 12, 1 << 20])
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("bend", [Bend(), Bend(0.7), Bend(0.7, 0.25), Bend(1.3, 2.0, 1.5)], ids=str)
 def test_fold_and_gradient_by_parts_are_softmax_and_its_gradient(
-    part: int, entropy: bool, monkeypatch: pytest.MonkeyPatch
+    part: int, entropy: bool, bend: Bend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "PART", part)
     torch.manual_seed(0)
     tile, bias = torch.randn(4, 11, dtype=torch.float64).requires_grad_(), torch.randn(11, dtype=torch.float64)
     weights, upstream = torch.randn(4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
-    logits = (tile + bias) / 0.7
+    logits = (tile + bias) * bend.scale
+    if bend.cap is not None:
+        logits = bend.cap * torch.tanh(logits / bend.cap)
+    logits = logits / bend.temperature
     logp = logits.log_softmax(1)
     h = -(logp.exp() * logp).sum(1)
 
-    lse, mean = tiles.fold(tile.detach(), bias, 0.7, entropy=entropy)
+    lse, mean = tiles.fold(tile.detach(), bias, bend, entropy=entropy)
     torch.testing.assert_close(lse, logits.logsumexp(1))
     torch.testing.assert_close(mean, (logp.exp() * logits).sum(1) if entropy else torch.zeros_like(mean))
 
@@ -38,7 +43,7 @@ def test_fold_and_gradient_by_parts_are_softmax_and_its_gradient(
     tiles.to_gradient(
         found,
         bias,
-        0.7,
+        bend,
         lse_C=lse,
         total_C=weights,
         entropy_C=h.detach() if entropy else None,
@@ -49,8 +54,8 @@ def test_fold_and_gradient_by_parts_are_softmax_and_its_gradient(
 
 def test_merging_two_tiles_is_folding_them_as_one() -> None:
     tile = torch.randn(3, 10, dtype=torch.float64) * 5
-    left, right = (tiles.fold(half, None, 1.0, entropy=True) for half in (tile[:, :4], tile[:, 4:]))
-    for ours, whole in zip(tiles.merge(*left, *right), tiles.fold(tile, None, 1.0, entropy=True), strict=True):
+    left, right = (tiles.fold(half, None, Bend(), entropy=True) for half in (tile[:, :4], tile[:, 4:]))
+    for ours, whole in zip(tiles.merge(*left, *right), tiles.fold(tile, None, Bend(), entropy=True), strict=True):
         torch.testing.assert_close(ours, whole)
 
 
@@ -78,9 +83,9 @@ def compare_with_triton() -> None:
     def loss_fn(logp: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         return (logp - target[rows]).square().sum(), {}
 
-    def everything(dtype: torch.dtype, offset: Tensor | None, temperature: float) -> list[Tensor]:
+    def everything(dtype: torch.dtype, offset: Tensor | None, bend: Bend) -> list[Tensor]:
         inputs = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
-        options = {"bias": None if offset is None else offset.to(dtype), "temperature": temperature, "chunk": 60}
+        options = {"bias": None if offset is None else offset.to(dtype), **bend._asdict(), "chunk": 60}
         logp, entropy = logprobs.logprobs_and_entropy_at(*inputs, ids, **options)
         plain = torch.autograd.grad((logp * target).sum() + entropy.square().sum(), inputs)
         loss, _ = logprobs.fused_loss(*inputs, ids, loss_fn, **options)
@@ -88,10 +93,10 @@ def compare_with_triton() -> None:
 
     portable = logprobs.backend
     for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2**-7)):
-        for offset, temperature in ((None, 1.0), (bias, 0.7)):
-            expected = everything(dtype, offset, temperature)
+        for offset, bend in ((None, Bend()), (bias, Bend(0.7)), (bias, Bend(0.7, 0.5, 3.0))):
+            expected = everything(dtype, offset, bend)
             logprobs.backend = lambda like: tiles_triton
-            found = everything(dtype, offset, temperature)
+            found = everything(dtype, offset, bend)
             logprobs.backend = portable
             for ours, theirs in zip(found, expected, strict=True):
                 assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()

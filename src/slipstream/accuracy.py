@@ -23,7 +23,7 @@ from slipstream.metrics import avg_at_n, pass_at_k
 from slipstream.pipeline.evaluate import answers, correctness
 from slipstream.records import Handle, Prompt
 from slipstream.runtimes.build import decoder
-from slipstream.tasks.chat import Tokenizer, load_tokenizer, stop_ids
+from slipstream.tasks.chat import Tokenizer, check_ids, load_tokenizer, stop_ids
 from slipstream.tasks.rewards import PoolGrader
 
 SLOTS = 64
@@ -49,10 +49,12 @@ def measure(
 ) -> Measured:
     """Sampled and greedy answers of one model."""
     torch.set_num_threads(1)
-    lm = load_model(model, dtype="float32")
+    longest = max(len(prompt.tokens) for prompt in prompts) + sampling.max_tokens
+    lm = load_model(model, dtype="float32", longest=longest)
+    check_ids(prompts, [prompt.tokens for prompt in prompts], model, lm.vocab_size)
     for prompt in prompts:
-        if len(prompt.tokens) + sampling.max_tokens > lm.context:
-            raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {lm.context} of {model}")
+        if len(prompt.tokens) + sampling.max_tokens > lm.longest:
+            raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {lm.longest} of {model}")
     sampler = NativeSampler(
         lm, slots=max(SLOTS, sampling.group), stop_ids=stop_ids(tokenizer, lm.model.generation_config)
     )

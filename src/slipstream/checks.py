@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from slipstream.config import Config
 from slipstream.engines.base import Engines, Metrics, Sampling, of_teacher
@@ -53,9 +55,19 @@ class Limits:
 async def quick(config: Config, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
     """What `train` looks at before it begins: sampler against learner, and the teacher's rows."""
     await publish(engines, version=version)
-    groups = await rolled(config, engines, prompts)
-    numbers = await compared(engines, groups, update=version + 1)
-    return agreement(numbers, Limits.of(config))
+    groups = await scored(engines, await rolled(config, engines, prompts))
+    if furthest := long_prompt(config, prompts):
+        # with the others: what a long sequence does to a short one beside it is looked at too
+        groups += await rolled(config, engines, [furthest])
+    numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
+    return agreement(numbers, Limits.of(config), groups)
+
+
+def long_prompt(config: Config, prompts: Sequence[Prompt]) -> Prompt | None:
+    """After which an answer reaches as far as the longest sequence of the run; none where that is hardly longer."""
+    prompt = max(prompts, key=lambda each: len(each.tokens))
+    wanted = (config.sampler.longest or 0) - min(TOKENS, config.sampler.max_tokens)
+    return replace(prompt, tokens=np.resize(prompt.tokens, wanted)) if wanted > len(prompt.tokens) + TOKENS else None
 
 
 async def publish(engines: Engines, *, version: int) -> str:
@@ -92,11 +104,12 @@ async def scored(engines: Engines, groups: Sequence[Group]) -> list[Group]:
     return list(await asyncio.gather(*[s.score(group) for s, group in zip(scorers, groups, strict=True)]))
 
 
-def agreement(numbers: Metrics, limits: Limits) -> list[Finding]:
+def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list[Finding]:
+    longest = max(handle.header.prompt_tokens + handle.header.tokens for group in groups for handle in group)
     pearson, k3, ppl = (numbers[f"drift/{name}"] for name in ("probs_pearson", "k3_kl", "ppl_ratio"))
     said = (
         f"Pearson {pearson:.6f}, largest difference {numbers['drift/probs_diff_max']:.2g}, KL {k3:.2g}, "
-        f"perplexity ratio {ppl:.4f}"
+        f"perplexity ratio {ppl:.4f}, sequences of up to {longest} tokens"
     )
     # where all tokens are nearly certain, a correlation is one of rounding errors
     alike = pearson >= limits.pearson or k3 <= limits.k3 / 100

@@ -219,12 +219,14 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     config = load(args.config, changes, say=note)
     print(to_toml(config), end="")
     if args.check:
-        from slipstream.launch import prepare
+        from slipstream.launch import position_notes, prepare
         from slipstream.runtimes.placement import needs
 
         job = prepare(config)
         print(f"# {job.method}")
-        for need in needs(config, longest=job.longest):
+        for positions in position_notes(job.config):
+            print(f"# {positions}")
+        for need in needs(job.config):
             print(f"# {need}")
         print(f"# ok: {len(job.prompts.rows)} prompts, one vocabulary, everything fits the context")
     return 0

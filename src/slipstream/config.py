@@ -65,6 +65,9 @@ class SamplerConfig(Section):
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Drop tokens less likely than this fraction of the most likely one."""
+    longest: int | None = Field(None, ge=2)
+    """Longest prompt and response, in tokens; that of the data without it. Where a model has several sets of position
+    factors (longrope, dynamic), this chooses one for the whole run."""
     replicas: int = Field(1, ge=1)
     """How many samplers; each group goes to the one with least to do."""
     slots: int = Field(64, ge=1)
@@ -107,6 +110,8 @@ class LearnerConfig(Section):
     """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
     shared_prompt: bool = False
     """Compute the prompt of a group once: its responses share a row, each seeing the prompt and itself."""
+    dropout: bool = False
+    """Train with the dropout that the model's config names; without it the gradient is of the policy that sampled."""
     checkpointing: bool = False
     """Compute activations again in the backward pass: less memory, a third more time."""
     dtype: Dtype = "float32"

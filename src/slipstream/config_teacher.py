@@ -21,7 +21,7 @@ SELF = "self"
 """As `model`: the student as it was at the start."""
 CONTEXT_FIELDS = ("prompt", "ground_truth", "response")
 OF_ENDPOINTS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
-OF_MODELS_HERE = ("engine", "dtype", "token_budget", "packing")
+OF_MODELS_HERE = ("engine", "dtype", "token_budget", "packing", "longest")
 
 
 class TeacherConfig(Section):
@@ -53,6 +53,8 @@ class TeacherConfig(Section):
     """Tokens, padding included, of one forward pass."""
     packing: bool = True
     """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
+    longest: int | None = Field(None, ge=2)
+    """Longest prompt and response that it scores, in tokens; that of the data without it (see sampler.longest)."""
     replicas: int = Field(1, ge=1)
     """How many copies score (of an endpoint: clients share its concurrency); groups go to the one with least to do."""
 

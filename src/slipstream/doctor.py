@@ -52,7 +52,8 @@ def doctor(config: Config, console: Console) -> bool:
         job = prepare(config)
         tell([Finding("files, tokenizers and lengths", True, f"{len(job.prompts.rows)} prompts, one vocabulary")])
         tell(parity(config))
-        tell(room(config, job.longest))
+        config = job.config
+        tell(room(config))
         with engines_of(config, job, console) as engines:
             tell(asyncio.run(engines_alone(config, engines, some(job))))
         if taught := by_itself(config):
@@ -101,9 +102,9 @@ def parity(config: Config) -> list[Finding]:
     return found
 
 
-def room(config: Config, longest: int) -> list[Finding]:
+def room(config: Config) -> list[Finding]:
     """What every process needs, against its device, and all of them against all that is here."""
-    asked = needs(config, longest=longest)
+    asked = needs(config)
     gpus = [torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())]
     there = sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     each_has = min(gpus) if gpus and config.runtime.kind == "ray" else there
@@ -159,7 +160,7 @@ async def arrival(config: Config, engines: Engines, prompts: Sequence[Prompt]) -
     if not moved.ok:
         return [replace(moved, fix="the gradient was zero: is there anything to learn, and does a reward ever differ?")]
     groups = await checks.rolled(config, engines, prompts)
-    again = checks.agreement(await checks.compared(engines, groups, update=2), Limits.of(config))[0]
+    again = checks.agreement(await checks.compared(engines, groups, update=2), Limits.of(config), groups)[0]
     fix = "" if again.ok else f"weights that were published are not what runs; {again.fix}"
     return [moved, replace(again, name="sampler and learner, after a publish", fix=fix)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,9 @@ from slipstream.checks import PROMPTS, quick, raised
 from slipstream.config import Config, DataConfig
 from slipstream.config_file import load
 from slipstream.engines.base import Engines
+from slipstream.engines.native import positions
 from slipstream.engines.native.method import Method, method_of
+from slipstream.engines.native.model import load_config
 from slipstream.errors import ConfigError, DataError, RunDirError, Terminated
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
@@ -25,11 +27,12 @@ from slipstream.progress import Progress
 from slipstream.records import Prompt
 from slipstream.runlog import RunLog, check_free, check_trackers, read_lines, run_path
 from slipstream.runtimes import inline
-from slipstream.runtimes.build_vllm import sampler_context, with_vllm
+from slipstream.runtimes.build_vllm import sampler_context, vocabulary_of, with_vllm
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import (
     Tokenizer,
     check_fits,
+    check_ids,
     encode_rows,
     load_tokenizer,
 )
@@ -41,12 +44,12 @@ from slipstream.teachers import check_budget, check_endpoints, check_teachers, r
 class Job:
     """A config whose files were read and found to fit together."""
 
+    config: Config
+    """With what only the files could tell: the longest sequence of every model."""
     method: Method
     tokenizer: Tokenizer
     prompts: Prompts
     held_out: list[Prompt]
-    longest: int
-    """Tokens of the longest prompt and response."""
 
 
 def prepare(config: Config) -> Job:
@@ -65,12 +68,34 @@ def prepare(config: Config) -> Job:
     tokens = encode_rows(rows, tokenizer, data)
     context = sampler_context(config)
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
-    longest = max(map(len, tokens)) + max_tokens
-    check_budget("learner", config.learner.token_budget, longest)
+    check_ids(rows, tokens, config.student, vocabulary_of(config.student))
+    check_budget("learner", config.learner.token_budget, max(map(len, tokens)) + max_tokens)
     prompts = Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle, teachers=routes(config, rows))
-    check_teachers(config, tokenizer, prompts)
+    scored = check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
-    return Job(method, tokenizer, prompts, held_out, longest)
+    drawn = max(map(len, [*tokens, *(prompt.tokens for prompt in held_out)])) + max_tokens
+    return Job(with_lengths(config, drawn, scored), method, tokenizer, prompts, held_out)
+
+
+def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
+    """The longest sequence that is drawn, and that each teacher scores, where the config does not say."""
+    teachers = {
+        name: teacher.model_copy(update={"longest": long_enough(f"teachers.{name}", teacher.longest, scored[name])})
+        if name in scored
+        else teacher
+        for name, teacher in config.teachers.items()
+    }
+    sampler = config.sampler.model_copy(update={"longest": long_enough("sampler", config.sampler.longest, drawn)})
+    return config.model_copy(update={"sampler": sampler, "teachers": teachers})
+
+
+def long_enough(section: str, given: int | None, longest: int) -> int:
+    if given is not None and given < longest:
+        raise ConfigError(
+            f"{section}.longest = {given} is less than the longest prompt and response of {longest} tokens: write "
+            "that or more, or drop it"
+        )
+    return given or longest
 
 
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
@@ -81,6 +106,7 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     )
     tokens, context = [prompt.tokens for prompt in prompts], sampler_context(config)
     check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
+    check_ids(prompts, tokens, student, vocabulary_of(student))
     return prompts
 
 
@@ -102,6 +128,7 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
     check_free(path)
     config = with_vllm(config, console.print)
     job = prepare(config)
+    config = job.config
     warn(config, console)
     engines = open_engines(config, job, console)
     try:
@@ -130,6 +157,7 @@ def resume(path: Path, console: Console) -> Path:
     config = with_vllm(stopped_run(path), console.print)
     checkpoint, standing = newest(path)
     job = prepare(config)
+    config = job.config
     warn(config, console)
     engines = open_engines(config, job, console)
     in_flight = len(standing.in_flight)
@@ -156,6 +184,8 @@ def open_engines(config: Config, job: Job, console: Console) -> Engines:
 
     check_endpoints(config, job.tokenizer, job.prompts, say)
     say(str(job.method))
+    for note in position_notes(config):
+        say(note)
 
     match config.runtime.kind:
         case "ray":
@@ -164,6 +194,14 @@ def open_engines(config: Config, job: Job, console: Console) -> Engines:
             return open_on_ray(config, job.tokenizer, say=say)
         case "inline":
             return inline.open_engines(config, job.tokenizer, say=say)
+
+
+def position_notes(config: Config) -> list[str]:
+    """Of every model that chooses its position factors by the length of what it sees."""
+    models = {config.student: config.sampler.longest}
+    models |= {config.model_of(t): t.longest for t in config.teachers.values() if t.base_url is None}
+    notes = {name: positions.said(load_config(name), longest) for name, longest in models.items() if longest}
+    return [f"{name}: {note}" for name, note in notes.items() if note]
 
 
 def go(

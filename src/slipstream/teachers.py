@@ -46,8 +46,12 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> None:
-    """What can be known of them from here: vocabulary, context and room for the longest sequence."""
+def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> dict[str, int]:
+    """What can be known of them from here: vocabulary, context and room for the longest sequence.
+
+    Returns the tokens of that sequence, for every teacher that runs here.
+    """
+    found: dict[str, int] = {}
     for name, teacher in config.teachers.items():
         check_vocabulary(config, name, tokenizer)
         if teacher.base_url is not None:
@@ -57,7 +61,9 @@ def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> No
         seen, max_tokens = seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
         rows, tokens = [prompt for prompt, _ in seen], [tokens for _, tokens in seen]
         check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
-        check_budget(f"teachers.{name}", teacher.token_budget, max(map(len, tokens)) + max_tokens)
+        found[name] = max(map(len, tokens)) + max_tokens
+        check_budget(f"teachers.{name}", teacher.token_budget, found[name])
+    return found
 
 
 def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> None:

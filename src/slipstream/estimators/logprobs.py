@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators import tiles
-from slipstream.estimators.tiles import wide
+from slipstream.estimators.tiles import Bend, wide
 
 HELD = 1 << 24
 """Logits held at a time, unless told otherwise."""
@@ -40,14 +40,16 @@ def logprobs_at(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    scale: float = 1.0,
+    cap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """log softmax((hidden · weightᵀ + bias) / temperature) at `ids`, differentiable in hidden, weight and bias.
+    """log softmax(x / temperature) at `ids`, x = scale · (hidden · weightᵀ + bias); differentiable in these three.
 
-    An id may stand twice in a row. Where an id is −1 (padding) the result is 0 and so is its gradient. `chunk` is how
-    many logits are held at a time.
+    With `cap`, as some models have it, x becomes cap · tanh(x / cap). An id may stand twice in a row. Where an id is −1
+    (padding) the result is 0 and so is its gradient. `chunk` is how many logits are held at a time.
     """
-    logp_NM, _ = _apply(hidden_NH, weight_VH, ids_NM, bias, temperature, chunk, entropy=False)
+    logp_NM, _ = _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=False)
     return logp_NM
 
 
@@ -58,10 +60,12 @@ def logprobs_and_entropy_at(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    scale: float = 1.0,
+    cap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`logprobs_at`, and the entropy of every row's distribution; differentiable in both."""
-    return _apply(hidden_NH, weight_VH, ids_NM, bias, temperature, chunk, entropy=True)
+    return _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=True)
 
 
 def fused_loss(
@@ -72,6 +76,8 @@ def fused_loss(
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
+    scale: float = 1.0,
+    cap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Metrics]:
     """The sum of `loss_fn` over chunks of rows, with the gradients of the head already computed.
@@ -80,11 +86,12 @@ def fused_loss(
     over the whole vocabulary where `ids` is None; only they carry a gradient, whatever else it closes over. `chunk` is
     how many logits are held at a time.
     """
-    _check(hidden_NH, weight_VH, ids_NM, bias, temperature, chunk)
+    bend = Bend(temperature, scale, cap)
+    _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
     metrics: Metrics = {}
     rows = max(1, (chunk or HELD) // len(weight_VH))
     loss = _FusedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias, ids_NM, loss_fn, temperature, rows, metrics
+        hidden_NH, weight_VH, bias, ids_NM, loss_fn, bend, rows, metrics
     )
     return loss, metrics
 
@@ -107,14 +114,14 @@ def _apply(
     weight_VH: Tensor,
     ids_NM: Tensor,
     bias: Tensor | None,
-    temperature: float,
+    bend: Bend,
     chunk: int | None,
     *,
     entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    _check(hidden_NH, weight_VH, ids_NM, bias, temperature, chunk)
+    _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
     logp_NM, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias, ids_NM, temperature, chunk or HELD, entropy
+        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or HELD, entropy
     )
     return logp_NM, entropy_N
 
@@ -124,7 +131,7 @@ def _check(
     weight_VH: Tensor,
     ids_NM: Tensor | None,
     bias: Tensor | None,
-    temperature: float,
+    bend: Bend,
     chunk: int | None,
 ) -> None:
     if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
@@ -134,8 +141,9 @@ def _check(
         raise ValueError(f"ids {tuple(ids_NM.shape)} must be [N, M] with N = {len(hidden_NH)}")
     if bias is not None and bias.shape != weight_VH.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} must be [V] with V = {len(weight_VH)}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
+    for name, value in bend._asdict().items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk is how many logits are held at a time: at least 1, got {chunk}")
     # on a GPU this would wait for it; an id out of range is then what torch's own gather makes of it
@@ -182,12 +190,12 @@ def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
     return (ids_CM - columns.start).clamp(0, columns.stop - columns.start - 1), inside_CM
 
 
-def _at(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, local_CM: Tensor) -> Tensor:
+def _at(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, local_CM: Tensor) -> Tensor:
     """Logits at columns of a tile."""
     at_CM = tile_CW.gather(1, local_CM).to(wide(tile_CW))
     if bias_W is not None:
         at_CM = at_CM + bias_W[local_CM]
-    return at_CM / temperature
+    return bend.logits(at_CM)
 
 
 class _Grads:
@@ -236,7 +244,7 @@ class _Head(torch.autograd.Function):
         weight_VH: Tensor,
         bias: Tensor | None,
         ids_NM: Tensor,
-        temperature: float,
+        bend: Bend,
         held: int,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -248,12 +256,12 @@ class _Head(torch.autograd.Function):
         for rows, columns in _tiles(n, len(weight_VH), held):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
             local_CM, inside_CM = _local(ids_NM[rows], columns)
-            at_NM[rows] = torch.where(inside_CM, _at(tile_CW, bias_W, temperature, local_CM), at_NM[rows])
-            found = over.fold(tile_CW, bias_W, temperature, entropy=entropy)
+            at_NM[rows] = torch.where(inside_CM, _at(tile_CW, bias_W, bend, local_CM), at_NM[rows])
+            found = over.fold(tile_CW, bias_W, bend, entropy=entropy)
             lse_N[rows], mean_N[rows] = tiles.merge(lse_N[rows], mean_N[rows], *found)
         entropy_N = lse_N - mean_N if entropy else mean_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
-        ctx.temperature, ctx.held, ctx.entropy = temperature, held, entropy
+        ctx.bend, ctx.held, ctx.entropy = bend, held, entropy
         return (at_NM - lse_N[:, None]).masked_fill_(ids_NM < 0, 0.0), entropy_N
 
     @staticmethod
@@ -266,17 +274,18 @@ class _Head(torch.autograd.Function):
         products, over = _Products(hidden_NH, weight_VH), backend(hidden_NH)
         for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.held):
             tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
+            local_CM, inside_CM = _local(ids_NM[rows], columns)
+            slope_CM = ctx.bend.slope(_at(tile_CW, bias_W, ctx.bend, local_CM))  # before the tile is overwritten
             over.to_gradient(
                 tile_CW,
                 bias_W,
-                ctx.temperature,
+                ctx.bend,
                 lse_C=lse_N[rows],
                 total_C=total_N[rows],
                 entropy_C=entropy_N[rows] if ctx.entropy else None,
                 grad_entropy_C=grad_entropy_N[rows] if ctx.entropy else None,
             )
-            local_CM, inside_CM = _local(ids_NM[rows], columns)
-            chosen_CM = grad_logp_NM[rows] * inside_CM / ctx.temperature
+            chosen_CM = grad_logp_NM[rows] * inside_CM * slope_CM
             grads.add(rows, columns, tile_CW.scatter_add_(1, local_CM, chosen_CM.to(tile_CW.dtype)))
         return *grads.done(), None, None, None, None
 
@@ -290,7 +299,7 @@ class _FusedHead(torch.autograd.Function):
         bias: Tensor | None,
         ids_NM: Tensor | None,
         loss_fn: ChunkLoss,
-        temperature: float,
+        bend: Bend,
         size: int,
         metrics: Metrics,
     ) -> Tensor:
@@ -299,13 +308,14 @@ class _FusedHead(torch.autograd.Function):
         products, over, columns = _Products(hidden_NH, weight_VH), backend(hidden_NH), slice(0, len(weight_VH))
         for rows in _slices(len(hidden_NH), size):
             tile_CV = products(rows, columns)
-            lse_C, _ = over.fold(tile_CV, bias, temperature, entropy=False)
+            lse_C, _ = over.fold(tile_CV, bias, bend, entropy=False)
             if ids_NM is None:
-                every_CV = tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias
-                seen = every_CV / temperature - lse_C[:, None]
+                x_CM = bend.logits(tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias)
+                seen = x_CM - lse_C[:, None]
             else:
                 local_CM, inside_CM = _local(ids_NM[rows], columns)
-                seen = (_at(tile_CV, bias, temperature, local_CM) - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
+                x_CM = _at(tile_CV, bias, bend, local_CM)
+                seen = (x_CM - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
             with torch.enable_grad():
                 part, extra = loss_fn(seen.requires_grad_(), rows)
             (grad_CM,) = torch.autograd.grad(part, seen)
@@ -313,8 +323,8 @@ class _FusedHead(torch.autograd.Function):
                 grad_CM = grad_CM.masked_fill(~inside_CM, 0.0)
             loss += part.detach()
             merge_metrics(metrics, {name: value.detach() for name, value in extra.items()})
-            over.to_gradient(tile_CV, bias, temperature, lse_C=lse_C, total_C=grad_CM.sum(1))
-            chosen_CM = (grad_CM / temperature).to(tile_CV.dtype)
+            over.to_gradient(tile_CV, bias, bend, lse_C=lse_C, total_C=grad_CM.sum(1))
+            chosen_CM = (grad_CM * bend.slope(x_CM)).to(tile_CV.dtype)
             grads.add(
                 rows,
                 columns,

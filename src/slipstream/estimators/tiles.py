@@ -1,8 +1,8 @@
 """The two passes over a tile of the head's raw products that cost memory traffic and nothing else.
 
-x = (product + bias) / temperature are the logits. `fold` reads a tile once and returns each row's log-sum-exp;
-`to_gradient` turns it in place into the gradient at the products. Written in torch over parts of a tile that stay in
-the cache, so that a tile in low precision is never held in float32; `tiles_triton` has the same two for CUDA.
+`Bend` says how a product becomes a logit. `fold` reads a tile once and returns each row's log-sum-exp; `to_gradient`
+turns it in place into the gradient at the products. Written in torch over parts of a tile that stay in the cache, so
+that a tile in low precision is never held in float32; `tiles_triton` has the same two for CUDA.
 
 Shapes: C rows, W columns of a tile, P columns of a part.
 """
@@ -10,6 +10,7 @@ Shapes: C rows, W columns of a tile, P columns of a part.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,17 +21,38 @@ LOWEST = -1e30
 """A bias of −inf, as padded vocabularies have it, becomes this: probability 0, and 0 · x stays 0."""
 
 
+class Bend(NamedTuple):
+    """From x = product + bias to a logit: scale·x, or cap·tanh(scale·x / cap); then divided by the temperature."""
+
+    temperature: float = 1.0
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, x: Tensor) -> Tensor:
+        if self.cap is not None:
+            return (x * (self.scale / self.cap)).tanh_() * (self.cap / self.temperature)
+        factor = self.scale / self.temperature
+        return x if factor == 1.0 else x * factor
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative of a logit by its product."""
+        factor = self.scale / self.temperature
+        if self.cap is None:
+            return factor
+        return (1 - (logits * (self.temperature / self.cap)).square_()).mul_(factor)
+
+
 def wide(tensor: Tensor) -> torch.dtype:
     """Float32, or better if the tensor is."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def fold(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
+def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -> tuple[Tensor, Tensor]:
     """Of every row, the log-sum-exp of its logits and, with `entropy`, their mean under softmax (else 0)."""
     lse_C = tile_CW.new_full((len(tile_CW),), -torch.inf, dtype=wide(tile_CW))
     mean_C = torch.zeros_like(lse_C)
     for columns in _parts(tile_CW):
-        x_CP = _logits(tile_CW, bias_W, temperature, columns)
+        x_CP = _logits(tile_CW, bias_W, bend, columns)
         part_C = x_CP.logsumexp(1)
         inner_C = ((x_CP - part_C[:, None]).exp_() * x_CP).sum(1) if entropy else mean_C
         lse_C, mean_C = merge(lse_C, mean_C, part_C, inner_C)
@@ -47,24 +69,25 @@ def merge(lse_C: Tensor, mean_C: Tensor, other_lse_C: Tensor, other_mean_C: Tens
 def to_gradient(
     tile_CW: Tensor,
     bias_W: Tensor | None,
-    temperature: float,
+    bend: Bend,
     *,
     lse_C: Tensor,
     total_C: Tensor,
     entropy_C: Tensor | None = None,
     grad_entropy_C: Tensor | None = None,
 ) -> None:
-    """In place, p · (−total − (log p + entropy) · ∂entropy) / temperature.
+    """In place, p · (−total − (log p + entropy) · ∂entropy) · the bend's slope.
 
     That is the gradient at the products from log-probs whose gradients sum to `total` and from the entropy, less what
     belongs to the chosen ids themselves.
     """
     for columns in _parts(tile_CW):
-        logp_CP = _logits(tile_CW, bias_W, temperature, columns) - lse_C[:, None]
+        x_CP = _logits(tile_CW, bias_W, bend, columns)
+        logp_CP = x_CP - lse_C[:, None]
         factor_CP = -total_C[:, None]
         if entropy_C is not None and grad_entropy_C is not None:
             factor_CP = factor_CP - (logp_CP + entropy_C[:, None]) * grad_entropy_C[:, None]
-        tile_CW[:, columns] = logp_CP.exp_().mul_(factor_CP).div_(temperature)
+        tile_CW[:, columns] = logp_CP.exp_().mul_(factor_CP).mul_(bend.slope(x_CP))
 
 
 def _parts(tile_CW: Tensor) -> Iterator[slice]:
@@ -73,8 +96,8 @@ def _parts(tile_CW: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, width)) for start in range(0, width, step))
 
 
-def _logits(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, columns: slice) -> Tensor:
+def _logits(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, columns: slice) -> Tensor:
     x_CP = tile_CW[:, columns].to(wide(tile_CW))
     if bias_W is not None:
         x_CP = (x_CP + bias_W[columns]).clamp(min=LOWEST)
-    return x_CP if temperature == 1.0 else x_CP / temperature
+    return bend.logits(x_CP)

@@ -10,12 +10,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.estimators.tiles import Bend
+
 BLOCK = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _tanh(x: tl.tensor) -> tl.tensor:
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _fold(  # type: ignore[no-untyped-def]
-    tile, bias, lse, mean, stride, width, scale, BIAS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    tile,
+    bias,
+    lse,
+    mean,
+    stride,
+    width,
+    inner,
+    outer,
+    BIAS: tl.constexpr,
+    CAP: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     largest = -float("inf")
@@ -27,7 +45,10 @@ def _fold(  # type: ignore[no-untyped-def]
         x = tl.load(tile + row * stride + at, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             x = tl.maximum(x + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32), -1e30)
-        x = tl.where(inside, x * scale, -float("inf"))
+        x = x * inner
+        if CAP:
+            x = _tanh(x)
+        x = tl.where(inside, x * outer, -float("inf"))
         top = tl.maximum(largest, tl.max(x, 0))
         e = tl.exp(x - top)
         shrink = tl.exp(largest - top)
@@ -50,8 +71,10 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     grad_entropy,
     stride,
     width,
-    scale,
+    inner,
+    outer,
     BIAS: tl.constexpr,
+    CAP: tl.constexpr,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -61,14 +84,25 @@ def _to_gradient(  # type: ignore[no-untyped-def]
     x = tl.load(tile + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         x = tl.maximum(x + tl.load(bias + at, mask=inside, other=0.0).to(tl.float32), -1e30)
-    logp = x * scale - tl.load(lse + row)
+    x = x * inner
+    slope = inner * outer
+    if CAP:
+        x = _tanh(x)
+        slope = (1 - x * x) * slope
+    logp = x * outer - tl.load(lse + row)
     factor = -tl.load(total + row)
     if ENTROPY:
         factor = factor - (logp + tl.load(entropy + row)) * tl.load(grad_entropy + row)
-    tl.store(tile + row * stride + at, (tl.exp(logp) * factor * scale).to(tile.dtype.element_ty), mask=inside)
+    tl.store(tile + row * stride + at, (tl.exp(logp) * factor * slope).to(tile.dtype.element_ty), mask=inside)
 
 
-def fold(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, *, entropy: bool) -> tuple[Tensor, Tensor]:
+def _factors(bend: Bend) -> tuple[float, float]:
+    """What a product is multiplied by before and after tanh."""
+    cap = bend.cap or 1.0
+    return bend.scale / cap, cap / bend.temperature
+
+
+def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -> tuple[Tensor, Tensor]:
     lse_C = torch.empty(len(tile_CW), dtype=torch.float32, device=tile_CW.device)
     mean_C = torch.zeros_like(lse_C)
     rows, width = tile_CW.shape
@@ -79,8 +113,9 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, *, entropy:
         mean_C,
         tile_CW.stride(0),
         width,
-        1 / temperature,
+        *_factors(bend),
         BIAS=bias_W is not None,
+        CAP=bend.cap is not None,
         ENTROPY=entropy,
         BLOCK=BLOCK,
     )
@@ -90,7 +125,7 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, temperature: float, *, entropy:
 def to_gradient(
     tile_CW: Tensor,
     bias_W: Tensor | None,
-    temperature: float,
+    bend: Bend,
     *,
     lse_C: Tensor,
     total_C: Tensor,
@@ -108,8 +143,9 @@ def to_gradient(
         grad_entropy_C if with_entropy else lse_C,
         tile_CW.stride(0),
         width,
-        1 / temperature,
+        *_factors(bend),
         BIAS=bias_W is not None,
+        CAP=bend.cap is not None,
         ENTROPY=with_entropy,
         BLOCK=BLOCK,
     )

@@ -43,7 +43,8 @@ def build_sampler(config: Config, tokenizer: Tokenizer) -> Sampling:
 
 
 def build_student(config: Config, dtype: str, device: str | None = None) -> LanguageModel:
-    lm, lora = load_model(config.student, dtype=dtype, device=device or config.runtime.device), config.learner.lora
+    device, lora = device or config.runtime.device, config.learner.lora
+    lm = load_model(config.student, dtype=dtype, device=device, longest=config.sampler.longest)
     return lm if lora is None else with_adapters(lm, lora, seed=config.seed)
 
 
@@ -64,7 +65,9 @@ def build_scorer(config: Config, tokenizer: Tokenizer, name: str, endpoint: Endp
 
         return build_vllm_scorer(config, name, cache, k, context)
     return NativeScorer(
-        load_model(config.model_of(teacher), dtype=teacher.dtype, device=config.runtime.device),
+        load_model(
+            config.model_of(teacher), dtype=teacher.dtype, device=config.runtime.device, longest=teacher.longest
+        ),
         name=name,
         cache=cache,
         k=k,

@@ -36,11 +36,16 @@ def sampler_settings(config: Config) -> Settings:
         config.student,
         config.sampler.dtype,
         config.sampler.slots,
-        config.sampler.engine_args,
+        longest_first(config.sampler.longest) | config.sampler.engine_args,
         threads=config.runtime.threads,
         device=config.runtime.device,
         seed=config.seed,
     )
+
+
+def longest_first(longest: int | None) -> dict[str, Any]:
+    """vLLM keeps room for the longest sequence, and chooses position factors by it."""
+    return {"max_model_len": longest} if longest else {}
 
 
 def build_vllm_scorer(config: Config, name: str, cache: str, k: int, context: Context | None) -> VllmScorer:

@@ -61,7 +61,7 @@ def shape_of(model: str) -> Shape:
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or 1  # a model that is recurrent throughout has none
     per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
     grouped = getattr(text, "num_key_value_heads", None) or heads
     return Shape(
@@ -73,15 +73,15 @@ def shape_of(model: str) -> Shape:
     )
 
 
-def needs(config: Config, *, longest: int) -> list[Need]:
-    """Of every process; `longest` is the longest prompt and response, in tokens."""
+def needs(config: Config) -> list[Need]:
+    """Of every process."""
     gpu = config.runtime.device not in ("auto", "cpu") or (
         config.runtime.device == "auto" and torch.cuda.is_available()
     )
     own = "a GPU" if config.runtime.kind == "ray" else "the one GPU"
     where = own if gpu else f"{config.runtime.threads} CPU thread{'s' * (config.runtime.threads > 1)}"
     found = [Need(name, where, learner(config)) for name in names("learner", config.learner.ranks)]
-    found += [Need(name, where, sampler(config, longest)) for name in names("sampler", config.sampler.replicas)]
+    found += [Need(name, where, sampler(config)) for name in names("sampler", config.sampler.replicas)]
     for teacher_name, teacher in config.teachers.items():
         if teacher.base_url is not None:
             found.append(Need(f"teacher {teacher_name}", f"at {teacher.base_url}"))
@@ -133,13 +133,14 @@ def adapters(config: Config) -> int:
     return sum(lora.rank * (part.in_features + part.out_features) for part in chosen)
 
 
-def sampler(config: Config, longest: int) -> dict[str, float]:
+def sampler(config: Config) -> dict[str, float]:
     shape, settings = shape_of(config.student), config.sampler
     if settings.engine == "vllm":  # which takes what it is given for keys and values, and queues the rest
         return {"weights": shape.parameters * width(settings.dtype)}
+    longest = min(settings.longest or shape.context, shape.context)
     return {
         "weights": shape.parameters * width(settings.dtype),
-        "keys and values": settings.slots * min(longest, shape.context) * shape.cache * width(settings.dtype),
+        "keys and values": settings.slots * longest * shape.cache * width(settings.dtype),
     }
 
 

@@ -48,8 +48,6 @@ def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> 
 
 
 def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
-    from jinja2 import TemplateError
-
     if tokenizer.chat_template is None:
         raise ModelError(
             f"{tokenizer.name_or_path} has no chat template, and {row.id} holds messages: use text prompts"
@@ -61,7 +59,7 @@ def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
         return str(
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **data.template_args)
         )
-    except TemplateError as error:
+    except Exception as error:  # a template is a program, and may raise anything
         raise DataError(f"{row.id}: the chat template refuses these messages: {first_line(error)}") from None
 
 
@@ -75,6 +73,16 @@ def check_fits(
             f"{rows[longest].id}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed the "
             f"context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
         )
+
+
+def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, vocabulary: int) -> None:
+    """A tokenizer may know more tokens than the model has embeddings."""
+    for row, ids in zip(rows, tokens, strict=True):
+        if (highest := int(ids.max())) >= vocabulary:
+            raise ModelError(
+                f"{row.id}: token {highest} of its prompt is beyond the {vocabulary} embeddings of {model}: the "
+                "tokenizer has more tokens than the model; use the tokenizer that it was trained with"
+            )
 
 
 def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tuple[str, str]) -> None:

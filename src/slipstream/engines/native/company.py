@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from slipstream.engines.native.head import Head
 from slipstream.engines.native.packing import Item, MicroBatch
 from slipstream.engines.native.rows import Rows
 from slipstream.records import Prompt, Rollout
@@ -32,6 +33,6 @@ def company(packed: bool, device: torch.device) -> Rows:
     return Rows([ROLLOUT], MicroBatch(((ITEM,),), packed), device)
 
 
-def nothing(hidden_NH: Tensor, head: nn.Linear) -> Tensor:
+def nothing(hidden_NH: Tensor, head: Head) -> Tensor:
     loss: Tensor = 0.0 * head(hidden_NH).sum()
     return loss

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.config import LearnerConfig
 from slipstream.engines.base import Fingerprint, Metrics, WeightsRef
@@ -25,6 +25,7 @@ from slipstream.engines.native.company import nothing
 from slipstream.engines.native.drift import Seen, against_teacher, drift_metrics, sharpness
 from slipstream.engines.native.first_look import FirstLook
 from slipstream.engines.native.frozen import Frozen, freeze
+from slipstream.engines.native.head import Head
 from slipstream.engines.native.method import Method
 from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint
 from slipstream.engines.native.objective import Objective
@@ -54,7 +55,7 @@ class NativeLearner:
         updates: int,
         export_dtype: str | None = None,
         tokenizer: Any = None,
-        teacher_head: nn.Linear | None = None,
+        teacher_head: Head | None = None,
         snapshots: int = 0,
         threads: int = 1,
         ranks: Ranks | None = None,

@@ -23,13 +23,34 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
         from peft import inject_adapter_in_model
     except ImportError:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'") from None
-    linear = [name for name, module in lm.model.named_modules() if isinstance(module, nn.Linear)]
-    layers = [name for name in linear if lm.model.get_submodule(name) is not lm.head]
+    layers = _layers(lm)
+    if not layers:
+        kind = type(lm.model).__name__
+        raise ConfigError(f"learner.lora: {lm.name}: {kind} has no linear layers beside its head: drop [learner.lora]")
     settings: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": 0.0}
+    # peft has rules by model type, which reinterpret names; a module without a config gets what is asked for
+    holder = nn.Module()
+    holder.add_module("held", lm.model)
+    settings["target_modules"] = [f"held.{name}" for name in _targets(layers, config)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(PeftConfig(target_modules=_targets(layers, config), **settings), lm.model)
-    return split(lm.name, lm.model)
+        inject_adapter_in_model(PeftConfig(**settings), holder)
+    return split(lm.name, lm.model, longest=lm.longest)
+
+
+@torch.no_grad()
+def _layers(lm: LanguageModel) -> list[str]:
+    """Linear layers that a pass calls: of some, Mamba's for one, it takes the weight alone, past any adapter."""
+    # exactly: a router may be a linear layer that answers something else
+    named = {name: module for name, module in lm.model.named_modules() if type(module) is nn.Linear}
+    called: set[nn.Module] = set()
+    hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in named.values()]
+    try:
+        lm.backbone(torch.zeros(1, 2, dtype=torch.int64, device=lm.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [name for name, module in named.items() if module in called and module is not lm.head.linear]
 
 
 def _targets(layers: list[str], config: LoraConfig) -> list[str]:
@@ -39,7 +60,9 @@ def _targets(layers: list[str], config: LoraConfig) -> list[str]:
     for target in config.targets:
         if target not in known:
             hint = did_you_mean(target, known)
-            raise ConfigError(f"learner.lora.targets: {target!r} is no linear layer of the student; {hint}")
+            raise ConfigError(
+                f"learner.lora.targets: {target!r} is no linear layer that a pass of the student calls; {hint}"
+            )
     return [name for name in layers if name.rpartition(".")[2] in config.targets]
 
 

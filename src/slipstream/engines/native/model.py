@@ -12,10 +12,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as hf_logging
 
 from slipstream.assets import model_path
 from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
+from slipstream.engines.native.head import Head, find_head
+from slipstream.engines.native.positions import pin
 from slipstream.engines.native.ranks import whole
 from slipstream.errors import ConfigError, ModelError, first_line
 
@@ -29,11 +32,9 @@ class LanguageModel:
     name: str
     model: PreTrainedModel
     backbone: nn.Module
-    head: nn.Linear
-
-    @property
-    def context(self) -> int:
-        return context_length(self.model.config)
+    head: Head
+    longest: int
+    """The longest sequence it may be given."""
 
     @property
     def vocab_size(self) -> int:
@@ -45,7 +46,10 @@ class LanguageModel:
 
 
 def context_length(config: Any) -> int:
-    return int(getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 30)
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    stretched = float(rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
+    return int(stretched * (getattr(text, "max_position_embeddings", None) or 1 << 30))
 
 
 def pick_device(device: str) -> torch.device:
@@ -58,6 +62,17 @@ def pick_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def is_recurrent(config: Any) -> bool:
+    """Whether some layers keep a state instead of the past: linear attention, state spaces, convolutions."""
+    return any(getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers)
+
+
+def has_windows(config: Any) -> bool:
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
+
+
 def load_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_path(name))
@@ -65,31 +80,40 @@ def load_config(name: str) -> Any:
         raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
 
 
-def load_model(name: str, *, dtype: str, device: str = "auto") -> LanguageModel:
+def load_model(name: str, *, dtype: str, device: str = "auto", longest: int | None = None) -> LanguageModel:
+    """`longest`: the longest sequence it will see, which chooses among its position factors where it has several."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            model_path(name), dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True
+            model_path(name), dtype=getattr(torch, dtype), attn_implementation=REFERENCE, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{name}: cannot load a causal LM there: {first_line(error)}") from None
     if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ModelError(f"{name}: {len(absent)} weights are missing or of another shape, {absent[0]} first")
-    return split(name, model.to(pick_device(device)).eval())
+    return split(name, model.to(pick_device(device)).eval(), longest=longest)
 
 
-def split(name: str, model: PreTrainedModel) -> LanguageModel:
-    """Backbone and head of a model whose logits are the head applied to the last hidden state, and nothing else."""
-    head, backbone = model.get_output_embeddings(), model.base_model
-    if not isinstance(head, nn.Linear) or backbone is model:
-        raise ModelError(f"{name}: {type(model).__name__} has no linear head on a backbone")
-    ids = torch.arange(1, 5, device=model.device)[None]
-    with torch.no_grad():
-        expected, found = model(ids).logits.float(), head(backbone(ids).last_hidden_state).float()
-    if not expected.isfinite().all():
-        raise ModelError(f"{name}: its logits are not finite: the weights are damaged")
-    if not torch.allclose(expected, found, rtol=1e-2, atol=1e-2):
-        raise ModelError(f"{name}: {type(model).__name__} changes its logits after the head (soft-capping or scaling)")
-    return LanguageModel(name, model, backbone, head)
+REFERENCE = "eager"
+"""The attention that every model has and that leaves nothing out: what all others are compared to."""
+
+
+def split(name: str, model: PreTrainedModel, *, longest: int | None = None) -> LanguageModel:
+    """Backbone and head, found to be all there is; positions mean the same in every pass from now on."""
+    longest = min(longest or 1 << 30, context_length(model.config))
+    pin(model, longest)
+    if model.dtype == torch.float64:  # the fast kernels for experts end at float32
+        model.set_experts_implementation("eager")
+    backbone = backbone_of(name, model)
+    return LanguageModel(name, model, backbone, find_head(name, model, backbone), longest)
+
+
+def backbone_of(name: str, model: PreTrainedModel) -> PreTrainedModel:
+    if model.base_model is not model:
+        return model.base_model
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
+    if len(parts) != 1:
+        raise ModelError(f"{name}: {type(model).__name__} is no backbone with a head, as a causal LM here must be")
+    return parts[0]
 
 
 # --- weights as flat bytes -------------------------------------------------------------------------------

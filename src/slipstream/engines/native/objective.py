@@ -10,16 +10,17 @@ B samples, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.config_objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
 from slipstream.engines.native.frozen import Frozen
+from slipstream.engines.native.head import Head
 from slipstream.engines.native.method import Method
 from slipstream.engines.native.packing import joined
 from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass, with_tail
@@ -39,7 +40,7 @@ Cut = Callable[[Tensor], Tensor]
 
 
 class Objective:
-    def __init__(self, method: Method, teacher_head: nn.Linear | None = None) -> None:
+    def __init__(self, method: Method, teacher_head: Head | None = None) -> None:
         self.method, self.teacher_head = method, teacher_head
         loss, reference = method.loss, method.reference
         self.distils = loss.weight > 0
@@ -48,20 +49,20 @@ class Objective:
         """Everything is of token scope and at one temperature: one pass of the fused head."""
 
     def __call__(
-        self, hidden_NH: Tensor, head: nn.Linear, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
+        self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
     ) -> tuple[Tensor, Metrics, Tensor]:
         """The loss, to be differentiated, its metrics, and the emitted tokens' log-probs at sampling temperature."""
         terms = Terms(self.method, samples, frozen, counts, hidden_NH.device, _wide(hidden_NH))
-        # under autocast, the head's products are in its precision too
-        weight, bias = head.weight.to(hidden_NH.dtype), None if head.bias is None else head.bias.to(hidden_NH.dtype)
+        hidden_NH, weight, bias = head.inputs(hidden_NH)
+        shape: dict[str, Any] = {"bias": bias, **head.bend}
         losses, metrics = list[Tensor](), Metrics()
         if self.distils or self.rides:
-            loss, metrics, logp_N = self._fused(hidden_NH, weight, bias, samples, terms)
+            loss, metrics, logp_N = self._fused(hidden_NH, weight, shape, samples, terms)
             losses.append(loss)
         if not self.rides:
             with torch.set_grad_enabled(self.has_others):
                 logp_N = logprobs_at(
-                    hidden_NH, weight, terms.tokens_N[:, None], bias=bias, temperature=self.method.temperature
+                    hidden_NH, weight, terms.tokens_N[:, None], temperature=self.method.temperature, **shape
                 )[:, 0]
             if self.has_others:
                 loss, found = terms.others(terms.rows(logp_N), terms.rows)
@@ -71,7 +72,7 @@ class Objective:
         return total, metrics | {"loss": total.detach()}, logp_N.detach()
 
     def _fused(
-        self, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, samples: Sequence[Scored], terms: Terms
+        self, hidden_NH: Tensor, weight_VH: Tensor, shape: Mapping[str, Any], samples: Sequence[Scored], terms: Terms
     ) -> tuple[Tensor, Metrics, Tensor]:
         method, emitted_N = self.method, torch.zeros_like(terms.behavior_N)
         ids_NM, distilled = self._distillation(samples, terms) if self.distils else (terms.tokens_N[:, None], None)
@@ -92,7 +93,7 @@ class Objective:
         temperature = method.loss.temperature if self.distils else method.temperature
         held = HELD if ids_NM is not None else HELD // DENSE
         loss, metrics = fused_loss(
-            hidden_NH, weight_VH, ids_NM, loss_of_chunk, bias=bias, temperature=temperature, chunk=held
+            hidden_NH, weight_VH, ids_NM, loss_of_chunk, temperature=temperature, chunk=held, **shape
         )
         return loss, metrics, emitted_N
 

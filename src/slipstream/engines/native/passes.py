@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from slipstream.config import LearnerConfig
 from slipstream.engines.base import Metrics
 from slipstream.engines.native.company import company, nothing
+from slipstream.engines.native.dropout import deterministic, prepare
+from slipstream.engines.native.head import Head
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import MicroBatch, joined, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
@@ -33,7 +34,7 @@ class Student(nn.Module):
         super().__init__()
         self.model, self.parts = lm.model, (lm.backbone, lm.head)
 
-    def forward(self, rows: Rows, then: Callable[[Tensor, nn.Linear], T]) -> T:
+    def forward(self, rows: Rows, then: Callable[[Tensor, Head], T]) -> T:
         backbone, head = self.parts
         return then(rows.hidden(backbone), head)
 
@@ -43,14 +44,8 @@ class Passes:
         """`temperature` is that of sampling."""
         self.lm, self.config, self.ranks, self.temperature = lm, config, ranks, temperature
         self.hidden_size = int(lm.model.config.get_text_config().hidden_size)
-        if config.packing:
-            use_rows(lm)
-        lm.model.train()
-        for module in lm.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0  # the loss is of the policy that was sampled, which has no dropout
-        if config.checkpointing:
-            lm.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        use_rows(lm, packed=config.packing)
+        prepare(lm, dropout=config.dropout, checkpointing=config.checkpointing, packed=config.packing)
         self.tokens = Counter[str]()
         """Of all passes since `economy` was asked for."""
         self.student = Student(lm)
@@ -91,19 +86,26 @@ class Passes:
         cached = self.ranks.size == 1
         return torch.autocast(self.lm.device.type, dtype=getattr(torch, config.compute_dtype), cache_enabled=cached)
 
+    @contextmanager
+    def _as_at(self, snapshots: Snapshots | None, version: int | str | None) -> Iterator[None]:
+        """For passes without gradient: under the weights of a version, or as they are, and without any dropout."""
+        worn = snapshots.worn(version) if snapshots and version is not None else nullcontext()
+        with worn, deterministic(self.lm.model):
+            yield
+
     @torch.no_grad()
     def log_probs(
         self, samples: Sequence[Scored], snapshots: Snapshots | None = None, version: int | str | None = None
     ) -> list[Tensor]:
         """Of the emitted tokens, at sampling temperature, by the weights as they are or as a snapshot has them."""
 
-        def at_tokens(hidden_NH: Tensor, head: nn.Linear, chosen: Sequence[Scored]) -> Tensor:
+        def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Scored]) -> Tensor:
             ids_N1 = joined([s.rollout.tokens for s in chosen], hidden_NH.device, torch.int64)[:, None]
-            weight, bias = head.weight.to(hidden_NH.dtype), head.bias
-            return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.temperature)[:, 0]
+            hidden_NH, weight, bias = head.inputs(hidden_NH)
+            return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.temperature, **head.bend)[:, 0]
 
         found: dict[int, Tensor] = {}
-        with snapshots.worn(version) if snapshots and version is not None else nullcontext(), self.precision():
+        with self._as_at(snapshots, version), self.precision():
             for rows, members in self.micro_batches(samples):
                 if not members:
                     self.student(rows, nothing)
@@ -120,31 +122,28 @@ class Passes:
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
 
-        def keep(hidden_NH: Tensor, head: nn.Linear) -> None:
+        def keep(hidden_NH: Tensor, head: Head) -> None:
             heads[:] = heads or [
                 (head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone())
             ]
             now.append(hidden_NH)
 
-        def kl_to(before_NH: Tensor, head: nn.Linear) -> Tensor:
+        def kl_to(before_NH: Tensor, head: Head) -> Tensor:
             hidden_NH, (weight, bias) = now.pop(0), heads[0]
             found = [hidden_NH.new_empty(0)]
             size = max(1, HELD // len(weight))
             for start in range(0, len(hidden_NH), size):
                 rows = slice(start, start + size)
-                logits_CV, old_CV = (
-                    linear(hidden_NH[rows], weight, bias),
-                    linear(before_NH[rows], head.weight, head.bias),
-                )
+                logits_CV, old_CV = head(hidden_NH[rows], weight, bias), head(before_NH[rows])
                 logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in (logits_CV, old_CV))
                 found.append(dense(logp_CV, old_CV, kind="reverse"))
             return torch.cat(found)
 
         kl: dict[int, Tensor] = {}
-        with self.precision():
+        with self._as_at(None, None), self.precision():
             for rows, members in self.micro_batches(samples):
                 self.student(rows, keep if members else nothing)
-        with snapshots.worn(version), self.precision():
+        with self._as_at(snapshots, version), self.precision():
             for rows, members in self.micro_batches(samples):
                 if not members:
                     self.student(rows, nothing)

@@ -14,18 +14,22 @@ N predicted tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from transformers import AttentionInterface
 
-from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native import attention
+from slipstream.engines.native.attention import Reach, check_told, errors, limit, reach_of
+from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows, is_recurrent
 from slipstream.engines.native.packing import Item, MicroBatch
 from slipstream.errors import ModelError, first_line
 from slipstream.records import Ints, Prompt, Rollout
@@ -67,49 +71,49 @@ class Rows:
             torch.from_numpy(array).to(device)
             for array in (ids_RL, position_RL, branch_RL, tree_RL, np.concatenate(predict))
         )
-        self.blocks: dict[tuple[int | None, torch.dtype], list[Block]] = {}
-        self.block_masks: dict[int | None, BlockMask] = {}
+        self.blocks: dict[tuple[Reach, torch.dtype], list[Block]] = {}
+        self.block_masks: dict[Reach, BlockMask] = {}
 
     def hidden(self, backbone: nn.Module) -> Tensor:
         """The hidden states that predict the response tokens, sample after sample as in `members`."""
-        options: dict[str, Any] = {}
-        if self.packed:
-            assert _attention(backbone) == NAME, "packed rows for a model that use_rows has not seen"
-            options = {"position_ids": self.position_RL, "rows": self}
-        hidden_RLH: Tensor = backbone(input_ids=self.ids_RL, use_cache=False, **options).last_hidden_state
+        assert not self.packed or _attention(backbone) == NAME, "packed rows for a model that use_rows has not seen"
+        # where every row is one sequence, its positions go without saying: not every model takes them
+        options: dict[str, Any] = {"position_ids": self.position_RL} if self.packed else {}
+        with reading(self):
+            out = backbone(input_ids=self.ids_RL, use_cache=False, **options)
+        hidden_RLH: Tensor = out.last_hidden_state
         return hidden_RLH.flatten(0, 1).index_select(0, self.predict_N)
 
     @property
-    def windows(self) -> set[int | None]:
+    def reaches(self) -> set[Reach]:
         """Those that layers have asked for."""
-        return {*self.block_masks, *(window for window, _ in self.blocks)}
+        return {*self.block_masks, *(reach for reach, _ in self.blocks)}
 
-    def sees(self, window: int | None) -> Callable[..., Tensor]:
+    def sees(self, reach: Reach) -> Callable[..., Tensor]:
         """Which queries see which keys, at indices that broadcast; in the form that FlexAttention compiles."""
         tree_RL, branch_RL, position_RL = self.tree_RL, self.branch_RL, self.position_RL
 
         def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             branch = branch_RL[row, key]
-            ahead = position_RL[row, query] - position_RL[row, key]
-            behind = (ahead >= 0) if window is None else (ahead >= 0) & (ahead < window)
             same = (branch == 0) | (branch == branch_RL[row, query])
-            return (tree_RL[row, query] == tree_RL[row, key]) & same & behind
+            hidden = reach.hides(position_RL[row, query], position_RL[row, key])
+            return (tree_RL[row, query] == tree_RL[row, key]) & same & ~hidden
 
         return seen
 
-    def blocked(self, window: int | None, dtype: torch.dtype) -> list[Block]:
-        """The same for every layer with the same window, and additive: booleans are converted anew in every layer."""
-        if (window, dtype) not in self.blocks:
+    def blocked(self, reach: Reach, dtype: torch.dtype) -> list[Block]:
+        """The same for every layer with the same reach, and additive: booleans are converted anew in every layer."""
+        if (reach, dtype) not in self.blocks:
             length = self.ids_RL.shape[1]
             starts = range(0, length, BLOCK)
-            self.blocks[window, dtype] = [self._block(s, min(s + BLOCK, length), window, dtype) for s in starts]
-        return self.blocks[window, dtype]
+            self.blocks[reach, dtype] = [self._block(s, min(s + BLOCK, length), reach, dtype) for s in starts]
+        return self.blocks[reach, dtype]
 
-    def _block(self, start: int, stop: int, window: int | None, dtype: torch.dtype) -> Block:
+    def _block(self, start: int, stop: int, reach: Reach, dtype: torch.dtype) -> Block:
         rows, length = self.ids_RL.shape
         index = torch.arange(stop, device=self.ids_RL.device)
         row_R11 = torch.arange(rows, device=index.device)[:, None, None]
-        seen_RQL = self.sees(window)(row_R11, row_R11, index[start:, None], index)
+        seen_RQL = self.sees(reach)(row_R11, row_R11, index[start:, None], index)
         needed_RL = seen_RQL.any(1)
         most = int(needed_RL.sum(1).max())
         keys = None
@@ -121,13 +125,13 @@ class Rows:
         mask_RQK = torch.zeros(seen_RQL.shape, dtype=dtype, device=index.device)
         return Block(start, stop, keys, mask_RQK.masked_fill_(~seen_RQL, -torch.inf)[:, None])
 
-    def block_mask(self, window: int | None) -> BlockMask:
-        if window not in self.block_masks:
+    def block_mask(self, reach: Reach) -> BlockMask:
+        if reach not in self.block_masks:
             rows, length = self.ids_RL.shape
             make = _compiled(create_block_mask) if self.ids_RL.is_cuda else create_block_mask
-            made = make(self.sees(window), rows, None, length, length, device=self.ids_RL.device)
-            self.block_masks[window] = made
-        return self.block_masks[window]
+            made = make(self.sees(reach), rows, None, length, length, device=self.ids_RL.device)
+            self.block_masks[reach] = made
+        return self.block_masks[reach]
 
 
 def _tokens_of(item: Item, rollouts: Sequence[Rollout]) -> Ints:
@@ -156,9 +160,22 @@ def _attention(backbone: nn.Module) -> Any:
 # --- the attention ---------------------------------------------------------------------------------------
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+CURRENT: ContextVar[Rows] = ContextVar("rows")
+"""What this thread passes through a model: not every model hands arguments of ours on to its attention."""
+
+
+@contextmanager
+def reading(rows: Rows) -> Iterator[None]:
+    token = CURRENT.set(rows)
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)
+
+
+def reread() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For activation checkpointing: what is computed again in the backward pass is of the rows it was computed of."""
+    return nullcontext(), reading(CURRENT.get())
 
 
 def attend(
@@ -168,23 +185,63 @@ def attend(
     value_RJLD: Tensor,
     attention_mask: Tensor | None,
     *,
-    rows: Rows,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if rest.get(name) is not None]:
-        raise ModelError(f"{type(module).__name__} uses {unknown[0]}")
+    check_told(module, attention_mask, rest)
+    rows, reach = CURRENT.get(), reach_of(module, sliding_window)
     # under autocast, rotary embeddings leave queries and keys in float32
     query_RHLD, key_RJLD = query_RHLD.to(value_RJLD.dtype), key_RJLD.to(value_RJLD.dtype)
     if query_RHLD.is_cuda:
-        flex, mask = _compiled(flex_attention), rows.block_mask(sliding_window)
-        out_RHLD = flex(query_RHLD, key_RJLD, value_RJLD, block_mask=mask, scale=scaling, enable_gqa=True)
-        return out_RHLD.transpose(1, 2).contiguous(), None
-    return _by_blocks(query_RHLD, key_RJLD, value_RJLD, rows.blocked(sliding_window, value_RJLD.dtype), scaling), None
+        if dropout:
+            raise ModelError("attention dropout of packed rows is not for CUDA: write learner.dropout = false")
+        return by_flex(query_RHLD, key_RJLD, value_RJLD, rows.block_mask(reach), scaling, softcap, s_aux), None
+    options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
+    sinks = None if s_aux is None else s_aux.view(1, -1, 1, 1)
+    blocks = rows.blocked(reach, value_RJLD.dtype)
+    return _by_blocks(query_RHLD, key_RJLD, value_RJLD, blocks, sinks=sinks, **options), None
 
 
-def _by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], scaling: float | None) -> Tensor:
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    return lambda score, row, head, query, key: softcap * torch.tanh(score / softcap)
+
+
+def by_flex(
+    query_RHLD: Tensor,
+    key_RJLD: Tensor,
+    value_RJLD: Tensor,
+    mask: BlockMask,
+    scaling: float | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """[R, L, H, D]"""
+    flex: Callable[..., Any] = flex_attention
+    if query_RHLD.is_cuda:
+        flex = _compiled(flex)
+    bend = None if softcap is None else _capped(softcap)
+    options = {"score_mod": bend, "block_mask": mask, "scale": scaling, "enable_gqa": True}
+    out_RHLD: Tensor
+    if sinks_H is None:
+        out_RHLD = flex(query_RHLD, key_RJLD, value_RJLD, **options)
+    else:  # a sink is a key without a value: it takes its share of the softmax
+        out_RHLD, aux = flex(query_RHLD, key_RJLD, value_RJLD, **options, return_aux=AuxRequest(lse=True))
+        kept_RHL = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[None, :, None])
+        out_RHLD = out_RHLD * kept_RHL[..., None].to(out_RHLD.dtype)
+    return out_RHLD.transpose(1, 2).contiguous()
+
+
+def _by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], **options: Any) -> Tensor:
     """[R, L, H, D]"""
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (key, value)]
     out = []
@@ -193,8 +250,7 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block
             k, v = key[:, :, :stop], value[:, :, :stop]
         else:
             k, v = (x.index_select(0, keys).reshape(len(key), -1, *x.shape[1:]).transpose(1, 2) for x in flat)
-        q = query[:, :, start:stop]
-        o = scaled_dot_product_attention(q, k, v, attn_mask=mask_R1QK, scale=scaling, enable_gqa=True)
+        o = attention.attend(query[:, :, start:stop], k, v, mask_R1QK, **options)
         out.append(o.transpose(1, 2))
     return torch.cat(out, 1)
 
@@ -202,63 +258,69 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block
 # --- does this model do what its rows say? ---------------------------------------------------------------
 
 
-def use_rows(lm: LanguageModel, *, field: str = "learner.packing") -> None:
-    """Give the model this attention, and see that it answers as before; `field` is what to turn off if it does not."""
-    former = _attention(lm.backbone)
-    if former == NAME:
-        return
+def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.packing") -> None:
+    """Give the model an attention that reads rows; a ModelError if none gives what a plain pass does.
+
+    Packed rows need this file's. For rows of one sequence each it is tried first, because it leaves nothing out and
+    holds no L×L matrix; then those that the model came with. `field` is what to turn off if packed rows cannot be.
+    """
     training = lm.model.training
     lm.model.eval()  # with dropout, nothing equals anything
-    reason = _obstacle(lm.model.config.get_text_config()) or _failure(lm)
-    lm.model.train(training)
-    if reason:
-        lm.model.set_attn_implementation(former)
+    reasons = []
+    for name in [NAME] if packed else [NAME, "sdpa", REFERENCE]:
+        reason = _failure(lm, name, packed)
+        if reason is None:
+            break
+        reasons.append(reason)
+    else:
+        lm.model.set_attn_implementation(REFERENCE)
         kind = type(lm.model).__name__
-        raise ModelError(f"{lm.name}: {kind} cannot take packed rows: {reason}: write {field} = false")
+        fix = f"write {field} = false" if packed else "nothing here can train it"
+        raise ModelError(f"{lm.name}: {kind} cannot take {'packed ' * packed}rows: {reasons[0]}: {fix}")
+    lm.model.train(training)
 
 
 @torch.no_grad()
-def _failure(lm: LanguageModel) -> str | None:
-    """Two sequences, and a prompt with two responses: packed, and one by one with the attention the model came with."""
-    rollouts, packed, apart = _probe(lm.vocab_size)
-    rows = Rows(rollouts, packed, lm.device)
-    expected = [Rows(rollouts, batch, lm.device).hidden(lm.backbone) for batch in apart]
-    lm.model.set_attn_implementation(NAME)  # a model that cannot tells a log only
-    if _attention(lm.backbone) != NAME:
-        return "its attention cannot be replaced"
+def _failure(lm: LanguageModel, name: str, packed: bool) -> str | None:
+    """Two sequences, and a prompt with two responses: in rows, and one by one with the attention of reference."""
+    if packed and is_recurrent(lm.model.config):
+        return "its recurrent layers would carry one sequence into the next"
+    rollouts, together, apart = _samples(lm.vocab_size, packed)
+    rows, each = Rows(rollouts, together, lm.device), [Rows(rollouts, batch, lm.device) for batch in apart]
     try:
+        lm.model.set_attn_implementation(REFERENCE)
+        expected = [one.hidden(lm.backbone) for one in each]
+        lm.model.set_attn_implementation(name)  # a model that cannot tells a log only
+        if _attention(lm.backbone) != name:
+            return "its attention cannot be replaced"
+        usual = [difference([one.hidden(lm.backbone)], [e]) for one, e in zip(each, expected, strict=True)]
         found = torch.split(rows.hidden(lm.backbone), [len(part) for part in expected])
-    except (ModelError, TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:  # whatever a model raises here is why it cannot
         return first_line(error)
-    if _slides(lm.model.config.get_text_config()) and not rows.windows - {None}:
+    if name == NAME and has_windows(lm.model.config) and not any(reach.window for reach in rows.reaches):
         return "its attention is not told of the sliding window"
-    difference = _difference(found, expected)
-    if not difference <= (1e-3 if lm.head.weight.dtype.itemsize >= 4 else 0.1):
-        return f"a sequence among others differs by {difference:.1%} from the same sequence alone"
+    allowed = limit(lm.head.weight.dtype, usual)
+    if not median(usual) <= allowed:
+        return f"its hidden states differ by {median(usual):.2%} from those of its own attention"
+    if not (off := difference(found, expected)) <= allowed:
+        return f"a sequence among others differs by {off:.2%} from the same sequence alone"
     return None
 
 
-def _obstacle(config: Any) -> str | None:
-    """Attention in chunks of thousands, say, which so short a probe does not see."""
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    return f"it has {min(kinds)} layers" if kinds else None
+def probe(lm: LanguageModel, packed: bool) -> list[Tensor]:
+    """Hidden states of a few samples in rows, as the model is."""
+    rollouts, together, _ = _samples(lm.vocab_size, packed)
+    hidden_NH = Rows(rollouts, together, lm.device).hidden(lm.backbone)
+    return list(torch.split(hidden_NH, [len(rollouts[i].tokens) for i in together.members]))
 
 
-def _slides(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    return "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
-
-
-def _difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """Relative, of the middle token of the worst sequence: in half precision, a router that turns moves a token far."""
-    errors = [
-        (f.double() - e.double()).norm(dim=-1) / e.double().norm(dim=-1) for f, e in zip(found, expected, strict=True)
-    ]
-    return max(float(error_T.median()) for error_T in errors)
+    return max(median(errors(f_TH, e_TH)) for f_TH, e_TH in zip(found, expected, strict=True))
 
 
-def _probe(vocabulary: int) -> tuple[list[Rollout], MicroBatch, list[MicroBatch]]:
-    """Four samples; together, the last two with one prompt, and each alone."""
+def _samples(vocabulary: int, packed: bool) -> tuple[list[Rollout], MicroBatch, list[MicroBatch]]:
+    """Four samples; together, if packed the last two with one prompt, and each alone."""
     rollouts = []
     for number, index, prompt, response in [(0, 0, 5, 6), (1, 0, 3, 9), (2, 0, 4, 8), (2, 1, 4, 5)]:
         ids = (np.arange(prompt + response) * (5 + 2 * index) + 3 * number + 1) % vocabulary
@@ -277,9 +339,11 @@ def _probe(vocabulary: int) -> tuple[list[Rollout], MicroBatch, list[MicroBatch]
                 loss_mask=np.ones(response, np.bool_),
             )
         )
-    one, two, three, four = (Item(len(r.prompt.tokens), (len(r.tokens),), (i,)) for i, r in enumerate(rollouts))
+    items = [Item(len(r.prompt.tokens), (len(r.tokens),), (i,)) for i, r in enumerate(rollouts)]
+    one, two, three, four = items
     both = Item(three.prompt, three.responses + four.responses, (2, 3))
-    return rollouts, MicroBatch(((one, two), (both,))), [MicroBatch(((i,),), False) for i in (one, two, three, four)]
+    together = ((one, two), (both,)) if packed else tuple((item,) for item in items)
+    return rollouts, MicroBatch(together, packed), [MicroBatch(((item,),), False) for item in items]
 
 
 AttentionInterface.register(NAME, attend)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, process, uniforms
-from slipstream.engines.native import kv
+from slipstream.engines.native.decoding import Decoder, prove
 from slipstream.engines.native.model import LanguageModel, fingerprint, load_weights
 from slipstream.engines.native.packing import micro_batches
 from slipstream.engines.native.requests import Publish, Request, Row, Told
@@ -36,9 +36,10 @@ GATHERED = 8
 
 class NativeSampler:
     def __init__(self, lm: LanguageModel, *, slots: int, stop_ids: set[int], threads: int = 1) -> None:
+        prove(lm)
         self.lm, self.count, self.version = lm, slots, 0
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=lm.device)
-        self.slots, self.tape = kv.Slots(slots), Tape(slots, lm.device)
+        self.decoder, self.tape = Decoder(lm, slots), Tape(slots, lm.device)
         self.rows: list[Row] = []
         self.waiting: deque[Request] = deque()
         self.publishing: deque[Publish] = deque()
@@ -46,17 +47,16 @@ class NativeSampler:
         """All that somebody waits for, wherever the engine has put it."""
         self.thread = ThreadPoolExecutor(1, "sampler", initializer=torch.set_num_threads, initargs=(threads,))
         self.driver: asyncio.Task[None] | None = None
-        lm.model.set_attn_implementation(kv.NAME)
 
     # --- on the event loop -----------------------------------------------------------------------------------
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
         if sampling.group > self.count:
             raise ValueError(f"a group of {sampling.group} does not fit into {self.count} slots")
-        if len(prompt.tokens) + sampling.max_tokens > self.lm.context:
+        if len(prompt.tokens) + sampling.max_tokens > self.lm.longest:
             raise ModelError(
                 f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
-                f"exceeds the context of {self.lm.context}"
+                f"exceeds the context of {self.lm.longest}"
             )
         request = Request(prompt, sampling, asyncio.get_running_loop().create_future())
         self.waiting.append(request)
@@ -160,7 +160,7 @@ class NativeSampler:
         self.rows = [self.rows[slot] for slot in order]
         start = 0
         for batch in batches:
-            self._prefill(start, self.tape.ids_SL[start : start + len(batch), : lengths[batch[0]]])
+            self.decoder.prefill(start, self.tape.ids_SL[start : start + len(batch)], [lengths[slot] for slot in batch])
             start += len(batch)
         if self.lm.device.type == "cuda":
             torch.cuda.synchronize(self.lm.device)  # so that the time this takes is seen
@@ -188,19 +188,19 @@ class NativeSampler:
         start = len(self.rows)
         if not admitted:
             return start, start, None
+        admitted.sort(key=lambda request: len(request.prompt.tokens))
         for request in admitted:
             self._seat(request)
         counts = torch.tensor([request.sampling.group for request in admitted], device=self.lm.device)
         first = torch.cumsum(counts, 0) - counts + start
-        width = max(len(request.prompt.tokens) for request in admitted)
-        hidden_NQH = self._prefill(start, self.tape.ids_SL[first, :width])
+        lengths = [len(request.prompt.tokens) for request in admitted]
+        hidden_NH = self.decoder.prefill(start, self.tape.ids_SL[first], lengths)
         # one prefill per group lies in the first slots; spread each over its group
         source = torch.arange(len(admitted), device=self.lm.device).repeat_interleave(counts)
         if len(self.rows) - start > len(admitted):
-            self.slots.copy(source + start, torch.arange(start, len(self.rows), device=self.lm.device), width)
-        last_N = self.tape.prompt_S[first] - 1
-        logits_NV = self.lm.head(hidden_NQH[torch.arange(len(admitted)), last_N])
-        return start, len(self.rows), logits_NV[source]
+            target = torch.arange(start, len(self.rows), device=self.lm.device)
+            self.decoder.slots.copy(source + start, target, max(lengths))
+        return start, len(self.rows), self.lm.head(hidden_NH)[source]
 
     def _seat(self, request: Request) -> None:
         sampling, start = request.sampling, len(self.rows)
@@ -209,24 +209,14 @@ class NativeSampler:
         length = len(request.prompt.tokens)
         self.rows += [Row(request, index, length) for index in range(sampling.group)]
 
-    def _prefill(self, start: int, ids_NQ: Tensor) -> Tensor:
-        positions_NQ = torch.arange(ids_NQ.shape[1], device=ids_NQ.device).expand(ids_NQ.shape)
-        return self._forward(start, ids_NQ, positions_NQ, ids_NQ.shape[1])
-
     def _decode(self) -> list[Told]:
         n = len(self.rows)
         if n == 0:
             return []
         last_N1 = self.tape.last_S[:n, None]
         ids_N1 = self.tape.ids_SL[:n].gather(1, last_N1)
-        hidden_N1H = self._forward(0, ids_N1, last_N1, max(row.length for row in self.rows))
-        return self._emit(0, n, self.lm.head(hidden_N1H[:, 0]))
-
-    def _forward(self, start: int, ids_NQ: Tensor, positions_NQ: Tensor, length: int) -> Tensor:
-        step = kv.Step(self.slots, start, positions_NQ, length)
-        out = self.lm.backbone(input_ids=ids_NQ, position_ids=positions_NQ, use_cache=False, slots_step=step)
-        hidden_NQH: Tensor = out.last_hidden_state
-        return hidden_NQH
+        hidden_NH = self.decoder.decode(ids_N1, last_N1, max(row.length for row in self.rows))
+        return self._emit(0, n, self.lm.head(hidden_NH))
 
     def _emit(self, start: int, stop: int, logits_NV: Tensor | None) -> list[Told]:
         """Draw the next token of rows start…stop, write it to the tape, and collect what has ended."""
@@ -285,7 +275,7 @@ class NativeSampler:
         if holes:
             source, target = (torch.tensor(slots, device=self.lm.device) for slots in (tails, holes))
             self.tape.move(source, target)
-            self.slots.copy(source, target, max(self.rows[slot].length for slot in tails))
+            self.decoder.slots.copy(source, target, max(self.rows[slot].length for slot in tails))
             for hole, tail in zip(holes, tails, strict=True):
                 self.rows[hole] = self.rows[tail]
         del self.rows[left:]

@@ -55,8 +55,7 @@ class NativeScorer:
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
         self.context = context or SamePrompt()
         self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
-        if packing:
-            use_rows(lm, field=f"teachers.{name}.packing")
+        use_rows(lm, packed=packing, field=f"teachers.{name}.packing")
         self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
         self.waiting: list[tuple[Group, asyncio.Future[list[Handle]]]] = []
         self.driver: asyncio.Task[None] | None = None
@@ -116,7 +115,7 @@ class NativeScorer:
         rollouts = [replace(handle.body, rewards=handle.header.rewards) for handle in handles]
         scored: dict[int, Scored] = {}
         seen = [with_prompt(rollout, self.context(rollout)) for rollout in rollouts]
-        batches = pack(seen, budget=self.token_budget, hidden=self.lm.head.in_features, packing=self.packing)
+        batches = pack(seen, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing)
         for batch in batches:
             chosen = [rollouts[i] for i in batch.members]
             hidden_ND = Rows(seen, batch, self.lm.device).hidden(self.lm.backbone)
@@ -157,8 +156,8 @@ class NativeScorer:
         ]
 
     def _logp(self, hidden_ND: Tensor, ids_NM: Tensor) -> Tensor:
-        head = self.lm.head
-        return logprobs_at(hidden_ND, head.weight, ids_NM, bias=head.bias, temperature=self.temperature)
+        hidden_ND, weight, bias = self.lm.head.inputs(hidden_ND)
+        return logprobs_at(hidden_ND, weight, ids_NM, bias=bias, temperature=self.temperature, **self.lm.head.bend)
 
     def _topk(self, hidden_ND: Tensor, tokens_N: Tensor, logp_N: Tensor) -> dict[str, Tensor]:
         ids, logps = [], []

@@ -1,0 +1,102 @@
+"""What the attentions of sampler and learner share: caps, sinks, windows, chunks, and what they must not overlook.
+
+Shapes: N rows, Q queries, L keys, H heads, J key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from slipstream.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far back a layer sees: the last `window` positions, those of its own `chunk`, or all."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def hides(self, query: Tensor, key: Tensor) -> Tensor:
+        """Which keys at these positions the queries at those do not see."""
+        hidden = key > query
+        if self.window is not None:
+            hidden = hidden | (key <= query - self.window)
+        if self.chunk is not None:
+            hidden = hidden | (key // self.chunk != query // self.chunk)
+        return hidden
+
+
+def reach_of(module: nn.Module, sliding_window: int | None) -> Reach:
+    """Windows are told to the attention; chunks only to the mask that it replaces."""
+    config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds and index is not None and index < len(kinds) else None
+    chunk = config.attention_chunk_size if kind == "chunked_attention" else None  # type: ignore[union-attr]
+    return Reach(sliding_window, chunk)
+
+
+KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
+"""Sinks, and what says nothing that the rows do not."""
+
+
+def check_told(module: nn.Module, mask: Tensor | None, told: Mapping[str, Any]) -> None:
+    """Nothing may go unnoticed that a model tells its attention."""
+    kind = type(module).__name__
+    if mask is not None:
+        raise ModelError(f"{kind} has a mask of its own")
+    if unknown := [name for name, value in told.items() if isinstance(value, Tensor) and name not in KNOWN_TENSORS]:
+        raise ModelError(f"{kind} tells its attention of {unknown[0]}")
+
+
+def attend(
+    query_NHQD: Tensor,
+    key_NJLD: Tensor,
+    value_NJLD: Tensor,
+    mask_N1QL: Tensor,
+    *,
+    scaling: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """[N, H, Q, D]. The mask is additive, in the dtype of the values; sinks are logits, as [N, H, Q, 1] or less."""
+    if softcap is None and sinks is None:
+        return scaled_dot_product_attention(
+            query_NHQD, key_NJLD, value_NJLD, attn_mask=mask_N1QL, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
+    n, h, q, d = query_NHQD.shape
+    j = key_NJLD.shape[1]
+    scores = query_NHQD.reshape(n, j, h // j * q, d) @ key_NJLD.transpose(2, 3)
+    scores = scores.view(n, h, q, -1).to(torch.promote_types(scores.dtype, torch.float32))
+    scores = scores * (d**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores + mask_N1QL
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(n, h, q, 1)], -1)
+    weights = scores.softmax(-1)[..., : key_NJLD.shape[2]].to(value_NJLD.dtype)
+    weights = torch.nn.functional.dropout(weights, dropout, training=dropout > 0)
+    return (weights.view(n, j, h // j * q, -1) @ value_NJLD).view(n, h, q, -1)
+
+
+# --- how far two computations of the same hidden states are apart -----------------------------------------------------
+
+
+def errors(found_NH: Tensor, expected_NH: Tensor) -> list[float]:
+    """Relative, row by row."""
+    found, expected = found_NH.double(), expected_NH.double()
+    return [float(error) for error in (found - expected).norm(dim=-1) / expected.norm(dim=-1)]
+
+
+def limit(dtype: torch.dtype, usual: Sequence[float]) -> float:
+    """What rounding explains: some times what it `usual`ly does to this model."""
+    few = 4 * median(usual)
+    return min(1e-3, 1e-4 + few) if dtype.itemsize >= 4 else min(0.1, 0.01 + few)

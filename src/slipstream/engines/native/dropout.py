@@ -1,0 +1,76 @@
+"""Dropout and router noise: off while training unless asked for, and the proof that they are.
+
+A rollout is drawn without them, so a gradient with them is of another policy. A model in training mode draws them in
+many places, not all of them modules: so it trains in evaluation mode, in which nothing is drawn. Only what recomputes
+activations asks for training mode: there the probabilities become 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.rows import difference, probe, reread
+from slipstream.errors import ModelError, first_line
+
+
+def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bool) -> None:
+    """Put a model into the mode in which it is trained, and see that it draws nothing there, or something if asked."""
+    if checkpointing:
+        if not lm.model.supports_gradient_checkpointing:
+            kind = type(lm.model).__name__
+            raise ModelError(f"{lm.name}: {kind} cannot recompute activations: write learner.checkpointing = false")
+        lm.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": reread})
+    if dropout:
+        lm.model.train()
+    else:
+        lm.model.eval()
+        for module in lm.model.modules():
+            if getattr(module, "gradient_checkpointing", False):
+                module.training = True
+                _silence(module)
+    _prove(lm, dropout=dropout, packed=packed)
+
+
+def _silence(module: nn.Module) -> None:
+    """Probabilities that a module keeps beside its submodules, under any of their names."""
+    for name, value in vars(module).items():
+        if "drop" in name and isinstance(value, float):
+            setattr(module, name, 0.0)
+
+
+@torch.no_grad()
+def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
+    kind = type(lm.model).__name__
+    try:
+        with torch.enable_grad():
+            once, again = probe(lm, packed), probe(lm, packed)
+    except Exception as error:  # whatever a model raises here is why it cannot
+        raise ModelError(f"{lm.name}: {kind} cannot be trained here: {first_line(error)}") from None
+    with deterministic(lm.model):
+        plain = probe(lm, packed)
+    drawn = max(difference(once, again), difference(once, plain))
+    rounding = 1e-4 if lm.head.weight.dtype.itemsize >= 4 else 0.02
+    if dropout and drawn <= rounding:
+        raise ModelError(f"{lm.name}: {kind} draws no dropout (its config says so): drop learner.dropout = true")
+    if not dropout and not drawn <= rounding:
+        raise ModelError(
+            f"{lm.name}: two passes of {kind} in training mode differ by {drawn:.1%}, without any dropout: "
+            "write learner.checkpointing = false"
+        )
+
+
+@contextmanager
+def deterministic(model: nn.Module) -> Iterator[None]:
+    """For passes without gradient: nothing is drawn."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,140 @@
+"""The end of a causal LM: a linear layer on the last hidden state, and what the model does around it.
+
+Some models scale or soft-cap their logits (Cohere, Granite, Gemma), or scale the hidden state (MiniCPM). Nothing is
+read from a config: the model is run with a ladder of numbers in place of the head's products, and its logits say what
+became of them. What is not a scale and a cap is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from slipstream.errors import ModelError, first_line
+from slipstream.estimators.tiles import Bend, wide
+
+LADDER = (0.0, 2**-10, 2**-5, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 2.0**15)
+"""Products of both signs, from where a cap does not show to where nothing else does."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """logits = cap · tanh(scale · (hidden · weightᵀ + bias) / cap), without a cap only scaled."""
+
+    linear: nn.Linear
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.linear.bias
+
+    @property
+    def bend(self) -> dict[str, Any]:
+        """What the estimators of log-probs take beside weight and bias."""
+        return {"scale": self.scale, "cap": self.cap}
+
+    def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden state, weight and bias in the lower of their precisions: the first one's under autocast."""
+        dtype = min(hidden.dtype, self.weight.dtype, key=lambda each: each.itemsize)
+        return hidden.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
+
+    def __call__(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Logits, by these weights or others in their place; bent ones in float32 at least."""
+        own = self.inputs(hidden)
+        x = linear(*own) if weight is None else linear(own[0], weight, bias)
+        if self.scale == 1.0 and self.cap is None:
+            return x
+        return Bend(1.0, self.scale, self.cap).logits(x.to(wide(x)))
+
+    def to(self, device: torch.device) -> Head:
+        return Head(self.linear.to(device), self.scale, self.cap)
+
+
+@torch.no_grad()
+def find_head(name: str, model: PreTrainedModel, backbone: nn.Module) -> Head:
+    layer, kind = model.get_output_embeddings(), type(model).__name__
+    if not isinstance(layer, nn.Linear):
+        raise ModelError(f"{name}: {kind} has no linear head, as a causal LM here must have")
+    ids = torch.arange(1, 5, device=model.device)[None] % layer.out_features
+    try:
+        hidden = getattr(backbone(ids), "last_hidden_state", None)
+        expected = model(ids).logits
+    except Exception as error:  # whatever a model raises here is why it cannot be used
+        raise ModelError(f"{name}: {kind} cannot make a plain pass in {model.dtype}: {first_line(error)}") from None
+    if hidden is None:
+        raise ModelError(f"{name}: the backbone of {kind} returns no hidden states")
+    if not expected.isfinite().all():
+        raise ModelError(f"{name}: its logits are not finite: the weights are damaged")
+    before = _scale_before(name, kind, model, layer, ids, hidden)
+    scale, cap = _bend_after(name, kind, model, layer, ids)
+    if layer.bias is not None and before != 1.0:
+        raise ModelError(f"{name}: {kind} scales the hidden state before a head with a bias: that is not supported")
+    head = Head(layer, before * scale, cap)
+    difference = (head(hidden).double() - expected.double()).abs().max() / expected.double().abs().max()
+    if not difference <= tolerance(layer.weight.dtype):
+        raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
+    return head
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative, of two computations of one number in different orders."""
+    return 1e-4 if dtype.itemsize >= 4 else 0.05
+
+
+def _scale_before(name: str, kind: str, model: PreTrainedModel, layer: nn.Linear, ids: Tensor, hidden: Tensor) -> float:
+    """What the hidden state is multiplied by on its way to the head."""
+    seen: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    try:
+        model(ids)
+    finally:
+        hook.remove()
+    found, given = seen[0].double(), hidden.to(seen[0].dtype).double()
+    if found.shape == given.shape and torch.equal(found, given):
+        return 1.0
+    scale = float((found * given).sum() / given.square().sum()) if found.shape == given.shape else 0.0
+    if not (scale > 0 and (found - scale * given).norm() <= tolerance(layer.weight.dtype) * found.norm()):
+        raise ModelError(f"{name}: {kind} changes the hidden state before its head")
+    return scale
+
+
+def _bend_after(
+    name: str, kind: str, model: PreTrainedModel, layer: nn.Linear, ids: Tensor
+) -> tuple[float, float | None]:
+    """Scale and cap of the products."""
+    ladder = torch.tensor([*LADDER, *(-x for x in LADDER)], device=model.device)
+    x_V = ladder.repeat(-(-layer.out_features // len(ladder)))[: layer.out_features]
+    rungs = min(len(LADDER), layer.out_features)
+
+    def planted(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return x_V.expand(output.shape).clone()
+
+    hook = layer.register_forward_hook(planted)
+    try:
+        logits_V = model(ids).logits[0, -1].double()
+    finally:
+        hook.remove()
+    scale, most = float(logits_V[1] / x_V[1]), float(logits_V[rungs - 1])
+    cap = None if most >= 0.5 * scale * float(x_V[rungs - 1]) else most
+    if not (scale > 0 and (cap is None or cap > 0)):
+        raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
+    expected = Bend(1.0, scale, cap).logits(x_V.double())
+    # a model may round its logits to half precision after all, whatever it was given
+    if not torch.allclose(logits_V, expected, rtol=1e-5 if layer.weight.dtype.itemsize >= 4 else 0.01, atol=1e-6):
+        raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
+    return _plain(scale), cap if cap is None else _plain(cap)
+
+
+def _plain(x: float) -> float:
+    """Without the rounding of float32."""
+    return float(f"{x:.6g}")

@@ -1,0 +1,125 @@
+"""Models that continue what they read, and those that only seem to: refused before the first token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DogeConfig,
+    FalconConfig,
+    JambaConfig,
+    Lfm2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RecurrentGemmaConfig,
+)
+
+from slipstream.engines.base import Sampling
+from slipstream.engines.native import kv
+from slipstream.engines.native.decoding import Decoder, prove
+from slipstream.engines.native.model import split
+from slipstream.engines.native.sampler import NativeSampler
+from slipstream.errors import ModelError
+from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts, wrap
+
+
+def model_of(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+LFM2 = lambda: Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"])  # noqa: E731
+JAMBA = lambda: JambaConfig(  # noqa: E731
+    **SHAPE, mamba_d_state=8, mamba_dt_rank=4, attn_layer_period=2, attn_layer_offset=1, num_experts=2
+)
+
+UNABLE: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "alibi of its own": (
+        lambda: BloomConfig(vocab_size=VOCAB, hidden_size=32, n_head=4, initializer_range=0.25),
+        "its attention cannot be replaced",
+    ),
+    "attention of its own": (
+        lambda: FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+        "its attention cannot be replaced",
+    ),
+    "mask of its own": (lambda: DogeConfig(**SHAPE), "DogeAttention has a mask of its own"),
+    "window that it keeps to itself": (
+        lambda: RecurrentGemmaConfig(
+            **SHAPE | {"num_hidden_layers": 3}, lru_width=32, attention_window_size=6, logits_soft_cap=30.0
+        ),
+        r"a token that continues a sequence differs by \d+\.\d\d% from the same token in a whole pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", UNABLE)
+def test_a_model_that_would_forget_is_refused_by_name(name: str, dtype: torch.dtype) -> None:
+    config, reason = UNABLE[name]
+    model = model_of(config(), dtype)
+    reason = reason if dtype == torch.float32 else ".*"
+    with pytest.raises(
+        ModelError, match=rf"tiny: the native sampler cannot generate with \w+: {reason}: write sampler"
+    ):
+        NativeSampler(split("tiny", model), slots=4, stop_ids={EOS})
+
+
+class Forgetful(kv.Layer):
+    """Keeps what a prefill brings, and nothing of what comes after."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super().update(key_states, value_states)
+        if not self.slots.step.prefill:
+            self.keys = self.keys.clone()
+            self.keys[self.slots.step.rows, :, self.slots.step.positions_NQ[:, 0]] = 0
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_proof_sees_a_cache_that_forgets(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = split("tiny", make_model(dtype=dtype))
+    prove(lm)
+    monkeypatch.setattr(kv, "Layer", Forgetful)
+    with pytest.raises(ModelError, match="a token that continues a sequence differs by"):
+        prove(lm)
+
+
+@pytest.mark.parametrize("config", [LFM2, JAMBA], ids=["convolutions", "state spaces"])
+def test_recurrent_states_are_exact_whatever_the_lengths(config: Callable[[], PreTrainedConfig]) -> None:
+    """Groups of several lengths in fewer slots than rows, so that states are spread, moved and begun anew."""
+    model, prompts = model_of(config(), torch.float64), make_prompts(9)
+    model.set_experts_implementation("eager")
+    sampling = Sampling(max_tokens=12, group=2, draws=2)
+
+    async def work() -> list[Any]:
+        sampler = NativeSampler(wrap(model), slots=5, stop_ids={EOS})
+        assert sampler.decoder.slots.recurrent
+        groups = await asyncio.gather(*[sampler.generate(prompt, sampling) for prompt in prompts])
+        sampler.close()
+        return [handle.body for group in groups for handle in group]
+
+    for rollout in asyncio.run(work()):
+        ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))
+        with torch.no_grad():
+            logits = model(ids[None], use_cache=False).logits[0, len(rollout.prompt.tokens) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(rollout.actions).long())
+        np.testing.assert_allclose(rollout.action_logp, expected.numpy(), atol=1e-5)
+
+
+def test_a_recurrent_prefill_passes_rows_of_one_length_together() -> None:
+    lm = wrap(model_of(LFM2()))
+    prove(lm)
+    decoder, passes = Decoder(lm, 8), []
+    lm.backbone.register_forward_pre_hook(
+        lambda module, args, kwargs: passes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    ids = torch.randint(2, VOCAB, (6, 9))
+    decoder.prefill(0, ids, [3, 3, 5, 9, 9, 9])
+    assert passes == [(2, 3), (1, 5), (3, 9)]

@@ -1,0 +1,242 @@
+"""One family on trial: everything the native engines do with it, against HF's plain pass over one sequence at a time.
+
+A trial returns the largest error; a ModelError is a refusal, and its sentence the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slipstream.config import LearnerConfig, LoraConfig
+from slipstream.engines.base import Sampling
+from slipstream.engines.draws import process
+from slipstream.engines.native.lora import with_adapters
+from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint, load_weights, split
+from slipstream.engines.native.packing import pack
+from slipstream.engines.native.passes import Passes
+from slipstream.engines.native.ranks import Ranks
+from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.native.storage import save
+from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
+from zoo.families import EOS, VOCAB
+
+LONGEST = 40
+"""Prompt and response: past windows, chunks, and the original context of scaled positions."""
+
+
+def apart(model: PreTrainedModel) -> LanguageModel:
+    """A copy, so that an engine's changes stay its own."""
+    return split("tiny", copy.deepcopy(model), longest=LONGEST)
+
+
+def nudged(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    later, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter += 0.05 * noise * parameter.std(correction=0)
+    return later
+
+
+def rollouts_of(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Rollout]:
+    """Random responses: a group for each (prompt, responses), by their lengths."""
+    rng, found = np.random.default_rng(0), []
+    for number, (length, responses) in enumerate(groups):
+        prompt = Prompt(id=f"p{number}", number=number, tokens=rng.integers(2, VOCAB, length))
+        for index, count in enumerate(responses):
+            tokens, logp = rng.integers(2, VOCAB, count), np.zeros(count)
+            found.append(
+                Rollout(
+                    prompt=prompt,
+                    index=index,
+                    tokens=tokens,
+                    versions=np.zeros(count, np.int64),
+                    logp=logp,
+                    actions=tokens[:, None],
+                    action_logp=logp[:, None],
+                    finish="length",
+                    loss_mask=np.ones(count, np.bool_),
+                )
+            )
+    return found
+
+
+SAMPLES = rollouts_of([(7, [20, 1, 9]), (1, [5, 3]), (19, [2, 21])])
+
+
+def plain(lm: LanguageModel, rollout: Rollout, sampling: Sampling | None = None) -> Tensor:
+    """Log-probs [T, V] by HF alone, in one pass over this sequence."""
+    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))
+    logits = lm.model(ids[None], use_cache=False).logits[0, len(rollout.prompt.tokens) - 1 : -1]
+    return process(logits, sampling) if sampling else logits.log_softmax(-1)
+
+
+# --- what is tried ----------------------------------------------------------------------------------------------------
+
+
+def sampler(model: PreTrainedModel) -> float:
+    """Ragged groups in fewer slots than rows, every sampling option, two publishes in the middle of responses."""
+    versions = [model, nudged(model, 1), nudged(model, 2)]
+    rng, lengths = np.random.default_rng(1), (3, 1, 8, 5, 19, 2)
+    prompts = [
+        Prompt(id=f"p{i}", number=i, tokens=rng.integers(2, VOCAB, n).astype(np.int32), seed=derive_seed(0, i))
+        for i, n in enumerate(lengths)
+    ]
+    options = [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.05, "temperature": 0.7}, {}, {"temperature": 1.5}]
+    samplings = [
+        Sampling(max_tokens=min(9 + 2 * i, LONGEST - n), group=1 + i % 3, draws=1 + i % 4, **options[i])
+        for i, n in enumerate(lengths)
+    ]
+    engine = NativeSampler(apart(model), slots=6, stop_ids={EOS})
+    found: list[Rollout] = []
+
+    async def main() -> None:
+        engine._wake = lambda: None  # steps below, on this thread: every token boundary can be reached
+        jobs = [asyncio.ensure_future(engine.generate(p, s)) for p, s in zip(prompts, samplings, strict=True)]
+        await asyncio.sleep(0)
+        step = version = 0
+        while engine.rows or engine.waiting or engine.publishing:
+            if step in (4, 9):
+                version += 1
+                weights = export_weights(versions[version], "float64")
+                jobs.append(asyncio.ensure_future(engine.publish(weights, version, "keep")))
+                await asyncio.sleep(0)
+            for answer, result in engine._step():
+                answer.set_result(result)
+            step += 1
+        done = await asyncio.gather(*jobs)
+        found.extend(handle.body for group in done if isinstance(group, list) for handle in group)
+
+    asyncio.run(main())
+    engine.close()
+    assert {int(v) for rollout in found for v in rollout.versions} == {0, 1, 2}
+    hf, worst = [apart(each) for each in versions], 0.0
+    with torch.no_grad():
+        for rollout in found:
+            for version in np.unique(rollout.versions):
+                at = rollout.versions == version
+                logp = plain(hf[version], rollout, samplings[rollout.prompt.number])
+                expected = logp.gather(1, torch.from_numpy(rollout.actions).long()).numpy()
+                worst = max(worst, float(np.abs(rollout.action_logp[at] - expected[at]).max()))
+    return worst
+
+
+def scorer(model: PreTrainedModel, *, packing: bool = True) -> float:
+    engine = NativeScorer(apart(model), packing=packing, token_budget=64)
+    found = engine._score([Handle(header_of(rollout), rollout) for rollout in SAMPLES])
+    engine.close()
+    hf = apart(model)
+    with torch.no_grad():
+        return max(
+            float(np.abs(handle.body.teacher_logp - taken(plain(hf, rollout), rollout).numpy()).max())
+            for handle, rollout in zip(found, SAMPLES, strict=True)
+        )
+
+
+def learner(
+    model: PreTrainedModel, *, packing: bool, shared_prompt: bool = False, checkpointing: bool = False
+) -> float:
+    """Gradients of a weighted sum of log-probs, relative to the largest entry of each tensor's."""
+    config = LearnerConfig(packing=packing, shared_prompt=shared_prompt, checkpointing=checkpointing, token_budget=128)
+    lm, hf = apart(model), apart(model)
+    passes = Passes(lm, config, Ranks(), temperature=1.0)
+    batches = pack(SAMPLES, budget=128, hidden=passes.hidden_size, packing=packing, shared_prompt=shared_prompt)
+    from slipstream.engines.native.rows import Rows
+
+    def by(batch: object) -> Tensor:
+        chosen = [SAMPLES[i] for i in batch.members]
+        logp_NV = passes.student(Rows(SAMPLES, batch, lm.device), lambda h, head: head(h).log_softmax(-1))
+        return loss_of(chosen, logp_NV.split([len(r.tokens) for r in chosen]))
+
+    found = gradients(lm, [lambda b=b: by(b) for b in batches])
+    expected = gradients(hf, [lambda r=r: loss_of([r], [plain(hf, r)]) for r in SAMPLES])
+    assert found.keys() == expected.keys()
+    largest = max(float(g.abs().max()) for g in expected.values())
+    return max(
+        float((found[n] - expected[n]).abs().max() / max(float(expected[n].abs().max()), 1e-3 * largest)) for n in found
+    )
+
+
+def taken(logp_TV: Tensor, rollout: Rollout) -> Tensor:
+    return logp_TV.gather(1, torch.from_numpy(rollout.tokens).long()[:, None])[:, 0]
+
+
+def loss_of(rollouts: Sequence[Rollout], logp: Sequence[Tensor]) -> Tensor:
+    weights = [np.cos(np.arange(len(r.tokens)) + r.prompt.number + 3 * r.index) for r in rollouts]
+    return torch.stack(
+        [(taken(x, r) * torch.from_numpy(w).to(x)).sum() for r, x, w in zip(rollouts, logp, weights, strict=True)]
+    ).sum()
+
+
+def gradients(lm: LanguageModel, losses: Sequence[Callable[[], Tensor]]) -> dict[str, Tensor]:
+    lm.model.zero_grad()
+    for loss in losses:
+        loss().backward()
+    return {name: p.grad.clone() for name, p in lm.model.named_parameters() if p.grad is not None}
+
+
+def lora(model: PreTrainedModel) -> float:
+    """Adapters that were moved travel to a sampler, and are merged into what is saved."""
+    config = LoraConfig(rank=2)
+    ours, theirs = (with_adapters(apart(model), config, seed=7) for _ in range(2))
+    with torch.no_grad():
+        for parameter in ours.model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    weights = export_weights(ours.model, "float64")
+    load_weights(theirs.model, weights)
+    assert fingerprint(theirs.model, "float64") == fingerprint(ours.model, "float64", exported=weights)
+    return max(reloaded(ours), difference(ours, theirs))
+
+
+def saved(model: PreTrainedModel) -> float:
+    return reloaded(apart(model))
+
+
+def reloaded(lm: LanguageModel) -> float:
+    with TemporaryDirectory() as folder:
+        save(Path(folder), lm, None, Ranks(), update=1, optimizer=None)
+        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    return difference(lm, apart(again))
+
+
+@torch.no_grad()
+def difference(one: LanguageModel, other: LanguageModel) -> float:
+    return max(float((plain(one, r) - plain(other, r)).abs().max()) for r in SAMPLES[:3])
+
+
+@torch.no_grad()
+def half(model: PreTrainedModel) -> float:
+    """Sampling in bfloat16 against HF in bfloat16: the mean difference of log-probs, over HF's own rounding error."""
+    lower = copy.deepcopy(model).to(torch.bfloat16)
+    engine = NativeSampler(split("tiny", copy.deepcopy(lower), longest=LONGEST), slots=6, stop_ids={EOS})
+    rng = np.random.default_rng(1)
+    prompts = [
+        Prompt(id=f"p{i}", number=i, tokens=rng.integers(2, VOCAB, 2 + i).astype(np.int32), seed=derive_seed(0, i))
+        for i in range(8)
+    ]
+
+    async def main() -> list[list[Handle]]:
+        sampling = Sampling(max_tokens=20, group=2)
+        return await asyncio.gather(*[engine.generate(prompt, sampling) for prompt in prompts])
+
+    rollouts = [handle.body for group in asyncio.run(main()) for handle in group]
+    engine.close()
+    hf, exact = split("tiny", lower, longest=LONGEST), apart(copy.deepcopy(lower).double())
+    ours = np.concatenate([rollout.logp for rollout in rollouts])
+    theirs, right = (
+        np.concatenate([taken(plain(lm, rollout), rollout).float().numpy() for rollout in rollouts])
+        for lm in (hf, exact)
+    )
+    usual = np.abs(theirs - right).mean() + 1e-6
+    return float(np.abs(ours - right).mean() / usual)
