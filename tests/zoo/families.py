@@ -85,7 +85,6 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "hrm_text": {"initializer_range": 0.1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "roc_bert": {"pronunciation_vocab_size": 8, "shape_vocab_size": 8},
     "xlm": {"emb_dim": 32, "n_words": VOCAB},
     "zaya": {"num_experts_per_tok": 1},
@@ -96,6 +95,18 @@ OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "nanochat": {},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "ngram_vocab_size_base": 64,
+        "split_ngram_parts": 4,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "ple_embed_dim": 32,
+        "hc_lowrank": 8,
+    },
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "reformer": {"axial_pos_embds": False},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "hybrid_layer_ids": [1, 3]},
@@ -168,12 +179,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def names() -> list[str]:
-    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+    """Those that read text, and nothing else."""
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not others_than_text(name)] + [*VARIANTS]
+
+
+def others_than_text(name: str) -> bool:
+    """Images, sounds, or an encoder of its own; but several are text models under a config of more."""
+    more = any(
+        word in part for part in CONFIG_MAPPING[name].sub_configs for word in ("vision", "audio", "vq", "encoder")
+    )
+    return more and not ("CausalLM" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] and text_of(name))
+
+
+def text_of(name: str) -> str | None:
+    """The family of the text part, where it has one of its own."""
+    part = f"{name}_text"
+    return part if "text_config" in CONFIG_MAPPING[name].sub_configs and part in CONFIG_MAPPING else None
 
 
 def config_of(name: str) -> Any:
     family, changes = VARIANTS.get(name, (name, {}))
     kind = CONFIG_MAPPING[family]
+    if (text := text_of(family)) is not None:
+        return kind(text_config=config_of(text).to_dict())
     usual, settings = kind(), {}
     for key, value in SMALL.items():
         held = inspect.getattr_static(usual, key, None)

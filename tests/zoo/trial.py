@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,9 +25,11 @@ from slipstream.engines.native.model import LanguageModel, export_weights, finge
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.passes import Passes
 from slipstream.engines.native.ranks import Ranks
+from slipstream.engines.native.rows import Rows
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.native.storage import save
+from slipstream.errors import ConfigError, ModelError
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
 from zoo.families import EOS, VOCAB
 
@@ -143,6 +146,14 @@ def scorer(model: PreTrainedModel, *, packing: bool = True) -> float:
         )
 
 
+def scorer_of_either(model: PreTrainedModel) -> float:
+    """Packed where it can be."""
+    try:
+        return scorer(model)
+    except ModelError:
+        return scorer(model, packing=False)
+
+
 def learner(
     model: PreTrainedModel, *, packing: bool, shared_prompt: bool = False, checkpointing: bool = False
 ) -> float:
@@ -151,7 +162,6 @@ def learner(
     lm, hf = apart(model), apart(model)
     passes = Passes(lm, config, Ranks(), temperature=1.0)
     batches = pack(SAMPLES, budget=128, hidden=passes.hidden_size, packing=packing, shared_prompt=shared_prompt)
-    from slipstream.engines.native.rows import Rows
 
     def by(batch: object) -> Tensor:
         chosen = [SAMPLES[i] for i in batch.members]
@@ -240,3 +250,28 @@ def half(model: PreTrainedModel) -> float:
     )
     usual = np.abs(theirs - right).mean() + 1e-6
     return float(np.abs(ours - right).mean() / usual)
+
+
+TRIALS: dict[str, Callable[[PreTrainedModel], float]] = {
+    "generates": sampler,
+    "bf16": half,
+    "scores": scorer_of_either,
+    "packed": partial(learner, packing=True),
+    "shared prompt": partial(learner, packing=True, shared_prompt=True),
+    "padded": partial(learner, packing=False),
+    "recomputed": partial(learner, packing=False, checkpointing=True),
+    "adapters": lora,
+    "saved": saved,
+}
+LIMIT = dict.fromkeys(TRIALS, 2e-4) | {"bf16": 1.6}
+"""Log-probs and relative gradients in float64, in which HF still rounds norms to float32; bf16 in HF's own errors."""
+
+
+def attempt(model: PreTrainedModel, trial: str) -> float | str | Exception:
+    """The largest error, the sentence of a refusal, or whatever else was raised."""
+    try:
+        return TRIALS[trial](model)
+    except (ModelError, ConfigError) as refusal:
+        return str(refusal).replace("tiny: ", "")
+    except Exception as error:
+        return error

@@ -1,0 +1,48 @@
+"""A walk through the zoo: one family of each kind of attention and of memory. `make zoo` sees them all."""
+
+from __future__ import annotations
+
+import pytest
+
+from zoo import families
+from zoo.__main__ import BEGIN, PAGE
+from zoo.trial import LIMIT, TRIALS, attempt
+
+WALK = [
+    "gpt_oss",  # sinks, windows, experts
+    "gemma2, small caps",
+    "deepseek_v3",  # latent attention: values of another size than keys
+    "llama4_text",  # chunks, no positions in some layers
+    "afmoe",
+    "stablelm",  # hands no arguments on
+    "cohere, norms",  # scaled logits
+    "falcon_h1",  # attention and state space in one layer
+    "lfm2",
+]
+
+
+@pytest.mark.parametrize("name", WALK)
+def test_a_family_is_exact(name: str) -> None:
+    model = families.make(name)
+    for trial in ("generates", "packed", "padded"):
+        outcome = attempt(model, trial)
+        if isinstance(outcome, Exception):
+            raise outcome
+        if isinstance(outcome, str):
+            assert trial == "packed" and "recurrent layers would carry one sequence into the next" in outcome
+        else:
+            assert outcome <= LIMIT[trial], trial
+
+
+def test_the_page_knows_every_family_of_these_transformers() -> None:
+    page = PAGE.read_text().partition(BEGIN)[2]
+    for name in families.names():
+        assert f"| {name} |" in page or f"*{name}" in page or f" {name}," in page or f" {name}*" in page, name
+
+
+@pytest.mark.parametrize("name", WALK)
+def test_the_page_says_what_is_so(name: str) -> None:
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} |")]
+    cells = dict(zip(TRIALS, [cell.strip() for cell in row.split("|")[2:-1]], strict=True))
+    assert cells["generates"] == cells["padded"] == "✓"
+    assert cells["packed"] == ("–" if name in ("falcon_h1", "lfm2") else "✓")

@@ -1,0 +1,102 @@
+"""`make zoo`: every family on trial, and the table of docs/models.md. Fails where one is neither exact nor refused."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import transformers
+
+from zoo import families
+from zoo.trial import LIMIT, TRIALS, attempt
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- begin: made by make zoo -->", "<!-- end -->"
+
+
+@dataclass
+class Row:
+    name: str
+    kind: str = ""
+    passed: dict[str, float] = field(default_factory=dict)
+    """The largest error of each trial."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """The sentence, by trial."""
+    broken: dict[str, str] = field(default_factory=dict)
+    """Neither: a traceback, or a number that is wrong."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        cells = ["✗" if trial in self.broken else "✓" if trial in self.passed else "–" for trial in TRIALS]
+        return f"| {self.name} | {' | '.join(cells)} |"
+
+
+def try_out(name: str) -> Row:
+    row, began = Row(name), time.perf_counter()
+    try:
+        model = families.make(name)
+    except Exception as error:  # a config that the shrinking does not fit
+        row.refused["built"] = f"not built here: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        return row
+    row.kind = type(model).__name__
+    for trial in TRIALS:
+        outcome = attempt(model, trial)
+        if isinstance(outcome, str):
+            row.refused[trial] = outcome
+        elif isinstance(outcome, Exception):
+            row.broken[trial] = f"{type(outcome).__name__}: {str(outcome).splitlines()[0]}"
+        elif outcome > LIMIT[trial]:
+            row.broken[trial] = f"error {outcome:.2g}, more than {LIMIT[trial]:.2g}"
+        else:
+            row.passed[trial] = outcome
+    row.seconds = time.perf_counter() - began
+    return row
+
+
+def page(rows: list[Row]) -> str:
+    worst = max(error for row in rows for trial, error in row.passed.items() if trial != "bf16")
+    able = [row for row in rows if "generates" in row.passed]
+    lines = [
+        f"transformers {transformers.__version__}: {len(able)} of {len(rows)} configurations generate natively; the "
+        f"largest error behind any ✓ was {worst:.1g}.",
+        "",
+        "| family | " + " | ".join(TRIALS) + " |",
+        "|---" * (1 + len(TRIALS)) + "|",
+        *map(str, [row for row in rows if row.passed]),
+        "",
+        "### What is refused, and what it says",
+        "",
+    ]
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        for sentence in dict.fromkeys(row.refused.values()):
+            reasons.setdefault(sentence.replace(row.kind or "?", "MODEL"), []).append(row.name)
+    lines += [f"- {sentence}: *{', '.join(names)}*" for sentence, names in reasons.items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    rows = []
+    for name in sys.argv[1:] or families.names():
+        row = try_out(name)
+        rows.append(row)
+        print(f"{row}  {row.seconds:.1f} s", flush=True)
+        for trial, said in row.broken.items():
+            print(f"    {trial}: {said}", flush=True)
+    if len(sys.argv) == 1:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(before + BEGIN + "\n" + page(rows) + "\n" + END + rest.partition(END)[2])
+    broken = [row.name for row in rows if row.broken]
+    print(f"{len(rows)} configurations; broken: {', '.join(broken) or 'none'}")
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
