@@ -23,6 +23,7 @@ from slipstream.engines.native.learner import NativeLearner
 from slipstream.engines.native.method import Method
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.native.snapshots import PREVIOUS
 from slipstream.estimators import policy
 from slipstream.estimators.advantage import advantage
 from slipstream.estimators.aggregate import aggregate
@@ -197,15 +198,14 @@ def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
         updates=9,
         snapshots=2,
     )
-    previous = method.policy is not None and method.policy.old == "previous"
     for version in (0, 1, 2):
         with torch.no_grad():
             for ours, theirs in zip(learner.lm.model.parameters(), case.versions[version].parameters(), strict=True):
                 ours.copy_(theirs)
         if version < 2:
             run(learner.export())
-            if previous:
-                learner._begin(version + 1)
+            if method.previous:
+                learner.snapshots.take(PREVIOUS)
         learner.update = learner.made = version + (version < 2)
     return learner
 
@@ -523,3 +523,5 @@ def test_a_stop_between_gradient_and_step_is_resumed_from_the_update_before(case
         await again.prepare(Batch(tuple(case.groups), 3))
 
     run(work())
+    for key, one in first.frozen.items():
+        assert one.old_T is not None and torch.equal(one.old_T, again.frozen[key].old_T)

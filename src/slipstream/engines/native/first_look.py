@@ -29,7 +29,7 @@ class FirstLook:
         current = self.passes.log_probs(samples) if asked else None
         reference = self.passes.log_probs(samples, self.snapshots, REFERENCE) if method.reference is not None else None
         old, missing = None, [0] * len(samples)
-        if method.policy is not None and method.policy.old == "previous":
+        if method.previous:
             old = self.passes.log_probs(samples, self.snapshots, PREVIOUS)
         elif method.decoupled:
             old, missing = self._at_own_version(samples, {version: current} if current is not None else {}, drawn)

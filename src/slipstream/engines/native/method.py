@@ -46,6 +46,11 @@ class Method:
         return self.correction.mode == "decoupled"
 
     @property
+    def previous(self) -> bool:
+        """The old policy is the learner before its last update."""
+        return self.policy is not None and self.policy.old == "previous"
+
+    @property
     def by_row(self) -> bool:
         """The policy loss must see whole rows."""
         if (policy := self.policy) is None:
