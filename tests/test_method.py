@@ -62,6 +62,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"correction": {"preset": "decoupled_geo_rs", "rs": {"seq_mean_k3": [0.1, 0.2]}}},
         "correction: rs['seq_mean_k3'] must be one number above 0",
     ),
+    "rejection by advantages that there are none of": (
+        DISTILLATION | {"correction": {"preset": "decoupled_geo_rs", "rs": {"negative_seq": 0.1}}},
+        "correction.rs.negative_seq rejects answers whose advantage is negative, and without [policy] there is none",
+    ),
+    "rejection by weights that are not kept": (
+        {"correction": {"preset": "decoupled_geo_rs", "rs": {"seq_max_kl": 0.1}}, "learner": {"snapshots": 0}},
+        "correction.rs.seq_max_kl compares with the weights that drew a token, and learner.snapshots = 0 keeps none",
+    ),
     "rejection without a mode": (
         {"correction": {"rs": {"seq_mean_k3": 0.1}}},
         "correction: weights and rejection need a mode",
@@ -92,7 +100,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "snapshots that nothing reads": (
         {"learner": {"snapshots": 3}},
-        "learner.snapshots does nothing: neither a decoupled correction nor exact_drift reads them",
+        "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl nor exact_drift reads them",
     ),
     "nothing to compare an answer with": (
         {"sampler": {"group": 1}},
@@ -138,5 +146,7 @@ def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
     assert snapshots_of(config(schedule={"kind": "async", "tau": 4, "publish_every": 3}, **decoupled)) == 5
     assert snapshots_of(config(schedule={"kind": "replay", "k": 2}, **decoupled)) == 3
     assert snapshots_of(config(learner={"snapshots": 2}, **decoupled)) == 2
+    by_kl = {"correction": {"preset": "bypass_ppo_clip_geo_rs", "rs": {"seq_max_kl": 0.1}}}
+    assert snapshots_of(config(schedule={"kind": "step_off", "k": 2}, **by_kl)) == 3
     dropping = {"kind": "async", "tau": 2, "max_lag": 8, "on_old": "drop"}
     assert snapshots_of(config(schedule=dropping, **decoupled)) == 9

@@ -50,6 +50,14 @@ class Method:
         """The old policy is the learner before its last update."""
         return self.policy is not None and self.policy.old == "previous"
 
+    def rejects(self, mode: str) -> bool:
+        return mode in (self.correction.rs or {})
+
+    @property
+    def reads_snapshots(self) -> bool:
+        """Something is asked of the weights that drew a token."""
+        return self.decoupled or self.rejects("seq_max_kl")
+
     @property
     def by_row(self) -> bool:
         """The policy loss must see whole rows."""
@@ -71,7 +79,8 @@ class Method:
     @property
     def current_first(self) -> bool:
         """What the learner thinks of the tokens when they arrive must be known before its first step."""
-        return self.chooses or self.proximal or (self.correction.corrects and not self.decoupled)
+        in_bypass = self.correction.corrects and not self.decoupled
+        return self.chooses or self.proximal or in_bypass or self.rejects("negative_seq")
 
     @property
     def proximal(self) -> bool:
@@ -121,8 +130,10 @@ def method_of(config: Config) -> Method:
         _check_policy(config, policy, method)
     if config.schedule.kind == "periodic":
         _check_parts(method)
-    if config.learner.snapshots and not (config.learner.exact_drift or method.decoupled):
-        raise ConfigError("learner.snapshots does nothing: neither a decoupled correction nor exact_drift reads them")
+    if config.learner.snapshots and not (config.learner.exact_drift or method.reads_snapshots):
+        raise ConfigError(
+            "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl nor exact_drift reads them"
+        )
     return method
 
 
@@ -144,6 +155,16 @@ def _check_correction(config: Config, preset: CorrectionPreset) -> None:
         raise ConfigError(
             f"correction.preset = {config.correction.preset!r} weighs a policy loss, and there is none: choose one "
             "that only rejects (…_rs), or add [policy]"
+        )
+    if config.policy is None and "negative_seq" in (preset.rs or {}):
+        raise ConfigError(
+            "correction.rs.negative_seq rejects answers whose advantage is negative, and without [policy] there is "
+            "none: drop it, or add [policy]"
+        )
+    if config.learner.snapshots == 0 and "seq_max_kl" in (preset.rs or {}):
+        raise ConfigError(
+            "correction.rs.seq_max_kl compares with the weights that drew a token, and learner.snapshots = 0 keeps "
+            "none: leave it out, and as many are kept as the schedule needs"
         )
     try:
         if config.policy is not None:
