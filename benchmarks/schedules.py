@@ -56,6 +56,7 @@ class Found:
     stages_of_bound: float
     """The same, where only the CPU seconds of the stages count."""
     overlap: float
+    """Of all that keeps workers busy, publishes included."""
     lag: float
     accuracy: float
     waits: dict[str, float]
@@ -92,7 +93,7 @@ def run(arm: dict[str, Any], *, seed: int, updates: int) -> Found:
         tokens_per_s=throughput([line["tokens"] for line in lines], [line["time"] for line in lines], warmup=1),
         of_bound=sum(cpu.values()) / CORES / seconds,
         stages_of_bound=stages / CORES / seconds,
-        overlap=sum(line["overlap"] * line["seconds/update"] for line in lines) / wall,
+        overlap=sum(line["overlap/busy"] * line["seconds/update"] for line in lines) / wall,
         lag=statistics.fmean(line["lag/mean"] for line in lines),
         accuracy=accuracy,
         waits={name: sum(line[f"seconds/{name}"] for line in lines) / wall for name in ("data", "turn", "weights")},

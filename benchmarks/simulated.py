@@ -60,7 +60,7 @@ def lengths(mean: float, sigma: float) -> Callable[[Prompt, int], int]:
 
 
 def speed(schedule: Any, *, mean: float, sigma: float, updates: int) -> tuple[float, float, float]:
-    """Trained tokens per virtual second, overlap, and mean lag."""
+    """Trained tokens per virtual second, overlap of all that keeps workers busy, and mean lag."""
     rollout, trainers = (7, 7) if schedule.kind == "sync" else (4, 3)
     config = Config(
         student="none",
@@ -84,7 +84,7 @@ def speed(schedule: Any, *, mean: float, sigma: float, updates: int) -> tuple[fl
         lines = read_lines(Path(path) / "metrics.jsonl")
     late = lines[5:]
     wall = sum(line["seconds/update"] for line in late)
-    overlap = sum(line["overlap"] * line["seconds/update"] for line in late) / wall
+    overlap = sum(line["overlap/busy"] * line["seconds/update"] for line in late) / wall
     lag = sum(line["lag/mean"] for line in late) / len(late)
     return throughput([line["tokens"] for line in lines], [line["time"] for line in lines]), overlap, lag
 

@@ -305,6 +305,13 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
         ["train", "good.toml", "--student", "taken"],
         "taken: cannot load a tokenizer there: ",
     ),
+    **{
+        f"ratio to a cut distribution, {command}": (
+            [command, "good.toml", *flags, "--sampler.top_p", "0.9"],
+            "sampler.top_p = 0.9 leaves out tokens of the distribution that draws",
+        )
+        for command, flags in (("train", []), ("config", ["--check"]))
+    },
     "tracker that is not installed": (
         ["train", "good.toml", "--log.to", '["mlflow"]'],
         "log.to = ['mlflow'] needs mlflow",

@@ -61,6 +61,7 @@ def evidence(mask: Tensor) -> dict[str, Tensor]:
         "turns": torch.arange(shape[1]).expand(shape) // 2,
         "kl": torch.rand(shape, generator=generator, dtype=torch.float64) / 10,
         "advantages": torch.randn(shape[0], 1, generator=generator, dtype=torch.float64).expand(shape),
+        "current": -2 * torch.rand(shape, generator=generator, dtype=torch.float64),
     }
 
 
@@ -131,7 +132,7 @@ def test_k1_bounds_are_ratios_unless_verl_is_asked_for(
 
 def test_verl_compat_concerns_k1_only() -> None:
     old, rollout, mask = row(0.3, 3.0, 1.0)
-    for mode in ("token_k2", "token_k3", "seq_max_kl"):
+    for mode in ("token_k2", "token_k3", "seq_max_k3"):
         same = [correct(old, rollout, mask, rs={mode: 0.5}, verl_compat=compat).mask for compat in (False, True)]
         assert torch.equal(*same)
 
@@ -184,7 +185,6 @@ def test_every_statistic_by_hand() -> None:
         "seq_sum_k3": sum(k3),
         "seq_mean_k3": sum(k3) / 2,
         "seq_max_k3": k3[0],
-        "seq_max_kl": k3[0],  # without a KL it is seq_max_k3
     }
     for mode, value in statistics.items():
         assert correct(*old_rollout_mask, rs={mode: value * 1.001}).mask.sum() == 2, mode
@@ -192,22 +192,31 @@ def test_every_statistic_by_hand() -> None:
     assert correct(*old_rollout_mask, rs={"token_k3": 0.25}).mask.tolist() == [[0, 1]]  # 0.307 and 0.193
 
 
-def test_trust_region_masking_takes_the_given_kl() -> None:
+def test_trust_region_masking_takes_the_given_kl_and_no_estimate() -> None:
     old, rollout, _ = batch(0, rows=3, width=2)
     kl, mask = tensor([[0.1, 0.01], [0.01, nan], [0.01, 0.02]]), torch.tensor([[1, 1], [1, 0], [1, 1]])
     assert correct(old, rollout, mask, rs={"seq_max_kl": 0.05}, kl=kl).mask.tolist() == [[0, 0], [1, 0], [1, 1]]
+    kl[2, 0] = inf  # not known: not within the region
+    assert correct(old, rollout, mask, rs={"seq_max_kl": 0.05}, kl=kl).mask.tolist() == [[0, 0], [1, 0], [0, 0]]
+    with pytest.raises(ValueError, match="'seq_max_kl' needs the KL .* kl=kl_BT, or take 'seq_max_k3', its estimate"):
+        correct(old, rollout, mask, rs={"seq_max_kl": 0.05})
 
 
 def test_negative_rows_that_drifted_are_rejected() -> None:
-    """Mean −Δ is 0.2, 0.2, −0.2: only a bad row with positive drift beyond 0.1 goes."""
+    """Mean log π_rollout − log π_θ is 0.2, 0.2, −0.2: only a bad row with positive drift beyond 0.1 goes."""
     drift, advantage = tensor([0.2, 0.2, -0.2])[:, None], tensor([-1.0, 1.0, -1.0])[:, None]
-    old, advantages = (drift * -1 - 3).expand(3, 2), advantage.expand(3, 2)
-    rollout, mask = torch.full_like(old, -3), torch.ones(3, 2)
-    found = correct(old, rollout, mask, rs={"negative_seq": 0.1}, advantages=advantages)
-    assert found.mask[:, 0].tolist() == [0, 1, 1]
-    assert correct(old, rollout, mask, rs={"negative_seq": 0.3}, advantages=advantages).mask.all()
-    with pytest.raises(ValueError, match="'negative_seq' needs advantages"):
-        correct(old, rollout, mask, rs={"negative_seq": 0.1})
+    current, advantages = (drift * -1 - 3).expand(3, 2), advantage.expand(3, 2)
+    rollout, mask = torch.full_like(current, -3), torch.ones(3, 2)
+    for old in (current, rollout):  # bypass, and decoupled with engines that agree
+        found = correct(old, rollout, mask, rs={"negative_seq": 0.1}, advantages=advantages, current=current)
+        assert found.mask[:, 0].tolist() == [0, 1, 1]
+        kept = correct(old, rollout, mask, rs={"negative_seq": 0.3}, advantages=advantages, current=current)
+        assert kept.mask.all()
+    needed = {"advantages": advantages, "current": current}
+    for missing in needed:
+        given = {name: value for name, value in needed.items() if name != missing}
+        with pytest.raises(ValueError, match="'negative_seq' needs .*advantages=advantages_BT, current=logp_BT"):
+            correct(rollout, rollout, mask, rs={"negative_seq": 0.1}, **given)
 
 
 def test_metrics_of_rejection_by_hand() -> None:
@@ -234,9 +243,10 @@ def test_metrics_of_rejection_by_hand() -> None:
 @given(seed=st.integers(0, 1000))
 def test_equal_policies_need_no_correction(seed: int) -> None:
     old, _, mask = batch(seed)
-    tiny = {mode: (0.999, 1.001) if mode.endswith("k1") else 1e-9 for mode in RS_MODES if mode != "seq_max_kl"}
+    tiny = {mode: (0.999, 1.001) if mode.endswith("k1") else 1e-9 for mode in RS_MODES}
+    same = evidence(mask) | {"kl": torch.zeros_like(old), "current": old}
     for level in LEVELS:
-        found = correct(old, old, mask, is_level=level, is_normalize=True, rs=tiny, **evidence(mask))  # type: ignore[arg-type]
+        found = correct(old, old, mask, is_level=level, is_normalize=True, rs=tiny, **same)  # type: ignore[arg-type]
         assert torch.equal(found.mask, mask) and found.weights is not None
         torch.testing.assert_close(found.weights, mask.double())
         assert found.metrics["ess"] == pytest.approx(1)
@@ -388,6 +398,8 @@ def test_impossible_and_certain_tokens_stay_finite(dtype: torch.dtype, level: An
                 rs=rs,
                 turns=torch.zeros(3, 3, dtype=torch.long),
                 advantages=torch.ones(3, 3),
+                kl=torch.zeros(3, 3),
+                current=old,
             )
             assert found.weights is not None and found.weights.isfinite().all()
             assert all(math.isfinite(value) for value in found.metrics.values())
@@ -456,6 +468,15 @@ def test_a_preset_is_correct_with_its_settings(name: str) -> None:
     assert (found.weights is None) == (level is None)
     if name == "disabled":
         assert torch.equal(found.mask, mask) and found.metrics["rollout_rs_masked_fraction"] == 0
+
+
+@pytest.mark.parametrize(("tokens", "scatter"), [(16, 0.01), (1000, 0.01), (1000, 0.05), (10_000, 0.05)])
+def test_the_geometric_presets_are_for_long_answers(tokens: int, scatter: float) -> None:
+    """Of rows whose log-ratios scatter by σ around 0 they keep erf(0.001·√(T/2)/σ): 31, 99.8, 47 and 95 %."""
+    noise = torch.randn(400, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rollout = torch.full_like(noise, -3)
+    kept = PRESETS["decoupled_geo_rs"].apply(rollout + scatter * noise, rollout, torch.ones_like(noise)).mask[:, 0]
+    assert kept.mean().item() == pytest.approx(math.erf(0.001 * math.sqrt(tokens / 2) / scatter), abs=0.06)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -575,4 +596,6 @@ def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"kl \(1, 1\)"):
         correct(x, x, ones, rs={"seq_max_kl": 0.1}, kl=x[:, :1])
     with pytest.raises(ValueError, match=r"advantages \(1, 1\)"):
-        correct(x, x, ones, rs={"negative_seq": 0.1}, advantages=x[:, :1])
+        correct(x, x, ones, rs={"negative_seq": 0.1}, advantages=x[:, :1], current=x)
+    with pytest.raises(ValueError, match=r"current \(1, 1\)"):
+        correct(x, x, ones, rs={"negative_seq": 0.1}, advantages=x, current=x[:, :1])

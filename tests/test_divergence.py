@@ -81,12 +81,31 @@ def test_aliases_are_the_estimators_they_name() -> None:
         assert torch.equal(kl_estimate(logp, logq, kind=alias), kl_estimate(logp, logq, kind=kind))
 
 
-def test_k3_is_clamped_at_ten_and_has_no_gradient_there() -> None:
-    """u = 3: e³ − 4 = 16.1, clamped. u = −30: clamped to −20, e⁻²⁰ + 19, clamped."""
+def test_the_value_of_k3_is_clamped_at_ten_and_its_gradient_is_not() -> None:
+    """u = 3: e³ − 4 = 16.1, clamped; slope 1 − e³. u = −30: clamped to −20, e⁻²⁰ + 19, clamped; slope 1 − e⁻²⁰."""
     logp = double([-4.0, 0.0]).requires_grad_()
     value = kl_estimate(logp, double([-1.0, -30.0]), kind="k3")
     close(value, [10.0, 10.0])
-    close(torch.autograd.grad(value.sum(), logp)[0], [0.0, 0.0])
+    close(torch.autograd.grad(value.sum(), logp)[0], [1 - math.exp(3), 1 - math.exp(-20)])
+
+
+@pytest.mark.parametrize("kind", ["k2", "k3", "k1+", "k3+"])
+def test_a_loss_on_one_token_pulls_to_the_teacher_at_every_distance(kind: str) -> None:
+    """Where the student is below it, up; where it is above, down: in the whole range, clamps or not."""
+    logp = torch.linspace(-60, 0, 3001, dtype=torch.float64).requires_grad_()
+    gap = logp.detach() + 30
+    (slope,) = torch.autograd.grad(kl_estimate(logp, torch.full_like(gap, -30.0), kind=kind).sum(), logp)
+    exact = 1 - torch.exp(-gap.clamp(-20, 20)) if kind == "k3" else gap
+    torch.testing.assert_close(slope, exact, rtol=1e-12, atol=1e-12)
+    assert torch.equal(slope.sign(), gap.sign())
+
+
+def test_the_floor_under_log_probs_stops_no_gradient() -> None:
+    """A token the student has given up counts as e^−10000, and the forward KL still asks for it back, by q."""
+    logp = double([[-2e4, 0.0], [-math.inf, 0.0]]).requires_grad_()
+    value = forward_kl_topk(logp, logs([0.25, 0.75], [0.25, 0.75]))
+    assert value.tolist() == pytest.approx([2500 + 0.25 * math.log(0.25) + 0.75 * math.log(0.75)] * 2)
+    close(torch.autograd.grad(value.sum(), logp)[0], [[-0.25, -0.75]] * 2)
 
 
 def test_wrong_kinds_are_named_with_the_nearest() -> None:

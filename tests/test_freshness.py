@@ -108,6 +108,16 @@ def test_rollout_drift_is_zero_at_the_same_policy_and_only_there() -> None:
     torch.testing.assert_close(expected, dense(warmer, same, kind="reverse").sum())
 
 
+def test_rollout_drift_pulls_back_from_every_distance() -> None:
+    """The slope is ρ log ρ, of a ratio within e^±20."""
+    logp = torch.linspace(-60, 0, 3001, dtype=torch.float64)[:, None].requires_grad_()
+    gap = logp.detach() + 30
+    (slope,) = torch.autograd.grad(rollout_kl_from_cache(logp, torch.full_like(gap, -30.0)).sum(), logp)
+    bounded = gap.clamp(-20, 20)
+    torch.testing.assert_close(slope, bounded.exp() * bounded, rtol=1e-9, atol=1e-12)
+    assert torch.equal(slope.sign(), gap.sign())
+
+
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(
     st.lists(st.tuples(st.floats(-1e5, 0), st.floats(-1e5, 0)), min_size=1, max_size=6),

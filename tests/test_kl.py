@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream.estimators.divergence import kl_estimate
 from slipstream.estimators.kl import (
     CONTROLLERS,
     SCOPE,
@@ -56,6 +58,34 @@ def test_corrected_k3_has_the_gradient_of_the_kl_whoever_drew(stale: bool) -> No
     assert close(expected_gradient(theta, old, ref, corrected=True), gradient_of_kl(theta, ref))
 
 
+@pytest.mark.parametrize("stale", [-30.0, -2.0, 0.0, 2.0, 30.0])
+def test_corrected_k3_never_pushes_away_from_the_reference(stale: float) -> None:
+    """r·(log π − log π_ref) at every distance, far beyond the ratio of 13.6 at which the value is clamped."""
+    logp = torch.linspace(-40, 0, 2001, dtype=torch.float64)[None].requires_grad_()
+    old = logp.detach() - stale
+    for reference in (-40.0, -2.0, 0.0):
+        loss, _ = kl_loss(logp, torch.full_like(old, reference), torch.ones_like(old), logp_old=old, agg="token-sum")
+        exact = math.exp(max(-20, min(20, stale))) * (logp.detach() - reference)
+        torch.testing.assert_close(torch.autograd.grad(loss, logp)[0], exact, rtol=1e-12, atol=1e-12)
+
+
+def test_a_clamped_k3_by_hand() -> None:
+    """log π = −4.7 against −2: r = e^−2.7, and k3 = e^2.7 − 3.7 = 11.2 counts as 10; the gradient is r·(−2.7)."""
+    logp, ref = torch.tensor([[-4.7]], dtype=torch.float64).requires_grad_(), torch.tensor([[-2.0]])
+    loss, _ = kl_loss(logp, ref, torch.ones(1, 1), logp_old=ref)
+    assert loss.item() == pytest.approx(10 * math.exp(-2.7))
+    assert torch.autograd.grad(loss, logp)[0].item() == pytest.approx(-2.7 * math.exp(-2.7))
+
+
+@pytest.mark.parametrize("kind", ["k1", "abs", "k2", "k3", "k1+", "k3+"])
+def test_the_kind_of_a_corrected_term_is_that_of_its_value(kind: str) -> None:
+    theta, old, ref = policies(stale=True)
+    assert close(expected_gradient(theta, old, ref, corrected=True, kind=kind), gradient_of_kl(theta, ref))
+    logp = theta.detach().log_softmax(-1)[:, None]
+    loss, _ = kl_loss(logp, ref[:, None], torch.ones(V, 1), logp_old=old[:, None], kind=kind, agg="token-sum")
+    torch.testing.assert_close(loss, ((logp[:, 0] - old).exp() * kl_estimate(logp[:, 0], ref, kind=kind)).sum())
+
+
 def test_the_ratio_of_corrected_k3_has_to_carry_its_gradient() -> None:
     """With sg(r) the expectation of r·∇k3 is the gradient of KL(ref‖π): another direction, still 0 at π = ref."""
     theta, old, ref = policies(stale=True)
@@ -84,6 +114,15 @@ def test_k1_in_the_reward_becomes_the_gradient_of_the_kl() -> None:
     (found,) = torch.autograd.grad((old.exp()[:, None] * rewards * logp).sum(), theta)
     assert close(found, -0.3 * gradient_of_kl(theta, ref))
     torch.testing.assert_close(metrics["kl_reward"], (logp.detach()[:, 0] - ref).mean())
+
+
+def test_only_k1_has_a_place_in_the_reward() -> None:
+    """A token that the reference likes better must be rewarded: every other kind charges it."""
+    x = torch.zeros(1, 1)
+    for kind in ("abs", "k2", "k3", "k3+", "mse", "low_var_kl"):
+        with pytest.raises(ValueError, match=f"{re.escape(kind)} in the reward .* use k1"):
+            kl_reward(x, x, x, x, beta=0.1, kind=kind)
+    assert kl_reward(x, x - 3, x, torch.ones(1, 1), beta=0.1, kind="kl")[0].item() == pytest.approx(0.3)
 
 
 def test_six_tokens_by_hand() -> None:

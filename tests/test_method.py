@@ -62,6 +62,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"correction": {"preset": "decoupled_geo_rs", "rs": {"seq_mean_k3": [0.1, 0.2]}}},
         "correction: rs['seq_mean_k3'] must be one number above 0",
     ),
+    "rejection by advantages that there are none of": (
+        DISTILLATION | {"correction": {"preset": "decoupled_geo_rs", "rs": {"negative_seq": 0.1}}},
+        "correction.rs.negative_seq rejects answers whose advantage is negative, and without [policy] there is none",
+    ),
+    "rejection by weights that are not kept": (
+        {"correction": {"preset": "decoupled_geo_rs", "rs": {"seq_max_kl": 0.1}}, "learner": {"snapshots": 0}},
+        "correction.rs.seq_max_kl compares with the weights that drew a token, and learner.snapshots = 0 keeps none",
+    ),
     "rejection without a mode": (
         {"correction": {"rs": {"seq_mean_k3": 0.1}}},
         "correction: weights and rejection need a mode",
@@ -92,7 +100,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "snapshots that nothing reads": (
         {"learner": {"snapshots": 3}},
-        "learner.snapshots does nothing: neither a decoupled correction nor exact_drift reads them",
+        "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl nor exact_drift reads them",
     ),
     "nothing to compare an answer with": (
         {"sampler": {"group": 1}},
@@ -130,6 +138,102 @@ def test_what_would_be_wrong_is_refused_in_one_line(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+KL_ONLY = {"preset": "decoupled_geo_rs", "rs": {"seq_max_kl": 0.1}}
+REINFORCE = {"policy": {"loss": "reinforce"}}
+HOLDS_A_RATIO: dict[str, tuple[dict[str, Any], str]] = {
+    "distillation": (DISTILLATION, 'loss.kind = "reverse_kl_mc" weighs draws by'),
+    "distillation beside a policy loss": (
+        REINFORCE | {"loss": {"weight": 1.0}, "teachers": {"main": {"model": "t"}}},
+        'loss.kind = "reverse_kl_mc" weighs draws by',
+    ),
+    **{
+        f"{loss} to what drew": ({"policy": {"loss": loss}}, f'policy.loss = "{loss}" holds')
+        for loss in sorted(set(LOSSES) - {"reinforce", "gpg"})
+    },
+    "bypass": ({"correction": {"preset": "bypass_ppo_clip"}}, 'policy.loss = "vanilla" holds'),
+    **{
+        f"{preset} of vanilla": ({"correction": {"preset": preset}}, f'correction.preset = "{preset}" looks at')
+        for preset in PRESETS
+        if preset.startswith("decoupled")
+    },
+    **{
+        f"{preset} of reinforce": (
+            REINFORCE | {"correction": {"preset": preset}},
+            f'correction.preset = "{preset}" looks at',
+        )
+        for preset in PRESETS
+        if preset.startswith("bypass_pg")
+    },
+    "rejection alone": (
+        {
+            "loss": {"kind": "forward_kl"},
+            "policy": None,
+            "teachers": {"main": {"model": "t"}},
+            "correction": {"preset": "decoupled_k3_rs"},
+        },
+        'correction.preset = "decoupled_k3_rs" looks at',
+    ),
+    "rejection by the current policy": (
+        REINFORCE | {"correction": {"preset": "decoupled_geo_rs", "rs": {"negative_seq": 0.1}}},
+        'correction.preset = "decoupled_geo_rs" looks at',
+    ),
+    "a KL in the loss": (REINFORCE | {"reference": {"weight": 0.1}}, 'reference.into = "loss" weighs its KL by'),
+    "a KL in the reward": (
+        REINFORCE | {"reference": {"weight": 0.1, "into": "reward"}},
+        'reference.into = "reward" charges for',
+    ),
+}
+HOLDS_NONE: dict[str, dict[str, Any]] = {
+    "the teacher's top-k": {"loss": {"kind": "forward_kl"}, "policy": None, "teachers": {"main": {"model": "t"}}},
+    **{
+        f"hidden states, {kind}": {
+            "loss": {"kind": kind, "cache": "hidden"},
+            "policy": None,
+            "teachers": {"main": {"model": "t"}},
+        }
+        for kind in ("forward_kl", "reverse_kl", "jsd")
+    },
+    "draws as they are": DISTILLATION | {"loss": {"importance": False}},
+    "reinforce": REINFORCE,
+    "gpg": {"policy": {"loss": "gpg", "advantage": "gpg"}},
+    **{
+        f"{loss} to the weights before": {"policy": {"loss": loss, "old": "previous"}}
+        for loss in ("vanilla", "gspo", "m2po", "dro")
+    },
+    "a KL of the weights before in the reward": {
+        "policy": {"old": "previous"},
+        "reference": {"weight": 0.1, "into": "reward"},
+    },
+    "an exact KL alone": {"correction": KL_ONLY},
+    "exact drift": REINFORCE | {"learner": {"exact_drift": True}},
+}
+
+
+@pytest.mark.parametrize("case", HOLDS_A_RATIO)
+def test_a_ratio_to_what_drew_needs_all_that_could_be_drawn(case: str) -> None:
+    sections, who = HOLDS_A_RATIO[case]
+    method_of(config(**sections))
+    for name, value, whole in (("top_p", 0.9, 1.0), ("top_k", 20, 0), ("min_p", 0.05, 0.0)):
+        with pytest.raises(ConfigError, match=re.escape(who)) as caught:
+            method_of(config(**sections, sampler={"group": 8, name: value}))
+        said = str(caught.value)
+        assert said.startswith(f"sampler.{name} = {value} leaves out tokens") and "\n" not in said
+        assert f"write {name} = {whole:g}" in said
+
+
+@pytest.mark.parametrize("case", HOLDS_NONE)
+def test_what_holds_no_ratio_to_what_drew_may_leave_tokens_out(case: str) -> None:
+    method_of(config(**HOLDS_NONE[case], sampler={"group": 8, "top_p": 0.9, "top_k": 20, "min_p": 0.05}))
+
+
+def test_every_cut_is_named() -> None:
+    cut = {"group": 8, "top_p": 0.9, "top_k": 20}
+    with pytest.raises(
+        ConfigError, match=r"sampler.top_p = 0.9 and sampler.top_k = 20 leave out .* top_p = 1, top_k = 0"
+    ):
+        method_of(config(sampler=cut))
+
+
 def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
     decoupled = {"correction": {"preset": "decoupled_token_is"}}
     assert snapshots_of(config()) == 0
@@ -138,5 +242,7 @@ def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
     assert snapshots_of(config(schedule={"kind": "async", "tau": 4, "publish_every": 3}, **decoupled)) == 5
     assert snapshots_of(config(schedule={"kind": "replay", "k": 2}, **decoupled)) == 3
     assert snapshots_of(config(learner={"snapshots": 2}, **decoupled)) == 2
+    by_kl = {"correction": {"preset": "bypass_ppo_clip_geo_rs", "rs": {"seq_max_kl": 0.1}}}
+    assert snapshots_of(config(schedule={"kind": "step_off", "k": 2}, **by_kl)) == 3
     dropping = {"kind": "async", "tau": 2, "max_lag": 8, "on_old": "drop"}
     assert snapshots_of(config(schedule=dropping, **decoupled)) == 9

@@ -168,15 +168,24 @@ def test_merged_intervals_are_no_longer_than_their_span_or_their_sum(intervals: 
 
 
 def test_overlap_is_the_mean_of_the_samplers_and_the_union_of_the_others() -> None:
-    # of 10 s: samplers busy 10 and 4 (mean 7), scorers 0-2 and 1-4 (together 4), learner 5
+    # of 10 s: samplers busy 10 and 4 (mean 7), scorers 0-2 and 1-4 (union 4), learner 5; but 2 s of publishing on each
+    # sampler, and 1 s of an export, are no rolling out and no learning
     busy = {
         "rollout": {"sampler-0": [(0.0, 10.0)], "sampler-1": [(0.0, 1.0), (5.0, 8.0)]},
         "score": {"scorer-0": [(0.0, 2.0)], "scorer-1": [(1.0, 4.0)]},
         "learn": {"learner": [(5.0, 10.0)]},
     }
-    assert usage(busy, 10.0) == pytest.approx(
+    stages = busy | {
+        "rollout": {"sampler-0": [(0.0, 6.0), (8.0, 10.0)], "sampler-1": [(0.0, 1.0), (5.0, 6.0)]},
+        "learn": {"learner": [(5.0, 9.0)]},
+    }
+    assert usage(busy, stages, 10.0) == pytest.approx(
         {
-            "overlap": 0.7 + 0.4 + 0.5,
+            "overlap/stages": 0.5 + 0.4 + 0.4,
+            "overlap/busy": 0.7 + 0.4 + 0.5,
+            "stage/rollout": 0.5,
+            "stage/score": 0.4,
+            "stage/learn": 0.4,
             "busy/rollout": 0.7,
             "busy/score": 0.4,
             "busy/learn": 0.5,
@@ -205,7 +214,7 @@ def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
         "busy/rollout": 0.9,
         "busy/score": 0.3,
         "busy/learn": 0.5,
-        "overlap": 1.7,
+        "overlap/busy": 1.7,
         "seconds/data": 0.5,
         "seconds/turn": 0.0,
         "seconds/weights": 0.25,
@@ -214,15 +223,19 @@ def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
         "thrown_tokens": 7.0,
     }
     lines = [
-        line | {"update": n, "samples": 4.0, "time": 2.0 * n, "tokens": 10.0 * n - 5, "lag/mean": n, "lag/max": 2.0 * n}
+        line
+        | {"update": n, "samples": 4.0, "time": 2.0 * n, "tokens": 10.0 * n - 5, "lag/mean": n, "lag/max": 2.0 * n}
+        | {"overlap/stages": 0.5 if n == 1 else 1.5}
         for n in range(1, 5)
     ]
     assert summary(digest([{"kind": "eval", "update": 1}, *lines])) == [
-        "trained 15 tokens/s; busy: rollout 90%, scoring 30%, learner 50% (overlap 1.70)",
+        "trained 15 tokens/s; busy: rollout 90%, scoring 30%, learner 50%",
+        "overlap 1.25 of the three stages over the whole run, 1.70 of all that kept workers busy after warm-up",
         "lag 3.6 updates on average, 8 at most; the learner waited 25% of the time for data, 0% for its turn, 12% for "
         "a publish",
         "1 groups dropped or restarted, 7 tokens thrown away",
     ]
+    assert digest(lines, since=1)["overlap/stages"] == 1.5
     assert digest(lines)["samples_per_s"] == 2 and digest(lines)["seconds"] == 8
     assert digest(lines, since=2)["tokens_per_s"] == 35 / 2, "a part that was gone on with is summed up by itself"
     assert summary(digest(lines[:1])) == []

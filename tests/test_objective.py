@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 from slipstream.config import LearnerConfig
 from slipstream.config_objective import PolicyConfig, ReferenceConfig, ReverseKLMC
 from slipstream.engines.base import Sampling
+from slipstream.engines.native.frozen import Evidence, freeze
 from slipstream.engines.native.learner import NativeLearner
 from slipstream.engines.native.method import Method
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.native.snapshots import PREVIOUS
 from slipstream.estimators import policy
 from slipstream.estimators.advantage import advantage
 from slipstream.estimators.aggregate import aggregate
@@ -155,7 +157,7 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
         advantages = advantage(method.policy.advantage, rewards, kept, groups=groups, **method.policy.advantage_options)
         extra: dict[str, Any] = {}
         if name == "topr":
-            extra["positive"] = torch.tensor([s.rollout.rewards["exact"] > 0 for s in samples])
+            extra["positive"] = (advantages * kept).sum(-1) > 0
         if name == "decoupled_ppo":
             extra["proximal_logp"] = by_version[2]
         if name in ("clip_cov", "kl_cov", "m2po"):
@@ -197,15 +199,14 @@ def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
         updates=9,
         snapshots=2,
     )
-    previous = method.policy is not None and method.policy.old == "previous"
     for version in (0, 1, 2):
         with torch.no_grad():
             for ours, theirs in zip(learner.lm.model.parameters(), case.versions[version].parameters(), strict=True):
                 ours.copy_(theirs)
         if version < 2:
             run(learner.export())
-            if previous:
-                learner._begin(version + 1)
+            if method.previous:
+                learner.snapshots.take(PREVIOUS)
         learner.update = learner.made = version + (version < 2)
     return learner
 
@@ -312,6 +313,79 @@ def test_a_decoupled_correction_measures_the_engines_apart_from_staleness(case: 
     ((_, noted),) = learner.noted
     assert noted["mismatch/k3_kl"] < 1e-20 and noted["old_logp_missing"] == 0
     assert noted["correction/rollout_is_mean"] == pytest.approx(1.0)
+
+
+def test_bad_answers_that_the_policy_has_left_are_rejected_in_both_modes(case: Case) -> None:
+    """The engines agree, so a decoupled correction that looked at the old policy would never reject anything."""
+    samples = case.samples
+    mask, behavior = of(samples, "loss_mask"), of(samples, "logp").double()
+    with torch.no_grad():
+        gap = ((behavior - emitted(case.versions[2], samples)) * mask).sum(-1) / mask.sum(-1)
+    rewards = torch.tensor([sample.rollout.rewards["exact"] for sample in samples])
+    groups = torch.tensor([sample.rollout.prompt.number for sample in samples])
+    bad = torch.tensor([bool(r < rewards[groups == g].mean()) for r, g in zip(rewards, groups, strict=True)])
+    bound = float(gap[bad].sort().values[len(gap[bad]) // 2])
+    expected = ~(bad & (gap > bound))
+    assert 0 < expected.sum() < len(expected)
+    for preset, loss in (("decoupled_geo_rs", "vanilla"), ("bypass_ppo_clip_geo_rs", "vanilla")):
+        rejecting = replace(PRESETS[preset], rs={"negative_seq": bound})
+        learner = make_learner(case, replace(method(), policy=PolicyConfig(loss=loss), correction=rejecting))
+        counts = run(learner.prepare(Batch(tuple(case.groups), 3)))
+        kept = torch.tensor([bool(learner.frozen[key].mask_T.any()) for key in learner.samples])
+        assert torch.equal(kept, expected), preset
+        assert total(counts).n_sequences == expected.sum()
+
+
+def test_rows_beyond_the_trust_region_are_rejected_by_their_exact_kl(case: Case) -> None:
+    """max_t KL(what drew ‖ current), over the whole vocabulary; a token whose weights are gone is in no region."""
+    samples, worst = case.samples, []
+    for sample in samples:
+        rollout = sample.rollout
+        with torch.no_grad():
+            now, *before = (log_probs(case.versions[v], rollout, TEMPERATURE) for v in (2, 0, 1))
+        kl = torch.stack([(old.exp() * (old - now)).sum(-1) for old in before])
+        at = torch.from_numpy(rollout.versions)[None]
+        worst.append(float(kl.gather(0, at)[0][torch.from_numpy(rollout.loss_mask)].max()))
+    bound = sorted(worst)[len(worst) // 2] * 1.000001
+    by_kl = replace(
+        method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": bound})
+    )
+    learner = make_learner(case, by_kl, token_budget=60)
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    kept = [bool(learner.frozen[key].mask_T.any()) for key in learner.samples]
+    assert kept == [each <= bound for each in worst] and 0 < sum(kept) < len(kept)
+    ((_, noted),) = learner.noted
+    assert noted["kl_missing"] == 0
+
+    learner = make_learner(case, by_kl)
+    del learner.snapshots.held[0]
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    assert not any(each.mask_T.any() for each in learner.frozen.values()), "version 0 drew the beginning of every row"
+    gone = sum(int((s.rollout.loss_mask & (s.rollout.versions == 0)).sum()) for s in samples)
+    ((_, noted),) = learner.noted
+    assert noted["kl_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in samples) > 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reference", "positive"),
+    [
+        ([0.2, 0.9], None, [False, True]),  # graded: both earned something
+        ([-1.0, -0.2], None, [False, True]),  # nobody did
+        ([1.0, 1.0], [0.0, 0.8], [False, True]),  # equal, but the first has left the reference
+    ],
+)
+def test_toprs_sign_is_that_of_the_advantage_as_used(
+    rewards: list[float], reference: list[float] | None, positive: list[bool]
+) -> None:
+    logp, mask = torch.full((3,), -1.0, dtype=DTYPE), torch.ones(3, dtype=torch.bool)
+    batch = [
+        Evidence(group=0, reward=reward, mask_T=mask, behavior_T=logp, reference_T=logp - 1 + near)
+        for reward, near in zip(rewards, reference or [1.0, 1.0], strict=True)
+    ]
+    of_reward = ReferenceConfig(weight=0.5, into="reward") if reference else None
+    topr = replace(method(reference=of_reward), policy=PolicyConfig(loss="topr"))
+    frozen, _ = freeze(batch, topr, update=1)
+    assert [each.positive for each in frozen] == positive
 
 
 def test_tokens_whose_version_is_gone_are_corrected_by_what_drew_them_and_counted(case: Case) -> None:
@@ -523,3 +597,5 @@ def test_a_stop_between_gradient_and_step_is_resumed_from_the_update_before(case
         await again.prepare(Batch(tuple(case.groups), 3))
 
     run(work())
+    for key, one in first.frozen.items():
+        assert one.old_T is not None and torch.equal(one.old_T, again.frozen[key].old_T)

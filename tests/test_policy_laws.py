@@ -119,6 +119,26 @@ def test_gspo_token_is_gspo_where_a_row_has_one_advantage(seed: int) -> None:
     torch.testing.assert_close(gradient(one, logp), gradient(other, logp))
 
 
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"dro", "kl_cov"}))  # which pull back to the old policy too
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_token_goes_the_way_of_its_advantage_or_is_held_by_the_trust_region(name: str, sign: float) -> None:
+    """Rows of one token each, their ratios from e^−40 to e^40: no numeric bound silences a token or turns it round."""
+    logp = torch.linspace(-40, 40, 801, dtype=torch.float64)[:, None].requires_grad_()
+    old, mask = torch.zeros_like(logp), torch.ones_like(logp)
+    advantages, nobody = torch.full_like(logp, sign), torch.zeros_like(logp, dtype=torch.bool)
+    hyper = {
+        "clip_cov": {"chosen": nobody},
+        "m2po": {"chosen": nobody},
+        "decoupled_ppo": {"proximal_logp": old},
+        "topr": {"positive": torch.full((len(logp),), sign > 0)},
+    }.get(name, {})
+    loss, acted = LOSSES[name].loss(logp, old, advantages, mask != 0, **hyper)
+    slope = gradient(loss.sum(), logp)
+    assert (slope * sign <= 0).all()
+    faded = (logp > 3) if name == "sapo" else nobody  # its sigmoid is flat there
+    assert (slope != 0)[~acted & ~faded].all()
+
+
 # --- scope ------------------------------------------------------------------------------------------------------------
 
 ROW_CUT, COLUMN_CUT = (slice(0, 4), slice(4, None)), ((slice(None), slice(0, 3)), (slice(None), slice(3, None)))

@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from slipstream.config import SamplerConfig
 from slipstream.config_file import parse
-from slipstream.launch import warnings_of
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.progress import BLOCKS, Progress, readings, sparkline
@@ -73,10 +71,3 @@ def test_a_sparkline_fits_its_width_and_spans_its_range(values: list[float]) -> 
     assert BLOCKS[0] in line
     assert sparkline(sorted(values))[0] == BLOCKS[0]
     assert len(values) > 60 or len(line) == len(values)
-
-
-def test_truncated_sampling_is_warned_of_where_it_biases_the_loss() -> None:
-    assert warnings_of(CONFIG) == []
-    for sampler in (SamplerConfig(top_p=0.9), SamplerConfig(top_k=20), SamplerConfig(min_p=0.1)):
-        (warning,) = warnings_of(CONFIG.model_copy(update={"sampler": sampler}))
-        assert "importance weights are biased" in warning

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.config import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
-from slipstream.config_objective import PolicyConfig, ReverseKLMC
+from slipstream.config_objective import PolicyConfig, ReferenceConfig, ReverseKLMC
 from slipstream.config_schedule import Sync
 from slipstream.engines.base import Fingerprint, Learner, Metrics, Sampling, WeightsRef
 from slipstream.engines.native.learner import NativeLearner
@@ -34,7 +34,7 @@ from slipstream.engines.native.model import fingerprint, load_weights
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
 from slipstream.engines.native.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.errors import NonFiniteError, WorkerDied
+from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.correction import PRESETS
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import Passes
@@ -322,6 +322,78 @@ def test_what_some_ranks_saved_others_go_on_from(make: Any, tmp_path: Path, spec
         np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
         asyncio.run(learner.save(tmp_path / str(ranks)))
         assert sum(path.stat().st_size for path in (tmp_path / str(ranks)).glob("*.safetensors")) == size
+
+
+NEAR = Method(loss=ReverseKLMC(m=M), reference=ReferenceConfig(weight=0.3))
+AGAINST_BEFORE = Method(
+    loss=ReverseKLMC(weight=0.0),
+    policy=PolicyConfig(loss="dro", old="previous", options={"dro_beta": 5.0}),
+    reward="right",
+)
+DECOUPLED = replace(AGAINST_BEFORE, policy=PolicyConfig(), correction=PRESETS["decoupled_token_is"])
+
+
+def rolled_again(batch: Batch, *, since: int) -> Batch:
+    """As it is when the run goes on from this version: what was in flight is drawn anew, and nothing is older."""
+
+    def again(handle: Handle) -> Handle:
+        rollout = replace(handle.body.rollout, versions=np.maximum(handle.body.rollout.versions, since))
+        return Handle(header_of(rollout, teacher="main"), replace(handle.body, rollout=rollout))
+
+    return replace(batch, groups=tuple([again(handle) for handle in group] for group in batch.groups))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(),
+        Spec(method=NEAR),
+        Spec(method=AGAINST_BEFORE),
+        Spec(method=AGAINST_BEFORE, options={"lora": LoraConfig(rank=2)}),
+        Spec(method=AGAINST_BEFORE, options={"minibatches": 2}),
+        Spec(method=DECOUPLED, options={"exact_drift": True}),
+    ],
+    ids=["opd", "reference", "previous", "previous, lora", "previous, two steps", "decoupled"],
+)
+def test_who_was_stopped_and_goes_on_learns_the_same_to_the_bit(
+    make: Any, tmp_path: Path, spec: Spec, size: int
+) -> None:
+    minibatches = spec.options.get("minibatches", 1)
+    work, more = batches(3), [rolled_again(batch, since=3) for batch in batches(4, first=4)]
+    expected, _, metrics = trained(make(spec, size), [*work, *more], minibatches=minibatches)
+    stopped = make(spec, size)
+    trained(stopped, work, minibatches=minibatches)
+    asyncio.run(stopped.save(tmp_path))
+    learner = make(spec, size)
+    asyncio.run(learner.restore(tmp_path))
+    found, _, its_metrics = trained(learner, more, minibatches=minibatches)
+    assert np.array_equal(found, expected)
+    assert its_metrics == metrics[-len(its_metrics) :]
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
+def test_the_weights_before_the_last_update_go_to_any_number_of_ranks(
+    make: Any, tmp_path: Path, lora: LoraConfig | None
+) -> None:
+    spec = Spec(model="qwen3", method=AGAINST_BEFORE, options={"lora": lora})
+    first = make(spec, 2)
+    trained(first, batches(3))
+    asyncio.run(first.save(tmp_path))
+    expected, _, _ = trained(first, batches(2, first=4))
+    for size in (1, 3):
+        learner = make(spec, size)
+        asyncio.run(learner.restore(tmp_path))
+        found, _, _ = trained(learner, batches(2, first=4))
+        np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
+
+
+def test_a_checkpoint_without_the_weights_before_cannot_be_compared_with_them(make: Any, tmp_path: Path) -> None:
+    first = make(Spec(), 1)
+    trained(first, batches(1))
+    asyncio.run(first.save(tmp_path))
+    with pytest.raises(RunDirError, match='does not hold the weights before its last update, which policy.old = "prev'):
+        asyncio.run(make(Spec(method=AGAINST_BEFORE), 1).restore(tmp_path))
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------

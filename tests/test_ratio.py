@@ -91,6 +91,17 @@ def test_extremes_are_bounded_by_e_to_the_20(unit: Unit, dtype: torch.dtype) -> 
     assert torch.autograd.grad(found.sum(), log_ratio)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("each", [-30.0, 30.0])
+def test_the_bound_on_a_ratio_stops_no_gradient(unit: Unit, each: float) -> None:
+    """Beyond ±20 the value stays and the slope is that of a ratio of e^±20: no token falls silent by being far away."""
+    log_ratio = torch.full((1, 3), each, dtype=torch.float64).requires_grad_()
+    found = importance_ratio(unit, log_ratio, torch.ones(1, 3), turns=torch.zeros(1, 3, dtype=torch.long), c=inf)
+    torch.testing.assert_close(found, torch.full((1, 3), exp(20 if each > 0 else -20), dtype=torch.float64))
+    (slope,) = torch.autograd.grad(found.sum(), log_ratio)
+    assert (slope >= found.detach()).all()
+
+
 def test_a_sum_in_low_precision_is_not_rounded_on_the_way() -> None:
     """1000 tokens of 2^−10: bfloat16 would stop counting at ¼."""
     log_ratio = torch.full((1, 1000), 2.0**-10, dtype=torch.bfloat16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,36 @@ runtime.kind = "inline"
 """
     )
     return path / "run.toml"
+
+
+def test_what_goes_on_knows_every_policy_that_its_tokens_are_of(tmp_path: Path, models_dir: Path) -> None:
+    """Groups in flight begin again: nothing is older than the checkpoint, whose weights are the first of the ring."""
+    written, run = write_config(tmp_path, models_dir), tmp_path / "run"
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in range(50))
+    )
+    settings = {
+        "updates": 8,
+        "checkpoint.keep": 9,
+        "task.reward": "exact",
+        "sampler.group": 2,
+        "schedule.order": "submission",
+        "learner.exact_drift": "true",
+        "correction.preset": "decoupled_token_is",
+        "policy.advantage": "grpo",
+    }
+    changes = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    assert main(["train", str(written), *changes]) == 0
+    shutil.rmtree(run / "final")
+    shutil.rmtree(run / "checkpoints" / "6")
+    assert newest(run)[1].version == 3
+    assert main(["resume", str(run)]) == 0
+    lines = read_lines(run / "metrics.jsonl")
+    assert [line["update"] for line in lines] == list(range(1, 9))
+    assert max(line["lag/max"] for line in lines[3:]) > 0, "there are tokens of the ring's versions"
+    for line in lines:
+        assert line["old_logp_missing"] == 0 and line["drift/rollout_kl_coverage"] == 1
+        assert line["lag/max"] <= line["update"] - (4 if line["update"] > 3 else 1)
 
 
 def started(path: Path, config: Path) -> subprocess.Popen[str]:

@@ -90,7 +90,7 @@ def test_a_synchronous_update_takes_the_sum_of_its_stages(tmp_path: Path) -> Non
         assert (line["seconds/data"], line["seconds/learn"]) == (pytest.approx(3), pytest.approx(3))
         assert line["samples_per_s"] == pytest.approx(4 / 6)
         busy = [line[f"busy/{stage}"] for stage in ("rollout", "score", "learn")]
-        assert busy == pytest.approx([1 / 3, 1 / 6, 1 / 2]) and line["overlap"] == pytest.approx(1)
+        assert busy == pytest.approx([1 / 3, 1 / 6, 1 / 2]) and line["overlap/stages"] == pytest.approx(1)
 
 
 def test_asynchrony_hides_everything_behind_the_slowest_stage(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_asynchrony_hides_everything_behind_the_slowest_stage(tmp_path: Path) ->
     run = Simulated(tmp_path, Async(tau=1), engines(), updates=200)
     assert run.seconds == pytest.approx(600 + 3)
     assert run.lines[-1]["busy/learn"] == pytest.approx(1) and run.lines[-1]["idle/learner"] == pytest.approx(0)
-    assert run.lines[100]["overlap"] > 1.5
+    assert run.lines[100]["overlap/stages"] > 1.5
 
 
 def test_periodic_learns_while_it_rolls_out(tmp_path: Path) -> None:

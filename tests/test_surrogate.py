@@ -67,6 +67,24 @@ def test_mc_reverse_kl_on_six_tokens(
     assert not any(value.requires_grad for value in metrics.values())
 
 
+@pytest.mark.parametrize("advantage", [-3.0, 2.0])
+@pytest.mark.parametrize("loss", ["mc_reverse_kl", "capped", "decoupled_ppo", "m2po"])
+def test_a_draw_is_pushed_the_way_of_its_advantage_however_far_the_ratio(loss: str, advantage: float) -> None:
+    """−ρA, the ratio within e^±20, on a grid to e^±40: beyond the bound, too, a bad draw that became likely is held."""
+    logp = torch.linspace(-40, 40, 801, dtype=torch.float64)[:, None].requires_grad_()
+    old, logq = torch.zeros_like(logp), logp.detach() + advantage
+    match loss:
+        case "decoupled_ppo":  # clips far out: the ratio alone
+            found, _ = decoupled_ppo(logp, old, old, logq, advantage="current", clip=1e12)
+        case "m2po":
+            found, _ = m2po(logp, old, logq, budget=math.inf)
+        case _:
+            found, _ = mc_reverse_kl(logp, old, logq, ratio_cap=9.0 if loss == "capped" else None)
+    (slope,) = torch.autograd.grad(found.sum(), logp)
+    ratio = logp.detach().clamp(-20, 20).exp().clamp(max=9.0 if loss == "capped" else math.inf)
+    torch.testing.assert_close(slope, -ratio * advantage, rtol=1e-9, atol=0)
+
+
 def test_a_position_averages_its_draws() -> None:
     """The six tokens as the six draws of one position: (−1 − 2 − ½ + 2 + ½ + 1) L / 6 = 0, each slope over 6."""
     logp = STUDENT.T.clone().requires_grad_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from slipstream.config_schedule import Async, Periodic, Sync
 from slipstream.errors import EngineError, WorkerDied
+from slipstream.metrics import digest, usage
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.trace import Trace
 from slipstream.runtimes import virtual
@@ -41,7 +43,8 @@ def test_slices_are_the_busy_time_and_arrows_join_rollouts_to_updates(tmp_path: 
         last = run.lines[-1]["time"] * 1e6
         busy = sum(min(end, last) - min(start, last) for start, end in mine) / 1e6
         idle = sum(line[f"idle/{name}"] * line["seconds/update"] for line in run.lines)
-        assert busy + idle == pytest.approx(run.lines[-1]["time"], rel=1e-4)
+        published = 0.25 if name.startswith("sampler") else 0  # before the first rollout
+        assert busy - published + idle == pytest.approx(run.lines[-1]["time"] - 0.25, rel=1e-4)
     leaves = {event["id"]: event for event in events if event["ph"] == "s"}
     arrives = {event["id"]: event for event in events if event["ph"] == "f"}
     assert set(arrives) == set(run.trained())
@@ -51,6 +54,53 @@ def test_slices_are_the_busy_time_and_arrows_join_rollouts_to_updates(tmp_path: 
         assert any(inside(tail, piece) and piece["name"].startswith("rollout") for piece in slices)
         (update,) = (entry["update"] for entry in run.ledger if entry["number"] == number)
         assert any(inside(head, piece) and piece["name"] == f"update {update}" for piece in slices)
+
+
+def test_a_stage_is_its_own_work_and_busy_is_everything_else_too() -> None:
+    """Publish 0-2; roll out 2-8, held by a publish 5-6; learn 8-10, export 10-11, checkpoint 11-12; roll out 10-12."""
+    clock = [0.0]
+    trace = Trace(None, lambda: clock[0])
+    sampler, learner = trace.track("rollout", "sampler"), trace.track("learn", "learner")
+
+    def at(time: float, call: Callable[..., None], *args: Any) -> None:
+        clock[0] = time
+        call(*args)
+
+    def told() -> dict[str, float]:
+        seconds, busy, stages = trace.lately()
+        return usage(busy, stages, seconds)
+
+    at(0, sampler.begin, "publish 0", "other")
+    at(2, sampler.end, "publish 0")
+    at(2, sampler.begin, 1)
+    at(5, sampler.begin, "publish 1", "pause")
+    at(6, sampler.end, "publish 1")
+    at(8, sampler.end, 1)
+    at(8, learner.begin, "update 1")
+    at(10, learner.end, "update 1")
+    first = told()  # 8 s, from the first rollout to the end of the learning
+    assert (first["stage/rollout"], first["busy/rollout"]) == pytest.approx((5 / 8, 6 / 8))
+    assert (first["stage/learn"], first["busy/learn"]) == pytest.approx((2 / 8, 2 / 8))
+    assert (first["overlap/stages"], first["overlap/busy"]) == pytest.approx((7 / 8, 1))
+
+    at(10, learner.begin, "export", "other")
+    at(10, sampler.begin, 2)
+    at(11, learner.end, "export")
+    at(11, learner.begin, "checkpoint", "other")
+    at(12, learner.end, "checkpoint")
+    second = told()  # the 2 s since then; the rollout goes on
+    assert (second["stage/rollout"], second["stage/learn"]) == (1, 0)
+    assert (second["overlap/stages"], second["overlap/busy"]) == (1, 2)
+
+
+def test_a_serial_run_overlaps_by_one_whatever_its_publishes_take(tmp_path: Path) -> None:
+    run = Simulated(tmp_path, Sync(), engines(load=0.5), updates=6)
+    # rollout 2 s, four scores of ¼ s, learning 3 s; half a second of every update but the first is a publish
+    assert run.lines[0]["overlap/stages"] == run.lines[0]["overlap/busy"] == pytest.approx(1)
+    for line in run.lines[1:]:
+        assert line["overlap/busy"] == pytest.approx(1) and line["overlap/stages"] == pytest.approx(6 / 6.5)
+    whole = digest([{"kind": "train", **line} for line in run.lines])
+    assert whole["overlap/stages"] == pytest.approx(36 / (36 + 5 * 0.5))
 
 
 def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ class SamplerConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens up to this mass. Less than 1 biases importance weights."""
+    """Keep the most likely tokens up to this mass. With less than 1 nothing may hold a ratio to what drew a token; so
+    with top_k and min_p."""
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, lt=1)

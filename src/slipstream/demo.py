@@ -98,7 +98,7 @@ def speeds(paths: dict[str, Path]) -> Table:
         table.add_column(name, justify="right" if name else "left")
     for kind, path in paths.items():
         if run := digest(read_lines(path / "metrics.jsonl")):
-            numbers = f"{run['samples_per_s']:.0f}", f"{run['overlap']:.2f}", f"{run['lag/mean']:.1f}"
+            numbers = f"{run['samples_per_s']:.0f}", f"{run['overlap/stages']:.2f}", f"{run['lag/mean']:.1f}"
             table.add_row(kind, f"{run['seconds']:.0f} s", *numbers)
     return table
 

@@ -288,7 +288,7 @@ def warn(config: Config, console: Console) -> None:
 
 
 def warnings_of(config: Config) -> list[str]:
-    sampler, found = config.sampler, []
+    found: list[str] = []
     if config.data.eval is not None and not config.eval.every:
         found.append("data.eval is not used: set eval.every to evaluate during training")
     if len(config.teachers) > 1 and not config.data.shuffle:
@@ -297,11 +297,4 @@ def warnings_of(config: Config) -> list[str]:
         found.append("the teacher and the reference both pull at the student; drop [reference] if that is not meant")
     if config.learner.dtype == "bfloat16":
         found.append("learner.dtype = 'bfloat16' rounds small updates away: write compute_dtype = 'bfloat16' instead")
-    truncated = sampler.top_p < 1 or sampler.top_k > 0 or sampler.min_p > 0
-    weighs = config.loss.weight > 0 and config.loss.kind == "reverse_kl_mc"
-    if truncated and (weighs or config.policy is not None or config.reference is not None):
-        found.append(
-            "sampling is truncated (top_p, top_k or min_p): importance weights are biased, because the loss is over "
-            "the whole vocabulary and the draws are not"
-        )
     return found

@@ -12,6 +12,8 @@ from slipstream.records import Header
 
 Numbers = dict[str, float]
 Interval = tuple[float, float]
+Workers = dict[str, list[Interval]]
+"""Of each worker of a stage."""
 WARMUP = 5
 
 
@@ -70,18 +72,30 @@ def merged(intervals: Iterable[Interval]) -> float:
     return total
 
 
-def usage(busy: Mapping[str, Mapping[str, Sequence[Interval]]], seconds: float) -> Numbers:
-    """How much the stages overlap, from the busy intervals of every stage's workers in so many seconds of wall clock.
+def usage(busy: Mapping[str, Workers], stages: Mapping[str, Workers], seconds: float) -> Numbers:
+    """How much the stages overlap, from the intervals of every stage's workers in so many seconds of wall clock.
 
-    overlap = (T_rollout + T_score + T_learn) / T_wall. T_rollout is the mean over its workers, the others are merged.
+    overlap/stages  (T_rollout + T_score + T_learn) / T_wall of rolling out, scoring and learning alone; T_rollout is
+                    the mean over its workers, the others are merged  (AsyncOPD, 2606.24143)
+    overlap/busy    the same of all that keeps a worker: publishes, exports, checkpoints and held-out prompts too
+    stage/…, busy/… the parts of either; idle/…: the share in which a worker had nothing to do
     """
-    seconds, numbers = max(seconds, 1e-9), Numbers()
-    for stage, workers in busy.items():
-        each = {name: merged(intervals) for name, intervals in workers.items()}
-        together = fmean(each.values()) if stage == "rollout" else merged(i for w in workers.values() for i in w)
-        numbers[f"busy/{stage}"] = together / seconds
-        numbers |= {f"idle/{name}": max(0.0, 1 - value / seconds) for name, value in each.items()}
-    return {"overlap": sum(numbers[f"busy/{stage}"] for stage in busy), **numbers}
+    seconds, numbers, idle = max(seconds, 1e-9), Numbers(), Numbers()
+    for kind, of_kind in (("stage", stages), ("busy", busy)):
+        numbers |= {f"{kind}/{stage}": _together(stage, workers) / seconds for stage, workers in of_kind.items()}
+    for workers in busy.values():
+        idle |= {f"idle/{name}": max(0.0, 1 - merged(intervals) / seconds) for name, intervals in workers.items()}
+    overlap = {
+        "overlap/stages": sum(numbers[f"stage/{stage}"] for stage in stages),
+        "overlap/busy": sum(numbers[f"busy/{stage}"] for stage in busy),
+    }
+    return overlap | numbers | idle
+
+
+def _together(stage: str, workers: Workers) -> float:
+    if stage == "rollout":
+        return fmean(merged(intervals) for intervals in workers.values())
+    return merged(interval for intervals in workers.values() for interval in intervals)
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> Numbers:
@@ -104,19 +118,24 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> Numbers:
 
 
 def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Numbers:
-    """A whole run in a few numbers, from its metrics.jsonl, after warm-up; empty for a run too short to tell."""
+    """A whole run in a few numbers, from its metrics.jsonl, after warm-up; empty for a run too short to tell.
+
+    `overlap/stages` alone is of all of it, from the first rollout to the end of the last update, as AsyncOPD has it.
+    """
     lines = [line for line in lines if line["kind"] == "train" and line["update"] > since]
     if len(lines) < 2:
         return {}
     warmup = min(WARMUP, len(lines) // 2)
     late, times = lines[warmup:], [line["time"] for line in lines]
     wall, tokens = sum(line["seconds/update"] for line in late), sum(line["tokens"] for line in late)
-    shares = ("overlap", "busy/rollout", "busy/score", "busy/learn")
+    shares = ("overlap/busy", "busy/rollout", "busy/score", "busy/learn")
     waits = ("data", "turn", "weights")
     return {
         "tokens_per_s": throughput([line["tokens"] for line in lines], times, warmup=warmup),
         "samples_per_s": throughput([line["samples"] for line in lines], times, warmup=warmup),
         **{name: sum(line[name] * line["seconds/update"] for line in late) / wall for name in shares},
+        "overlap/stages": sum(line["overlap/stages"] * line["seconds/update"] for line in lines)
+        / sum(line["seconds/update"] for line in lines),
         **{f"waits/{name}": sum(line[f"seconds/{name}"] for line in late) / wall for name in waits},
         "lag/mean": sum(line["lag/mean"] * line["tokens"] for line in late) / tokens,
         "lag/max": max(line["lag/max"] for line in lines),
@@ -132,7 +151,9 @@ def summary(run: Mapping[str, float]) -> list[str]:
         return []
     found = [
         f"trained {run['tokens_per_s']:,.0f} tokens/s; busy: rollout {run['busy/rollout']:.0%}, scoring "
-        f"{run['busy/score']:.0%}, learner {run['busy/learn']:.0%} (overlap {run['overlap']:.2f})",
+        f"{run['busy/score']:.0%}, learner {run['busy/learn']:.0%}",
+        f"overlap {run['overlap/stages']:.2f} of the three stages over the whole run, {run['overlap/busy']:.2f} of all "
+        "that kept workers busy after warm-up",
         f"lag {run['lag/mean']:.1f} updates on average, {run['lag/max']:.0f} at most; the learner waited "
         f"{run['waits/data']:.0%} of the time for data, {run['waits/turn']:.0%} for its turn, "
         f"{run['waits/weights']:.0%} for a publish",

@@ -115,6 +115,8 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
         shape = "band" if isinstance(preset.is_threshold, tuple) else "at most"
         weights = f"{preset.is_level} ratio, {shape} {preset.is_threshold}, stop-gradient"
     rejection = ", ".join(f"{mode} {bound}" for mode, bound in (preset.rs or {}).items())
+    # see PRESETS: a mean over few tokens scatters more than that
+    length = ", answers of a thousand tokens" if "seq_mean_k1" in (preset.rs or {}) else ""
     stays = "the learner at the version that drew" if preset.mode == "decoupled" else "the policy that drew"
     return Entry(
         name=name,
@@ -126,7 +128,7 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
         cost="old log-probs: a forward pass" if preset.mode == "decoupled" else "–",
         use_when="drift is only to be watched"
         if preset.mode is None
-        else f"{preset.mode}: the loss's old policy is {stays}; with {preset.loss or 'any loss'}",
+        else f"{preset.mode}: the loss's old policy is {stays}; with {preset.loss or 'any loss'}{length}",
     )
 
 

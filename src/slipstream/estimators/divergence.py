@@ -13,7 +13,15 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import RATIO_BOUND, floored, same_matrix, same_shape, unknown
+from slipstream.estimators.numerics import (
+    RATIO_BOUND,
+    bounded,
+    carried,
+    floored,
+    same_matrix,
+    same_shape,
+    unknown,
+)
 
 DenseKind = Literal["forward", "reverse", "jsd"]
 KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
@@ -23,8 +31,9 @@ KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
     """The reverse KL from one drawn token.  (Schulman 2020, "Approximating KL Divergence"; kinds and clamps as verl's.)
 
-    k1 log p − log q; abs |k1|; k2 ½k1²; k3 e^u − u − 1 with u = −k1 clamped to ±20 and the result to ±10; k1+ and k3+
-    have the value of k1 and k3 and the gradient of k2. kl, mse and low_var_kl are k1, k2 and k3.
+    k1 log p − log q; abs |k1|; k2 ½k1²; k3 e^u − u − 1 with u = −k1 clamped to ±20 and the value to ±10, the gradient
+    staying 1 − e^u (verl's ends there); k1+ and k3+ have the value of k1 and k3 and the gradient of k2. kl, mse and
+    low_var_kl are k1, k2 and k3.
     For tokens drawn from p: the mean of k1 and of k3 is KL(p‖q), while the mean gradient is that of KL(p‖q) for k2, k1+
     and k3+, of KL(q‖p) for k3, and none at all for k1. Stale draws bias all of them: `mc_reverse_kl` corrects that.
     Use k1+ or k3+ as a loss on the emitted token, k1 as a reward.
@@ -40,11 +49,10 @@ def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
         case "k2":
             return 0.5 * (logp - logq) ** 2
         case "k3":
-            u = (logq - logp).clamp(-RATIO_BOUND, RATIO_BOUND)
-            return (torch.expm1(u) - u).clamp(-10, 10)
+            u = bounded(logq - logp, -RATIO_BOUND, RATIO_BOUND)
+            return bounded(torch.expm1(u) - u, -10, 10)
         case "k1+" | "k3+":
-            carrier = kl_estimate(logp, logq, kind="k2")
-            return kl_estimate(logp, logq, kind=kind[:-1]).detach() + (carrier - carrier.detach())
+            return carried(kl_estimate(logp, logq, kind=kind[:-1]), by=kl_estimate(logp, logq, kind="k2"))
     raise unknown("KL estimate", kind, [*KL_KINDS, *KL_ALIASES])
 
 
@@ -120,7 +128,10 @@ def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.
 
 
 def with_tail(logp_NK: Tensor) -> Tensor:
-    """One more column: the log of the mass outside the support, at least the smallest normal number."""
+    """One more column: the log of the mass outside the support, at least the smallest normal number.
+
+    Down there it has no gradient: the slope of the log is the inverse of a number that is rounding and nothing else.
+    """
     logp_NK = floored(logp_NK)
     rest_N = (1 - logp_NK.exp().sum(-1)).clamp(min=torch.finfo(logp_NK.dtype).tiny)
     return torch.cat([logp_NK, rest_N.log()[:, None]], -1)

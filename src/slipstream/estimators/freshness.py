@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.aggregate import aggregate
-from slipstream.estimators.numerics import RATIO_BOUND, floored, same_shape
+from slipstream.estimators.numerics import RATIO_BOUND, bounded, floored, same_shape
 
 
 def score(
@@ -54,7 +54,7 @@ def rollout_kl_from_cache(logp_NM: Tensor, behavior_logp_NM: Tensor) -> Tensor:
     `dense(logp, logp_old, kind="reverse")`.
     """
     same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM)
-    log_ratio_NM = (floored(logp_NM) - floored(behavior_logp_NM)).clamp(-RATIO_BOUND, RATIO_BOUND)
+    log_ratio_NM = bounded(floored(logp_NM) - floored(behavior_logp_NM), -RATIO_BOUND, RATIO_BOUND)
     # ρ·x − expm1(x) with x = log ρ does not cancel near ρ = 1; a device whose exp is an ulp off may still fall below 0
     return (log_ratio_NM.exp() * log_ratio_NM - torch.expm1(log_ratio_NM)).clamp(min=0).mean(-1)
 

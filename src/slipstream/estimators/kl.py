@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.estimators.aggregate import Mode, aggregate
 from slipstream.estimators.divergence import kl_estimate
 from slipstream.estimators.methods import Scope
-from slipstream.estimators.numerics import blanked, bounded_exp, floored
+from slipstream.estimators.numerics import blanked, bounded_exp, carried, floored
 from slipstream.estimators.ratio import same_rows
 
 Metrics = dict[str, Tensor]
@@ -38,8 +38,10 @@ def kl_loss(
     """KL(π‖π_ref) as a term of the loss, to be multiplied by β; metrics hold its value, `kl_loss`.
 
     On-policy: k2, whose gradient is that of the KL.  (Schulman 2020.) With `logp_old` [B, T], the log-probs of the
-    policy that drew the tokens: r·k3, r = π/π_old (DeepSeek-V3.2, 2512.02556), exact whoever drew, while no clamp
-    binds; that takes the gradient of r, so detached weights from outside are no substitute. `kind` names another one.
+    policy that drew the tokens: r·k3, r = π/π_old (DeepSeek-V3.2, 2512.02556), whose gradient r·(log π − log π_ref) is
+    that of the KL whoever drew. It needs the gradient of r, so detached weights from outside are no substitute; it is
+    written out, because k3's value is clamped, and a clamped value times the gradient of r would push away from the
+    reference. `kind` names another estimate: on-policy with its own gradient, with `logp_old` for its value only.
     When the reference should bind every token, whatever its advantage.
     """
     kind = kind or ("k2" if logp_old is None else "k3")
@@ -51,7 +53,8 @@ def kl_loss(
     logp, ref, old = blanked(mask_BT, *(floored(each.to(dtype)) for each in (logp_BT, logp_ref_BT.detach(), old)))
     kl_BT = kl_estimate(logp, ref, kind=kind)
     if logp_old is not None:
-        kl_BT = bounded_exp(logp - old) * kl_BT
+        ratio_BT = bounded_exp(logp - old).detach()
+        kl_BT = carried(ratio_BT * kl_BT, by=ratio_BT * kl_estimate(logp, ref, kind="k2"))
     loss = aggregate(kl_BT, mask_BT, agg, n_tokens=n_tokens, n_sequences=n_sequences, scale=scale)
     return loss, {"kl_loss": loss.detach()}
 
@@ -61,9 +64,14 @@ def kl_reward(
 ) -> tuple[Tensor, Metrics]:
     """Rewards less β times the KL estimate of each token, detached; metrics hold `kl_reward`, its mean.
 
-    r − β·sg(k1).  (Ziegler et al., 1909.08593.) The policy gradient turns k1 into the gradient of the KL.
+    r − β·sg(k1).  (Ziegler et al., 1909.08593.) The policy gradient turns k1 into the gradient of the KL, and no other
+    kind: those that are never negative also charge the tokens that the reference likes better.
     When the advantage should see the price of drifting. Masked rewards come back as 0.
     """
+    if kind not in ("k1", "k1+", "kl"):
+        raise ValueError(
+            f"{kind} in the reward charges tokens that the reference likes better, too: use k1, or kl_loss"
+        )
     same_rows(rewards=rewards_BT, logp=logp_BT, logp_ref=logp_ref_BT, mask=mask_BT)
     dtype = torch.promote_types(torch.promote_types(logp_BT.dtype, rewards_BT.dtype), torch.float32)
     tensors = (rewards_BT.to(dtype), floored(logp_BT.detach().to(dtype)), floored(logp_ref_BT.detach().to(dtype)))

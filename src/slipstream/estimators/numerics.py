@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +15,38 @@ RATIO_BOUND = 20.0
 """Every log-ratio is clamped to ± this before exp."""
 
 
+class _Bounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, least: float, most: float | None) -> Tensor:
+        return x.clamp(least, most)
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return outputs[0], None, None
+
+
+def bounded(x: Tensor, least: float, most: float | None = None) -> Tensor:
+    """x within bounds, and its gradient without them: a number must stay finite, but no token may fall silent for it.
+
+    Where silence beyond a bound is meant, as in a trust region, that is what `Tensor.clamp` is for.
+    """
+    found: Tensor = _Bounded.apply(x, least, most)  # type: ignore[no-untyped-call]
+    return found
+
+
+def carried(value: Tensor, by: Tensor) -> Tensor:
+    """The value of one, the gradient of the other."""
+    return value.detach() + (by - by.detach())
+
+
 def floored(logp: Tensor) -> Tensor:
     """Log-probs as every formula takes them: at least float32, at least the floor."""
-    return logp.to(torch.promote_types(logp.dtype, torch.float32)).clamp(min=LOG_FLOOR)
+    return bounded(logp.to(torch.promote_types(logp.dtype, torch.float32)), LOG_FLOOR)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-RATIO_BOUND, RATIO_BOUND).exp()
+    """A ratio within e^±20, whose slope is itself."""
+    return bounded(log_ratio, -RATIO_BOUND, RATIO_BOUND).exp()
 
 
 def same_shape(**tensors: Tensor) -> torch.Size:

@@ -75,6 +75,9 @@ def kl_cov(
     """An unclipped surrogate that holds back the tokens which would sharpen the policy most.  (KL-Cov, 2505.22617.)
 
     −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·valid tokens⌋) of greatest covariance.
+    The paper's Eq. 14 has KL(π_old‖π) for |δ|, which is what its authors released and verl computes. It is the better
+    of the two on one drawn token: both are at rest at δ = 0, and |δ| pulls the token back to it from either side, where
+    −δ, the KL's estimate, would push up the very tokens that were chosen for rising too fast.
     As `clip_cov`, without chance: those tokens are restrained instead of left out.
     """
     delta_BT = logp_BT - old_BT

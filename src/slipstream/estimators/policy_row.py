@@ -75,7 +75,8 @@ def gmpo(
 def topr(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, positive: Tensor) -> Loss:
     """Imitate good rows, forget bad ones only as far as they are still likely.  (TOPR, 2503.14286.)
 
-    −w A logπ; w = 1 on the rows that `positive` [B] marks, else sg(min(Π_t r, 1)).
+    −w A logπ; w = 1 on the rows that `positive` [B] marks, those whose advantages sum to more than 0, else
+    sg(min(Π_t r, 1)).
     Very stale or offline data: bad rows stop pushing once the policy has left them.
     """
     if positive.shape != logp_BT.shape[:1]:

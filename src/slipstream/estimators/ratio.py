@@ -2,8 +2,8 @@
 
 The unit is where the bias and the variance are paid: `token` ignores that the prefix was drawn by another policy (bias
 grows with drift and length), `sequence` is exact and explodes with length, the others lie between. Every log-ratio is
-clamped to ±20, and so is every sum, before exp. Masked positions never contribute and have ratio 0. Arithmetic is in
-float64; the result has the dtype of the log-ratio, float32 at least.
+clamped to ±20, and so is every sum, before exp; gradients pass those bounds. Masked positions never contribute and have
+ratio 0. Arithmetic is in float64; the result has the dtype of the log-ratio, float32 at least.
 
 Shapes: B rows, T positions.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.estimators.methods import Scope
-from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp, same_shape, unknown
+from slipstream.estimators.numerics import RATIO_BOUND, bounded, bounded_exp, same_shape, unknown
 
 Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
 Threshold = float | tuple[float, float]
@@ -46,7 +46,7 @@ def importance_ratio(
     """
     same_rows(log_ratio=log_ratio_BT, mask=mask_BT)
     valid_BT = mask_BT != 0
-    log_BT = log_ratio_BT.masked_fill(~valid_BT, 0.0).double().clamp(-RATIO_BOUND, RATIO_BOUND)
+    log_BT = bounded(log_ratio_BT.masked_fill(~valid_BT, 0.0).double(), -RATIO_BOUND, RATIO_BOUND)
     match unit:
         case "token":
             unit_BT = log_BT

@@ -1,7 +1,8 @@
 """Reverse KL on actions that the behaviour policy drew: surrogates whose gradient is what counts.
 
-Shapes: N positions, M cached actions. Log-probs are floored at −1e4 on entry and log-ratios clamped to ±20 before exp.
-Metrics have one value per position, detached. Token scope, except `m2po`, whose mask needs the batch.
+Shapes: N positions, M cached actions. Log-probs are floored at −1e4 on entry and log-ratios clamped to ±20 before exp;
+gradients pass these bounds. Metrics have one value per position, detached. Token scope, except `m2po`, whose mask needs
+the batch.
 """
 
 from __future__ import annotations

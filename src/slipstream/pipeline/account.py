@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from slipstream.metrics import Interval, Numbers, lag_metrics, mean_lag, sample_metrics, usage
+from slipstream.metrics import Numbers, lag_metrics, mean_lag, sample_metrics, usage
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Batch, Group
@@ -17,10 +17,8 @@ class Account:
         self.log, self.trace, self.admission = log, trace, admission
         self.thrown = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and not learned from."""
-        self.at = trace.now()
-        """When the last update ended."""
         self.publish: Numbers = {}
-        """Of the publish since then."""
+        """Of the publish since the last update."""
         self._tokens = Counter[str]()
 
     def trained(self, groups: Iterable[Group], *, update: int, version: int) -> None:
@@ -49,8 +47,8 @@ class Account:
 
     def updated(self, batch: Batch, numbers: Numbers, seconds: Numbers) -> None:
         """At the end of an update: its metrics, and what everybody did since the end of the one before."""
-        now, admission, samples = self.trace.now(), self.admission, sample_metrics(batch.headers)
-        wall = max(now - self.at, 1e-9)
+        admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
+        wall = max(lately.seconds, 1e-9)
         places = ("rolling", "waiting", "scoring", "ready")
         line = {
             **numbers,
@@ -61,7 +59,7 @@ class Account:
             "samples_per_s": samples["samples"] / wall,
             "tokens_per_s": samples["tokens"] / wall,
             **self.publish,
-            **usage(self._busy(now), wall),
+            **usage(lately.busy, lately.stages, wall),
             **{f"tokens_per_s/{stage}": count / wall for stage, count in self._tokens_since().items()},
             **{f"groups/{place}": float(len(getattr(admission, place))) for place in places},
             "credits": float(admission.in_use),
@@ -70,16 +68,10 @@ class Account:
             "restarted": float(admission.restarted),
             "thrown_tokens": float(self.thrown),
             "version": float(batch.update),
-            "time": now,
+            "time": self.trace.now(),
         }
         self.log.metrics("train", line, update=batch.update)
-        self.at, self.publish = now, {}
-
-    def _busy(self, now: float) -> dict[str, dict[str, list[Interval]]]:
-        busy: dict[str, dict[str, list[Interval]]] = {}
-        for track in self.trace.tracks:
-            busy.setdefault(track.stage, {})[track.name] = track.intervals(self.at, now)
-        return busy
+        self.publish = {}
 
     def _tokens_since(self) -> Counter[str]:
         tokens = Counter[str]()

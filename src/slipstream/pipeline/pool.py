@@ -58,14 +58,15 @@ class Pool(Generic[E]):
         self._least = 0
 
     async def call(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
-        """Give a group to a worker, and again if that fails, until there is no sense in it (GivenUp)."""
+        """Give a group, by its number, or something else to a worker, and again if that fails, until there is no sense
+        in it (GivenUp)."""
         return await self.tries.call(lambda: self._once(name, work))
 
     async def _once(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
         """To the least loaded worker; to another one if that dies of it."""
         while True:
             worker = self._take()
-            worker.track.begin(name)
+            worker.track.begin(name, "stage" if isinstance(name, int) else "other")
             try:
                 return await work(worker)
             except WorkerDied as error:

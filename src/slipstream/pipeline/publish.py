@@ -22,7 +22,8 @@ async def publish(
 
     async def one(worker: Worker[Sampler]) -> None:
         try:
-            worker.track.begin(f"publish {version}")
+            # what drains goes on rolling out until nothing runs; else all that runs stands still
+            worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
             loaded = await worker.engine.publish(weights, version, mode)
         except WorkerDied as error:
             samplers.bury(worker, error)

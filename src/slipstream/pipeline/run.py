@@ -142,7 +142,7 @@ class Run:
 
     async def _checkpoint(self) -> None:
         if self.flow and self.checkpoints.due(self.admission.version):
-            with self.flow.learning.busy("checkpoint"):
+            with self.flow.learning.busy("checkpoint", "other"):
                 await self.checkpoints.save(self.engines.learner, self.admission.standing)
 
     async def _evaluate(self) -> None:

@@ -216,7 +216,7 @@ async def learn(flow: Flow) -> None:
         await unbroken(flow, finish(flow, update))
         await unbroken(flow, flow.after_step())
         if admission.gated:
-            with flow.learning.busy("export"):
+            with flow.learning.busy("export", "other"):
                 weights, expected = await flow.learner.export()
             publishing = publish.publish(
                 flow.samplers, weights, expected, version=admission.version, mode=admission.schedule.publish

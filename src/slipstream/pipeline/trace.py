@@ -7,11 +7,46 @@ worker, one slice per busy interval, an arrow from the rollout of every group to
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Literal, NamedTuple, TextIO
 
-from slipstream.metrics import Interval
+from slipstream.metrics import Interval, Workers
+
+Kind = Literal["stage", "other", "pause"]
+"""What a call is to its worker: the work of its stage, something else beside it, or something that holds it up."""
+
+
+class Lately(NamedTuple):
+    """What everybody did in so many seconds: the intervals of every stage's workers."""
+
+    seconds: float
+    busy: dict[str, Workers]
+    """At anything."""
+    stages: dict[str, Workers]
+    """At the work of their stage: rolling out, scoring, learning."""
+
+
+class Spans:
+    """When something goes on, and when it went on."""
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self._over: list[Interval] = []
+
+    def turn(self, on: bool, now: float) -> None:
+        if on and self.since is None:
+            self.since = now
+        elif not on and self.since is not None:
+            self._over.append((self.since, now))
+            self.since = None
+
+    def between(self, start: float, end: float) -> list[Interval]:
+        """Intervals between two times; what lies before `end` is forgotten."""
+        found = [*self._over, *([] if self.since is None else [(self.since, end)])]
+        self._over = []
+        return [(max(a, start), min(b, end)) for a, b in found if b > start]
 
 
 class Track:
@@ -21,28 +56,33 @@ class Track:
         self.trace, self.tid, self.stage, self.name = trace, tid, stage, name
         self.calls: dict[str | int, float] = {}
         """What is with the worker now, and since when."""
+        self.kinds: dict[str | int, Kind] = {}
         self.tokens = 0
         self.since = 0.0
-        """Since when it is busy, if it is."""
+        """Since when its slice goes on, if it is busy."""
         self.label = stage
-        self._intervals: list[Interval] = []
+        self.busy_at, self.stage_at = Spans(), Spans()
+        self._count = Counter[Kind]()
 
-    def begin(self, call: str | int) -> None:
+    def begin(self, call: str | int, kind: Kind = "stage") -> None:
         now = self.trace.now()
         if not self.calls:
             self.since = now
-        self.calls[call] = now
+        self.calls[call], self.kinds[call] = now, kind
+        self._turn(kind, +1, now)
 
     def end(self, call: str | int) -> None:
+        now = self.trace.now()
         del self.calls[call]
+        self._turn(self.kinds.pop(call), -1, now)
         if not self.calls:
-            self._close(self.trace.now())
+            self._close(now)
 
     @contextmanager
-    def busy(self, call: str) -> Iterator[None]:
+    def busy(self, call: str, kind: Kind = "stage") -> Iterator[None]:
         """With one thing at a time, after which its slice is called."""
         self.label = call
-        self.begin(call)
+        self.begin(call, kind)
         try:
             yield
         finally:
@@ -56,14 +96,15 @@ class Track:
             self.since = now
         self.label = label
 
-    def intervals(self, start: float, end: float) -> list[Interval]:
-        """Busy intervals between two times; what lies before `end` is forgotten."""
-        found = [*self._intervals, *([(self.since, end)] if self.calls else [])]
-        self._intervals = []
-        return [(max(a, start), min(b, end)) for a, b in found if b > start]
+    def _turn(self, kind: Kind, change: int, now: float) -> None:
+        self._count[kind] += change
+        at_stage = self._count["stage"] > 0 and not self._count["pause"]
+        self.busy_at.turn(bool(self.calls), now)
+        self.stage_at.turn(at_stage, now)
+        if at_stage and self.trace.at is None:
+            self.trace.at = now
 
     def _close(self, now: float) -> None:
-        self._intervals.append((self.since, now))
         self.trace.slice(self, self.label, self.since, now)
 
 
@@ -72,10 +113,23 @@ class Trace:
         """`before` is how long the run had gone on when it was stopped, if this is its continuation."""
         self.file, self.clock, self.began = file, clock, clock() - before
         self.tracks: list[Track] = []
+        self.at: float | None = None
+        """Until when `lately` has told; before that, when the work of any stage began."""
 
     def now(self) -> float:
         """Seconds since the run began."""
         return self.clock() - self.began
+
+    def lately(self) -> Lately:
+        """Since this was last asked for, and the first time since the first rollout began."""
+        assert self.at is not None, "nothing has begun"
+        start, now = self.at, self.now()
+        self.at = now
+        busy, stages = dict[str, Workers](), dict[str, Workers]()
+        for track in self.tracks:
+            busy.setdefault(track.stage, {})[track.name] = track.busy_at.between(start, now)
+            stages.setdefault(track.stage, {})[track.name] = track.stage_at.between(start, now)
+        return Lately(now - start, busy, stages)
 
     def track(self, stage: str, name: str) -> Track:
         track = Track(self, len(self.tracks) + 1, stage, name)

@@ -127,7 +127,7 @@ def build_learner(
 
 def snapshots_of(config: Config) -> int:
     """Published versions that tokens in flight may be of, if the method asks for them; or what the config says."""
-    asked = config.learner.exact_drift or method_of(config).decoupled
+    asked = config.learner.exact_drift or method_of(config).reads_snapshots
     if config.learner.snapshots is not None or not asked:
         return config.learner.snapshots or 0
     schedule = schedule_of(config)

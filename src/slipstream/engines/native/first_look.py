@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,10 +30,14 @@ class FirstLook:
         current = self.passes.log_probs(samples) if asked else None
         reference = self.passes.log_probs(samples, self.snapshots, REFERENCE) if method.reference is not None else None
         old, missing = None, [0] * len(samples)
-        if method.policy is not None and method.policy.old == "previous":
+        if method.previous:
             old = self.passes.log_probs(samples, self.snapshots, PREVIOUS)
         elif method.decoupled:
             old, missing = self._at_own_version(samples, {version: current} if current is not None else {}, drawn)
+        kl = None
+        if method.rejects("seq_max_kl"):
+            found, known = self._kl_to_own_version(samples, version, drawn, kind="forward")
+            kl = [kl_T.masked_fill(~known_T, torch.inf) for kl_T, known_T in zip(found, known, strict=True)]
         return [
             Evidence(
                 group=sample.rollout.prompt.number,
@@ -42,6 +47,7 @@ class FirstLook:
                 old_T=old[i] if old is not None else None,
                 current_T=current[i] if current is not None else None,
                 reference_T=reference[i] if reference is not None else None,
+                kl_T=kl[i] if kl is not None else None,
                 missing=missing[i],
             )
             for i, sample in enumerate(samples)
@@ -72,17 +78,33 @@ class FirstLook:
                 old[i], left[i] = torch.where(here_T, logp_T, old[i]), left[i] & ~here_T
         return old, [int(left_T.sum()) for left_T in left]
 
-    def rollout_drift(self, samples: Sequence[Scored], version: int) -> Metrics:
-        """Mean KL to the policy that drew each token, over the tokens whose version is still there."""
-        empty = torch.zeros(0)
-        version_N = torch.cat([empty, *(torch.tensor(sample.rollout.versions) for sample in samples)])
-        mask_N = torch.cat([empty.bool(), *(torch.tensor(sample.rollout.loss_mask) for sample in samples)])
-        total, known = 0.0, int((mask_N & (version_N == version)).sum())  # the same policy: nothing to add
-        for drew in self._drawn(samples):
+    def _kl_to_own_version(
+        self, samples: Sequence[Scored], version: int, drawn: Sequence[int], *, kind: Literal["forward", "reverse"]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """KL between the learner as it is and as it was when it drew each token, and of which tokens that is known.
+
+        `reverse` is KL(as it is ‖ as it was), exact over the vocabulary; what the engines disagree on is not in it.
+        """
+        kl = [torch.zeros(len(sample.rollout.tokens), dtype=torch.float64) for sample in samples]
+        known = [torch.tensor(sample.rollout.versions == version) for sample in samples]  # the same policy: 0
+        for drew in drawn:
             if drew == version or drew not in self.snapshots:
                 continue
-            here_N = mask_N & (version_N == drew)
-            kl_N = torch.cat([empty, *self.passes.rollout_kl(samples, self.snapshots, drew)])
-            total, known = total + float(kl_N[here_N].sum()), known + int(here_N.sum())
-        sums = [sum(part) for part in zip(*self.ranks.gathered((total, known, int(mask_N.sum()))), strict=True)]
+            chosen = [i for i, sample in enumerate(samples) if (sample.rollout.versions == drew).any()]
+            found = self.passes.rollout_kl([samples[i] for i in chosen], self.snapshots, drew, kind=kind)
+            for i, kl_T in zip(chosen, found, strict=True):
+                here_T = torch.from_numpy(samples[i].rollout.versions == drew)
+                kl[i], known[i] = torch.where(here_T, kl_T.double(), kl[i]), known[i] | here_T
+        return kl, known
+
+    def rollout_drift(self, samples: Sequence[Scored], version: int) -> Metrics:
+        """Mean KL to the policy that drew each token, over the tokens whose version is still there."""
+        found, known = self._kl_to_own_version(samples, version, self._drawn(samples), kind="reverse")
+        masks = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
+        mine = (
+            sum(float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(found, masks, strict=True)),
+            sum(int((known_T & mask_T).sum()) for known_T, mask_T in zip(known, masks, strict=True)),
+            sum(int(mask_T.sum()) for mask_T in masks),
+        )
+        sums = [sum(part) for part in zip(*self.ranks.gathered(mine), strict=True)]
         return {"drift/rollout_kl": sums[0] / max(sums[1], 1), "drift/rollout_kl_coverage": sums[1] / max(sums[2], 1)}

@@ -35,6 +35,8 @@ class Evidence:
     old_T: Tensor | None = None
     current_T: Tensor | None = None
     reference_T: Tensor | None = None
+    kl_T: Tensor | None = None
+    """KL(what drew the token ‖ the learner as it is), over the vocabulary; infinite where that version is gone."""
     missing: int = 0
     """Tokens whose version the learner no longer has: what drew them stands for it."""
 
@@ -53,7 +55,7 @@ class Frozen:
     proximal_T: Tensor | None = None
     reference_T: Tensor | None = None
     positive: bool = False
-    """The answer earned something."""
+    """Its advantages, as they are used, sum to more than 0."""
 
 
 def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[list[Frozen], Metrics]:
@@ -73,15 +75,20 @@ def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[l
             old_BT if method.decoupled else _current(batch),
             behavior_BT,
             mask_BT,
-            **_evidence(batch, method, mask_BT, groups_B),
+            **_evidence(batch, method, mask_BT, groups_B, old_BT),
         )
         kept_BT = correction.mask
         metrics |= {f"correction/{name}": value for name, value in correction.metrics.items()}
         if correction.weights is not None:
             found["weight_T"] = correction.weights
+    if method.rejects("seq_max_kl"):
+        gone_BT = padded([_present(sample.kl_T) for sample in batch]).isinf() & (mask_BT != 0)
+        metrics["kl_missing"] = int(gone_BT.sum()) / max(int((mask_BT != 0).sum()), 1)
+    positive_B = torch.zeros(len(batch), dtype=torch.bool)
     if method.policy is not None:
         policy = method.policy
         found["advantage_T"] = advantage_BT = _advantages(batch, method, kept_BT, groups_B, old_BT)
+        positive_B = advantage_BT.masked_fill(kept_BT == 0, 0.0).sum(-1) > 0
         metrics |= _spread(batch, advantage_BT, kept_BT)
         if method.proximal:
             found["proximal_T"] = _current(batch)
@@ -95,7 +102,7 @@ def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[l
             mask_T=kept_BT[row, : len(sample.mask_T)].bool(),
             behavior_T=sample.behavior_T,
             reference_T=sample.reference_T,
-            positive=sample.reward > 0,
+            positive=bool(positive_B[row]),
             **{name: value_BT[row, : len(sample.mask_T)] for name, value_BT in found.items()},
         )
         for row, sample in enumerate(batch)
@@ -119,16 +126,19 @@ def _current(batch: Sequence[Evidence]) -> Tensor:
     return padded([_present(sample.current_T) for sample in batch])
 
 
-def _evidence(batch: Sequence[Evidence], method: Method, mask_BT: Tensor, groups_B: Tensor) -> dict[str, Any]:
+def _evidence(
+    batch: Sequence[Evidence], method: Method, mask_BT: Tensor, groups_B: Tensor, old_BT: Tensor
+) -> dict[str, Any]:
     """Rejection by the sign of advantages looks at them as they are before it."""
-    if "negative_seq" not in (method.correction.rs or {}) or method.policy is None:
-        return {}
-    return {"advantages": _advantages(batch, method, mask_BT, groups_B, None)}
+    found: dict[str, Any] = {}
+    if method.rejects("negative_seq"):
+        found |= {"advantages": _advantages(batch, method, mask_BT, groups_B, old_BT), "current": _current(batch)}
+    if method.rejects("seq_max_kl"):
+        found["kl"] = padded([_present(sample.kl_T) for sample in batch])
+    return found
 
 
-def _advantages(
-    batch: Sequence[Evidence], method: Method, mask_BT: Tensor, groups_B: Tensor, old_BT: Tensor | None
-) -> Tensor:
+def _advantages(batch: Sequence[Evidence], method: Method, mask_BT: Tensor, groups_B: Tensor, old_BT: Tensor) -> Tensor:
     """Rewards stand on the last token that is left of a row."""
     assert method.policy is not None
     rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
@@ -136,7 +146,7 @@ def _advantages(
         if mask_BT[row].any():
             rewards_BT[row, int(mask_BT[row].nonzero().max())] = sample.reward
     reference = method.reference
-    if reference is not None and reference.into == "reward" and old_BT is not None:
+    if reference is not None and reference.into == "reward":
         reference_BT = padded([_present(sample.reference_T) for sample in batch])
         rewards_BT, _ = kl_reward(rewards_BT, old_BT, reference_BT, mask_BT, beta=reference.weight)
     policy = method.policy

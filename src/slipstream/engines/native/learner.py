@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +31,9 @@ from slipstream.engines.native.objective import Objective
 from slipstream.engines.native.optimizer import make_optimizer
 from slipstream.engines.native.passes import Passes
 from slipstream.engines.native.ranks import Ranks
-from slipstream.engines.native.snapshots import REFERENCE, Snapshots, local
+from slipstream.engines.native.snapshots import PREVIOUS, REFERENCE, Snapshots, local
 from slipstream.engines.native.storage import restore, save
-from slipstream.errors import NonFiniteError
+from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of
 
@@ -69,8 +68,10 @@ class NativeLearner:
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.snapshots = Snapshots(lm.model, keep=snapshots)
         self.look = FirstLook(method, self.passes, self.snapshots, self.ranks)
-        if method.reference is not None:
+        if method.reference is not None:  # before anything is restored: the student as it was given
             self.snapshots.take(REFERENCE, host=method.reference.host)
+        if method.previous:
+            self.snapshots.take(PREVIOUS, host=False)
         self.update = self.made = 0
         """The update in hand, and the last one whose first step was made."""
         self.samples: dict[Key, Scored] = {}
@@ -101,14 +102,10 @@ class NativeLearner:
         return await self._run(self._export)
 
     async def save(self, path: Path, *, optimizer: bool = True) -> None:
-        own = self.optimizer if optimizer else None
-        saving = partial(save, path, self.lm, self.tokenizer, self.ranks, update=self.made, optimizer=own)
-        await self._run(saving)
+        await self._run(lambda: self._save(path, optimizer))
 
     async def restore(self, path: Path) -> None:
-        lora = self.config.lora is not None
-        restoring = partial(restore, path, self.lm, self.optimizer, self.ranks, lora=lora)
-        self.update, self.made = 0, await self._run(restoring)
+        await self._run(lambda: self._restore(path))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
@@ -142,8 +139,6 @@ class NativeLearner:
     def _begin(self, update: int) -> None:
         """Let go of the update before."""
         self.samples, self.frozen, self.noted, self.update = {}, {}, [], update
-        if self.method.policy is not None and self.method.policy.old == "previous":
-            self.snapshots.roll()
 
     def _compare(self, samples: Sequence[Scored]) -> Metrics:
         """Each rank does it all: the batch is small, and nothing is exchanged."""
@@ -201,6 +196,8 @@ class NativeLearner:
         lr = learning_rate(self.config, self.update - 1, self.updates)
         for group in groups:
             group["lr"] = lr
+        if self.method.previous and self.made < self.update:
+            self.snapshots.take(PREVIOUS, host=False)
         self.made = self.update
         if norm > 0:  # an update of which nothing is left leaves no trace
             self.optimizer.step()
@@ -228,6 +225,22 @@ class NativeLearner:
         self.sums, self.seen = {}, []
 
     # --- weights ---------------------------------------------------------------------------------------------
+
+    def _save(self, path: Path, optimizer: bool) -> None:
+        own = self.optimizer if optimizer else None
+        before = self.snapshots.state(PREVIOUS) if self.method.previous else {}
+        save(path, self.lm, self.tokenizer, self.ranks, update=self.made, optimizer=own, previous=before)
+
+    def _restore(self, path: Path) -> None:
+        made, previous = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
+        if self.method.previous:
+            if not previous:
+                raise RunDirError(
+                    f'{path} does not hold the weights before its last update, which policy.old = "previous" compares '
+                    "with: write the policy.old it was saved under, or begin a new run"
+                )
+            self.snapshots.put(PREVIOUS, previous)
+        self.update, self.made = 0, made
 
     def _export(self) -> tuple[WeightsRef, Fingerprint]:
         if self.snapshots.keep:

@@ -12,6 +12,7 @@ from slipstream.errors import ConfigError
 from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.correction import (
     PRESETS,
+    RATIO_TO_BEHAVIOR,
     RATIO_TO_OLD,
     CorrectionPreset,
     check_combination,
@@ -46,6 +47,19 @@ class Method:
         return self.correction.mode == "decoupled"
 
     @property
+    def previous(self) -> bool:
+        """The old policy is the learner before its last update."""
+        return self.policy is not None and self.policy.old == "previous"
+
+    def rejects(self, mode: str) -> bool:
+        return mode in (self.correction.rs or {})
+
+    @property
+    def reads_snapshots(self) -> bool:
+        """Something is asked of the weights that drew a token."""
+        return self.decoupled or self.rejects("seq_max_kl")
+
+    @property
     def by_row(self) -> bool:
         """The policy loss must see whole rows."""
         if (policy := self.policy) is None:
@@ -66,7 +80,8 @@ class Method:
     @property
     def current_first(self) -> bool:
         """What the learner thinks of the tokens when they arrive must be known before its first step."""
-        return self.chooses or self.proximal or (self.correction.corrects and not self.decoupled)
+        in_bypass = self.correction.corrects and not self.decoupled
+        return self.chooses or self.proximal or in_bypass or self.rejects("negative_seq")
 
     @property
     def proximal(self) -> bool:
@@ -114,10 +129,13 @@ def method_of(config: Config) -> Method:
     )
     if policy is not None:
         _check_policy(config, policy, method)
+    _check_cut(config, method)
     if config.schedule.kind == "periodic":
         _check_parts(method)
-    if config.learner.snapshots and not (config.learner.exact_drift or method.decoupled):
-        raise ConfigError("learner.snapshots does nothing: neither a decoupled correction nor exact_drift reads them")
+    if config.learner.snapshots and not (config.learner.exact_drift or method.reads_snapshots):
+        raise ConfigError(
+            "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl nor exact_drift reads them"
+        )
     return method
 
 
@@ -139,6 +157,16 @@ def _check_correction(config: Config, preset: CorrectionPreset) -> None:
         raise ConfigError(
             f"correction.preset = {config.correction.preset!r} weighs a policy loss, and there is none: choose one "
             "that only rejects (…_rs), or add [policy]"
+        )
+    if config.policy is None and "negative_seq" in (preset.rs or {}):
+        raise ConfigError(
+            "correction.rs.negative_seq rejects answers whose advantage is negative, and without [policy] there is "
+            "none: drop it, or add [policy]"
+        )
+    if config.learner.snapshots == 0 and "seq_max_kl" in (preset.rs or {}):
+        raise ConfigError(
+            "correction.rs.seq_max_kl compares with the weights that drew a token, and learner.snapshots = 0 keeps "
+            "none: leave it out, and as many are kept as the schedule needs"
         )
     try:
         if config.policy is not None:
@@ -173,6 +201,40 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
             f"policy.advantage = {policy.advantage!r} compares the answers to one prompt, and sampler.group = 1: "
             'write group = 8, say, or advantage = "reinforce_plus_plus"'
         )
+
+
+def _check_cut(config: Config, method: Method) -> None:
+    """What draws leave out makes the rest likelier than the whole distribution has it: no ratio between them is 1."""
+    sampler = config.sampler
+    whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    cut = [name for name, value in whole.items() if getattr(sampler, name) != value]
+    if not cut or (who := _looks_at_behavior(config, method)) is None:
+        return
+    holder, instead = who
+    named = " and ".join(f"sampler.{name} = {getattr(sampler, name)}" for name in cut)
+    leaves = "leaves" if len(cut) == 1 else "leave"
+    raise ConfigError(
+        f"{named} {leaves} out tokens of the distribution that draws, and {holder} the ratio of a whole one to it, "
+        "which is below 1 before anything is learned: write "
+        f"{', '.join(f'{name} = {whole[name]:g}' for name in cut)}, or {instead}"
+    )
+
+
+def _looks_at_behavior(config: Config, method: Method) -> tuple[str, str] | None:
+    """The first part that compares with what drew the tokens, and what to write for one that does not."""
+    loss, policy, reference = config.loss, method.policy, method.reference
+    if loss.weight and loss.kind == "reverse_kl_mc" and loss.importance:
+        return 'loss.kind = "reverse_kl_mc" weighs draws by', "loss.importance = false, or another loss.kind"
+    if method.correction.is_level is not None or set(method.correction.rs or ()) - {"seq_max_kl"}:
+        return f'correction.preset = "{config.correction.preset}" looks at', 'correction.preset = "disabled"'
+    old_is_behavior = not (method.decoupled or method.previous)
+    if policy is not None and old_is_behavior and policy.loss in RATIO_TO_OLD | RATIO_TO_BEHAVIOR | {"dro"}:
+        return f'policy.loss = "{policy.loss}" holds', 'policy.loss = "reinforce"'
+    if reference is not None and reference.into == "loss":
+        return 'reference.into = "loss" weighs its KL by', "drop [reference]"
+    if reference is not None and old_is_behavior:
+        return 'reference.into = "reward" charges for', "drop [reference]"
+    return None
 
 
 def _check_parts(method: Method) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -117,8 +117,13 @@ class Passes:
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
-    def rollout_kl(self, samples: Sequence[Scored], snapshots: Snapshots, version: int) -> list[Tensor]:
-        """KL(the policy as it is ‖ as it was at that version) at every token: exact, over the whole vocabulary."""
+    def rollout_kl(
+        self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kind: Literal["forward", "reverse"]
+    ) -> list[Tensor]:
+        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round, at every token.
+
+        Exact, over the whole vocabulary.
+        """
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
 
@@ -136,7 +141,7 @@ class Passes:
                 rows = slice(start, start + size)
                 logits_CV, old_CV = head(hidden_NH[rows], weight, bias), head(before_NH[rows])
                 logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in (logits_CV, old_CV))
-                found.append(dense(logp_CV, old_CV, kind="reverse"))
+                found.append(dense(logp_CV, old_CV, kind=kind))
             return torch.cat(found)
 
         kl: dict[int, Tensor] = {}

@@ -104,3 +104,11 @@ def slice_of(tensor: Tensor, own: Tensor) -> Tensor:
     if not isinstance(own, DTensor):
         return tensor
     return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
+def part_of(tensor: Tensor, own: Tensor) -> Tensor:
+    """What this rank holds of something that is laid out as `own`, so that it can be made whole."""
+    if not isinstance(own, DTensor):
+        return tensor
+    here = tensor.to(own.device)
+    return DTensor.from_local(here, own.device_mesh, own.placements, shape=own.shape, stride=own.stride())

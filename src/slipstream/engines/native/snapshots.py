@@ -1,4 +1,4 @@
-"""Weights of other versions than the learner's own: the last few published, the one before, and the reference.
+"""Weights of other versions than the learner's own: the last few published, those before an update, and the reference.
 
 Only what is trained is kept, in host memory unless asked otherwise, each rank its own shard. A pass under one of them
 copies it over the weights and then back, so whatever holds the weights (shards, adapters) needs to know nothing of it.
@@ -6,22 +6,25 @@ copies it over the weights and then back, so whatever holds the weights (shards,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from slipstream.engines.native.ranks import part_of, slice_of
+
 Version = int | str
-REFERENCE, PREVIOUS, _BEFORE = "reference", "previous", "at the beginning of this update"
+REFERENCE, PREVIOUS = "reference", "previous"
 
 
 class Snapshots:
     def __init__(self, model: nn.Module, *, keep: int = 0) -> None:
         """`keep`: how many numbered versions; the oldest leaves when there is one more."""
         self.keep = keep
-        self.parameters = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.parameters = [local(parameter) for parameter in self.trained.values()]
         self.held: dict[Version, list[Tensor]] = {}
 
     def __contains__(self, version: Version) -> bool:
@@ -35,11 +38,15 @@ class Snapshots:
         for old in numbered[: max(0, len(numbered) - self.keep)]:
             del self.held[old]
 
-    def roll(self) -> None:
-        """At the beginning of an update: PREVIOUS becomes what the weights were at the beginning of the one before."""
-        before = self.held.pop(_BEFORE, None)
-        self.take(_BEFORE, host=False)
-        self.held[PREVIOUS] = before if before is not None else self.held[_BEFORE]
+    def state(self, version: Version) -> dict[str, Tensor]:
+        """That version as a state dict, laid out over the ranks as the weights are."""
+        held = zip(self.trained.items(), self.held[version], strict=True)
+        return {name: part_of(tensor, own) for (name, own), tensor in held}
+
+    def put(self, version: Version, state: Mapping[str, Tensor]) -> None:
+        """A version from a state dict of whole weights, to where the weights are."""
+        slices = [local(slice_of(state[name], own)) for name, own in self.trained.items()]
+        self.held[version] = [tensor.to(own, copy=True) for tensor, own in zip(slices, self.parameters, strict=True)]
 
     @contextmanager
     def worn(self, version: Version) -> Iterator[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.engines.native.lora import merged
 from slipstream.engines.native.model import LanguageModel, is_adapter, load_model
@@ -13,11 +15,22 @@ from slipstream.engines.native.ranks import Ranks, slice_of
 
 
 def save(
-    path: Path, lm: LanguageModel, tokenizer: Any, ranks: Ranks, *, update: int, optimizer: torch.optim.Optimizer | None
+    path: Path,
+    lm: LanguageModel,
+    tokenizer: Any,
+    ranks: Ranks,
+    *,
+    update: int,
+    optimizer: torch.optim.Optimizer | None,
+    previous: Mapping[str, Tensor],
 ) -> None:
-    """The first rank writes; all take part. Without an optimizer, only the model."""
+    """The first rank writes; all take part. Without an optimizer, only the model.
+
+    `previous`: the weights before the last update, of what is trained, if the method compares with them.
+    """
     state = ranks.on_first(lm.model.state_dict(keep_vars=True))
     moments = ranks.on_first(optimizer.state_dict()) if optimizer else {}
+    before = ranks.on_first(dict(previous)) if optimizer else {}
     if ranks.index > 0:
         return
     lm.model.save_pretrained(path, state_dict=merged(state, lm.model))
@@ -25,11 +38,17 @@ def save(
         tokenizer.save_pretrained(path)
     if optimizer:
         adapters = {name: value for name, value in state.items() if is_adapter(name)}
-        torch.save({"optimizer": moments, "update": update, "adapters": adapters}, path / "learner.pt")
+        saved = {"optimizer": moments, "update": update, "adapters": adapters, "previous": before}
+        torch.save(saved, path / "learner.pt")
 
 
-def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> int:
-    """Every rank reads for itself; how many there were does not matter. Returns the update that was saved."""
+def restore(
+    path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool
+) -> tuple[int, dict[str, Tensor]]:
+    """Every rank reads for itself; how many there were does not matter.
+
+    Returns the update that was saved, and the weights before it, as far as they were.
+    """
     several = ranks.size > 1
     saved = torch.load(path / "learner.pt", map_location="cpu", mmap=several, weights_only=True)
     weights = saved["adapters"]  # with these, the base is what it was
@@ -40,7 +59,7 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     weights = {name: slice_of(weights[name], own[name]) for name in weights}
     lm.model.load_state_dict(weights, strict=not lora)
     restore_moments(optimizer, saved["optimizer"])
-    return int(saved["update"])
+    return int(saved["update"]), saved.get("previous", {})
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
