@@ -468,3 +468,25 @@ def test_a_student_that_has_diverged_is_told_as_such() -> None:
             await asyncio.wait_for(sampler.generate(make_prompts(1)[0], Sampling(max_tokens=3)), 20)
 
     with_sampler(make_model(), work)
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_ends_at_the_first_of_several_stops_even_at_its_limit() -> None:
+    stops, prompts = {EOS, 7, 9}, make_prompts(40)
+
+    async def work() -> list[Rollout]:
+        sampler = NativeSampler(wrap(make_model()), slots=16, stop_ids=stops)
+        groups = await asyncio.gather(*[sampler.generate(prompt, Sampling(max_tokens=6)) for prompt in prompts])
+        sampler.close()
+        return [handle.body for group in groups for handle in group]
+
+    rollouts = asyncio.run(work())
+    for rollout in rollouts:
+        *before, last = rollout.tokens.tolist()
+        assert not stops & set(before)
+        assert (rollout.finish == "eos") == (last in stops)
+        assert rollout.finish == "eos" or len(rollout.tokens) == 6
+    assert {last for rollout in rollouts if (last := int(rollout.tokens[-1])) in stops} == stops
+    assert any(rollout.finish == "eos" and len(rollout.tokens) == 6 for rollout in rollouts)

@@ -169,6 +169,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, some windows": ("qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}),
     "qwen3, tied head": ("qwen3", {"tie_word_embeddings": True}),
     "gemma2, small caps": ("gemma2", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    "vaultgemma, small caps": ("vaultgemma", {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0}),
+    "gemma3n, small cap": ("gemma3n_text", {"final_logit_softcapping": 2.0}),
     "phi, quarter rotary": ("phi", {"partial_rotary_factor": 0.25}),
     "gpt_neox, parallel": ("gpt_neox", {"use_parallel_residual": True, "rotary_pct": 0.25}),
     "opt, norm after": ("opt", {"do_layer_norm_before": False}),

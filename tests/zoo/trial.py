@@ -215,7 +215,7 @@ def saved(model: PreTrainedModel) -> float:
 
 def reloaded(lm: LanguageModel) -> float:
     with TemporaryDirectory() as folder:
-        save(Path(folder), lm, None, Ranks(), update=1, optimizer=None)
+        save(Path(folder), lm, None, Ranks(), update=1, optimizer=None, previous=None)
         again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     return difference(lm, apart(again))
 

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from slipstream.engines.native import kv
 from slipstream.engines.native.attention import errors, limit
-from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows
+from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows, widened
 from slipstream.errors import ModelError, first_line
 
 PROMPTS = (9, 9, 4, 1)
@@ -75,7 +75,9 @@ def prove(lm: LanguageModel) -> None:
         for i, length in enumerate(PROMPTS)
     ]
     try:
-        reason = _failure(lm, ids)
+        with widened(lm.model):
+            reason = _failure(lm, ids)
+        reason = reason or _failure(lm, ids)
     except Exception as error:  # whatever a model raises here is why it cannot
         reason = first_line(error)
     if reason:
@@ -98,7 +100,7 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
     def error(found_NH: Tensor, lengths: Sequence[int]) -> float:
         off = errors(found_NH, torch.stack([h_LH[n - 1] for h_LH, n in zip(expected, lengths, strict=True)]))
         # in half precision, a router that turns may move one of them far
-        return max(off) if found_NH.dtype.itemsize >= 4 else sorted(off)[-2]
+        return max(off) if lm.head.weight.dtype.itemsize >= 4 else sorted(off)[-2]
 
     def continued(lengths: Sequence[int]) -> Tensor:
         at_N1 = torch.tensor(lengths, device=lm.device)[:, None] - 1

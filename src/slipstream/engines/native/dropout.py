@@ -49,8 +49,10 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
     try:
         with torch.enable_grad():
             once, again = probe(lm, packed), probe(lm, packed)
+            torch.autograd.backward(torch.cat(again).sum())
     except Exception as error:  # whatever a model raises here is why it cannot
         raise ModelError(f"{lm.name}: {kind} cannot be trained here: {first_line(error)}") from None
+    lm.model.zero_grad()
     with deterministic(lm.model):
         plain = probe(lm, packed)
     drawn = max(difference(once, again), difference(once, plain))

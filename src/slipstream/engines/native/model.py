@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -104,7 +107,32 @@ def split(name: str, model: PreTrainedModel, *, longest: int | None = None) -> L
     if model.dtype == torch.float64:  # the fast kernels for experts end at float32
         model.set_experts_implementation("eager")
     backbone = backbone_of(name, model)
-    return LanguageModel(name, model, backbone, find_head(name, model, backbone), longest)
+    with widened(model):
+        head = find_head(name, model, backbone)
+    return LanguageModel(name, model, backbone, head, longest)
+
+
+@contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """In float32 for a moment, if there is room: what half precision rounds away would hide a fault as well."""
+    halves = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.itemsize < 4]
+    held = [(tensor, tensor.dtype) for tensor in halves] if _room(halves) else []
+    for tensor, _ in held:
+        tensor.data = tensor.data.float()
+    try:
+        yield
+    finally:
+        for tensor, dtype in held:
+            tensor.data = tensor.data.to(dtype)
+
+
+def _room(halves: Sequence[Tensor]) -> bool:
+    """Half of what is free."""
+    if halves and halves[0].is_cuda:
+        free = torch.cuda.mem_get_info(halves[0].device)[0]
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return sum(4 * tensor.numel() for tensor in halves) < free / 2
 
 
 def backbone_of(name: str, model: PreTrainedModel) -> PreTrainedModel:

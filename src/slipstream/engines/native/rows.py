@@ -29,7 +29,7 @@ from transformers import AttentionInterface
 
 from slipstream.engines.native import attention
 from slipstream.engines.native.attention import Reach, check_told, errors, limit, reach_of
-from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows, is_recurrent
+from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows, is_recurrent, widened
 from slipstream.engines.native.packing import Item, MicroBatch
 from slipstream.errors import ModelError, first_line
 from slipstream.records import Ints, Prompt, Rollout
@@ -268,7 +268,9 @@ def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.pa
     lm.model.eval()  # with dropout, nothing equals anything
     reasons = []
     for name in [NAME] if packed else [NAME, "sdpa", REFERENCE]:
-        reason = _failure(lm, name, packed)
+        with widened(lm.model):
+            reason = _failure(lm, name, packed)
+        reason = reason or _failure(lm, name, packed)
         if reason is None:
             break
         reasons.append(reason)
