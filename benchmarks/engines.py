@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.config import DataConfig
+from slipstream.config.schema import DataConfig
 from slipstream.engines.base import Sampler, Sampling
 from slipstream.engines.native.model import load_model
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.records import Prompt
 from slipstream.tasks.chat import encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.data import Prompts, load_rows
@@ -187,8 +187,8 @@ def show(run: dict[str, Any]) -> str:
 
 def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
     """One run of the asynchronous pipeline in this interpreter."""
-    from slipstream.config_file import parse
-    from slipstream.launch import prepare
+    from slipstream.commands.train import prepare
+    from slipstream.config.file import parse
     from slipstream.metrics import throughput
     from slipstream.pipeline.run import Run
     from slipstream.runlog import RunLog, read_lines

@@ -37,15 +37,15 @@ from learner_trl import Saved
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.assets import model_path
-from slipstream.config import DataConfig, LearnerConfig
-from slipstream.config_objective import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
+from slipstream.config.objective import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
+from slipstream.config.schema import DataConfig, LearnerConfig
 from slipstream.engines.base import Metrics, Sampling
-from slipstream.engines.native.learner import NativeLearner
-from slipstream.engines.native.method import Method
+from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.model import LanguageModel, load_model, split
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators.logprobs import HELD
+from slipstream.objective.method import Method
 from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, total
 from slipstream.tasks.chat import encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.data import Prompts, load_rows

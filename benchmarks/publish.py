@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from slipstream.engines.base import Fingerprint, Loaded, Sampler, Sampling, WeightsRef
 from slipstream.engines.native.model import export_weights, fingerprint, split
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.records import Prompt
 
 CONTEXT, VOCABULARY, HIDDEN = 4096, 8192, 512

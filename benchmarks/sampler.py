@@ -18,10 +18,10 @@ import time
 import numpy as np
 import torch
 
-from slipstream.config import DataConfig
+from slipstream.config.schema import DataConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.model import load_model
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.records import Prompt, Rollout
 from slipstream.tasks.chat import encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.data import Prompts, load_rows

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.accuracy import measure
-from slipstream.config_file import parse
+from slipstream.commands.evaluate import measure
+from slipstream.commands.train import eval_prompts, prepare
+from slipstream.config.file import parse
 from slipstream.engines.base import Sampling
-from slipstream.launch import eval_prompts, prepare
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.runlog import RunLog, read_lines

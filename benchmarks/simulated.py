@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.config import Config, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.config_schedule import Async, Periodic, StepOff, Sync
+from slipstream.config.schedule import Async, Periodic, StepOff, Sync
+from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Engines
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.metrics import throughput

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slipstream.assets import model_path
-from slipstream.config import DataConfig
+from slipstream.config.schema import DataConfig
 from slipstream.engines.draws import uniforms
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.records import Prompt, derive_seed

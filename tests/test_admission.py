@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.config_schedule import Async
+from slipstream.config.schedule import Async
 from slipstream.errors import ConfigError
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.schedules import Schedule, asynchronous, periodic, replay, step_off, sync

@@ -11,7 +11,7 @@ from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.catalogue import Entry, catalogue, find, markdown
 from slipstream.estimators.correction import PRESETS
 from slipstream.estimators.methods import DISTILLATION
-from slipstream.estimators.policy_table import LOSSES
+from slipstream.estimators.policy.table import LOSSES
 
 
 def test_the_page_in_the_documentation_is_the_one_that_the_code_makes() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main, parser, split_overrides
-from slipstream.config_file import fields, parse
+from slipstream.config.file import fields, parse
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_lines
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slipstream
-from slipstream.config import Config
-from slipstream.config_file import describe, fields, load, parse, to_toml
-from slipstream.config_objective import ForwardKL, ReverseKLMC
-from slipstream.config_schedule import Async
+from slipstream.config.file import describe, fields, load, parse, to_toml
+from slipstream.config.objective import ForwardKL, ReverseKLMC
+from slipstream.config.schedule import Async
+from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]

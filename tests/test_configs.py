@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream import launch
-from slipstream.config_file import load
+from slipstream.commands import train as launch
+from slipstream.config.file import load
 from slipstream.runlog import read_lines
 
 CONFIGS = Path(__file__).parents[1] / "configs"

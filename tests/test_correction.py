@@ -27,7 +27,7 @@ from slipstream.estimators.correction import (
     check_combination,
     correct,
 )
-from slipstream.estimators.policy_table import ALIASES, LOSSES
+from slipstream.estimators.policy.table import ALIASES, LOSSES
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "verl_vectors.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if case["fn"] == "correct"]

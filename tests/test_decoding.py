@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from slipstream.engines.base import Sampling
-from slipstream.engines.native import kv
-from slipstream.engines.native.decoding import Decoder, prove
 from slipstream.engines.native.model import split
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling import kv
+from slipstream.engines.native.sampling.decoding import Decoder, prove
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.errors import ModelError
 from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts, wrap
 

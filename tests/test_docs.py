@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import parser, split_overrides
-from slipstream.config_file import fields, parse
+from slipstream.config.file import fields, parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]

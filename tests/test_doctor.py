@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from slipstream import launch
 from slipstream.assets import DEMO, model_path
-from slipstream.checks import PROMPTS, CheckFailed, Finding, quick, raised
 from slipstream.cli import main
-from slipstream.config import Config
-from slipstream.config_file import load
-from slipstream.doctor import arrival, by_itself, doctor, rewarded, room
+from slipstream.commands import train as launch
+from slipstream.commands.doctor import arrival, by_itself, doctor, rewarded, room
+from slipstream.config.file import load
+from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
+from slipstream.plan.checks import PROMPTS, CheckFailed, Finding, quick, raised
+from slipstream.plan.placement import needs
 from slipstream.records import Handle
 from slipstream.runtimes.inline import open_engines
-from slipstream.runtimes.placement import needs
 
 QUIET = Console(quiet=True)
 INLINE = [("runtime.kind", "inline"), ("runtime.device", "cpu")]

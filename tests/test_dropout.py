@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PhimoeConfig, Starcoder2Config
 
-from slipstream.config import LearnerConfig
-from slipstream.engines.native.dropout import deterministic
+from slipstream.config.schema import LearnerConfig
+from slipstream.engines.native.learning.dropout import deterministic
+from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.engines.native.passes import Passes
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import probe
 from slipstream.errors import ModelError

@@ -20,7 +20,7 @@ import pytest
 import torch
 from pydantic import SecretStr
 
-from slipstream.config_file import parse, to_toml
+from slipstream.config.file import parse, to_toml
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded, Sampling
 from slipstream.engines.http import breaker, client
@@ -31,7 +31,7 @@ from slipstream.engines.http.client import Client, Endpoint, key_from_environmen
 from slipstream.engines.http.fake import FakeEndpoint, Fault, model, prompt_logprobs, table
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import split
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError, EndpointError, EngineError, Stalled
 from slipstream.pipeline import tries

@@ -154,7 +154,7 @@ import torch.nn as nn
 if TYPE_CHECKING:
     import numpy
 def later():
-    from slipstream.engines.native import kv
+    from slipstream.engines.native.sampling import kv
 """
     tree = ast.parse(code)
     assert ours(imports(tree, loaded_only=False)) == {"engines.native.kv"}

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.config import LearnerConfig, LoraConfig
-from slipstream.config_objective import ReverseKLMC
-from slipstream.engines.native.learner import NativeLearner
+from slipstream.config.objective import ReverseKLMC
+from slipstream.config.schema import LearnerConfig, LoraConfig
+from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.method import Method
 from slipstream.engines.native.model import LanguageModel, fingerprint, load_weights
 from slipstream.errors import ConfigError
+from slipstream.objective.method import Method
 from slipstream.records import Batch, Handle, total
 from test_scorer_learner import roll_out, score
 from tiny import make_model, wrap

@@ -7,16 +7,16 @@ from typing import Any, get_args
 
 import pytest
 
-from slipstream.config import Config
-from slipstream.config_file import parse
-from slipstream.config_objective import AdvantageName, Aggregation, PolicyName, PresetName
-from slipstream.engines.native.method import OURS, method_of
+from slipstream.config.file import parse
+from slipstream.config.objective import AdvantageName, Aggregation, PolicyName, PresetName
+from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.aggregate import Mode
 from slipstream.estimators.correction import PRESETS
 from slipstream.estimators.options import REQUIRED
-from slipstream.estimators.policy_table import LOSSES
+from slipstream.estimators.policy.table import LOSSES
+from slipstream.objective.method import OURS, method_of
 from slipstream.runtimes.build import snapshots_of
 
 

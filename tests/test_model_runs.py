@@ -15,12 +15,12 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config, PreTrainedConfig
 
 from conftest import build_tokenizer
-from slipstream import launch
-from slipstream.accuracy import measure
-from slipstream.checks import CheckFailed
-from slipstream.config_file import load
+from slipstream.commands import train as launch
+from slipstream.commands.evaluate import measure
+from slipstream.config.file import load
 from slipstream.engines.base import Sampling
 from slipstream.engines.native import model as model_module
+from slipstream.plan.checks import CheckFailed
 from slipstream.records import Prompt
 from slipstream.runtimes.build import decoder
 from slipstream.tasks.rewards import PoolGrader

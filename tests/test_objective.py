@@ -16,15 +16,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from slipstream.config import LearnerConfig
-from slipstream.config_objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Sampling
-from slipstream.engines.native.frozen import Evidence, freeze
-from slipstream.engines.native.learner import NativeLearner
-from slipstream.engines.native.method import Method
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.learning.snapshots import PREVIOUS
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.engines.native.snapshots import PREVIOUS
 from slipstream.estimators import policy
 from slipstream.estimators.advantage import advantage
 from slipstream.estimators.aggregate import aggregate
@@ -33,6 +31,8 @@ from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_loss, kl_reward
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.objective.frozen import Evidence, freeze
+from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total
 from tiny import EOS, make_model, make_prompts, wrap
 
@@ -495,7 +495,7 @@ def test_half_precision_products_leave_the_weights_whole(case: Case) -> None:
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> None:
-    from slipstream.engines.native.optimizer import make_optimizer
+    from slipstream.engines.native.learning.optimizer import make_optimizer
 
     config = {"lr": 1e-2, "weight_decay": 0.1, "dtype": "float64"}
     start = torch.randn(5, 7, dtype=DTYPE, generator=torch.Generator().manual_seed(0))

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config import Config, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.config_objective import ReverseKLMC
-from slipstream.config_schedule import Async, Periodic, Sync
+from slipstream.config.objective import ReverseKLMC
+from slipstream.config.schedule import Async, Periodic, Sync
+from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Engines
-from slipstream.engines.native.learner import NativeLearner
-from slipstream.engines.native.method import Method
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.objective.method import Method
 from slipstream.pipeline.run import Run
 from slipstream.runlog import RunLog, read_lines
 from slipstream.tasks.data import Prompts, Row

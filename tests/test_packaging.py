@@ -8,7 +8,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from slipstream.config import Config
+from slipstream.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 

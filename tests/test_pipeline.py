@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.config import Config, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.config_schedule import Async, Sync
+from slipstream.config.schedule import Async, Sync
+from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
 from slipstream.errors import EngineError, ModelError, NonFiniteError

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from slipstream.config_file import parse
+from slipstream.commands.progress import BLOCKS, Progress, readings, sparkline
+from slipstream.config.file import parse
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.progress import BLOCKS, Progress, readings, sparkline
 
 CONFIG = parse({"student": "s", "teachers": {"main": {"model": "t"}}, "learner": {"batch_size": 4}})
 TRAIN = {

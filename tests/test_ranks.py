@@ -23,19 +23,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.config import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
-from slipstream.config_objective import PolicyConfig, ReferenceConfig, ReverseKLMC
-from slipstream.config_schedule import Sync
+from slipstream.config.objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.schedule import Sync
+from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Fingerprint, Learner, Metrics, Sampling, WeightsRef
-from slipstream.engines.native.learner import NativeLearner
+from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.method import Method
 from slipstream.engines.native.model import fingerprint, load_weights
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.correction import PRESETS
+from slipstream.objective.method import Method
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import Passes
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total

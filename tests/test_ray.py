@@ -21,8 +21,8 @@ import torch
 from ray._private.internal_api import node_stats
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.config import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
-from slipstream.config_schedule import Sync
+from slipstream.config.schedule import Sync
+from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from slipstream.cli import main
-from slipstream.config import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.config_schedule import Async, Periodic, Replay, StepOff, Sync
+from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
+from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded
 from slipstream.errors import RunDirError

@@ -14,8 +14,8 @@ from typing import get_args
 
 import pytest
 
-from slipstream.config import Config, Tracker
-from slipstream.config_file import parse
+from slipstream.config.file import parse
+from slipstream.config.schema import Config, Tracker
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.runlog import SINKS, RunLog, Sink, check_free, machine, read_lines, run_path, write_atomic
 

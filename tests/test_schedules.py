@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.config import Config, EvalConfig, LearnerConfig, SamplerConfig, TaskConfig, TeacherConfig
-from slipstream.config_schedule import Async, Periodic, Replay, StepOff, Sync
+from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
+from slipstream.config.schema import Config, EvalConfig, LearnerConfig, SamplerConfig, TaskConfig, TeacherConfig
 from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.errors import Stalled, WorkerDied

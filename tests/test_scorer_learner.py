@@ -18,18 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.config import LearnerConfig
-from slipstream.config_objective import ForwardKL, LossConfig, ReverseKLMC
+from slipstream.config.objective import ForwardKL, LossConfig, ReverseKLMC
+from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Sampling
-from slipstream.engines.native.learner import NativeLearner, learning_rate
-from slipstream.engines.native.method import Method
+from slipstream.engines.native.learning.learner import NativeLearner, learning_rate
 from slipstream.engines.native.model import export_weights, fingerprint, load_model, load_weights
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Handle, Scored, total
 from tiny import EOS, VOCAB, make_model, make_prompts, wrap
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from conftest import build_tokenizer
 from hostile import Deadly, Endless
-from slipstream.config import DataConfig
+from slipstream.config.schema import DataConfig
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.records import Handle, Prompt, Rollout, header_of
 from slipstream.tasks import arithmetic

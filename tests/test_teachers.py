@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from slipstream import launch
-from slipstream.config import Config
-from slipstream.config_file import load, parse, to_toml
+from slipstream.commands import train as launch
+from slipstream.config.file import load, parse, to_toml
+from slipstream.config.schema import Config
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded
 from slipstream.engines.http.client import Endpoint
@@ -30,12 +30,12 @@ from slipstream.engines.native.model import load_model
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
 from slipstream.pipeline.run import Run, rollout_sampling
+from slipstream.plan.teachers import check_endpoints, check_teachers, routes
 from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.data import Prompts, Row
-from slipstream.teachers import check_endpoints, check_teachers, routes
 
 ENDPOINT = {"model": "t", "base_url": "http://host:8000/v1"}
 

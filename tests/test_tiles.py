@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.estimators import tiles
-from slipstream.estimators.tiles import Bend
+from slipstream.estimators.logprobs import tiles
+from slipstream.estimators.logprobs.tiles import Bend
 
 
 @pytest.mark.parametrize("part", [1, 12, 1 << 20])
@@ -71,7 +71,8 @@ def test_triton_kernels_agree_with_the_portable_path() -> None:
 
 
 def compare_with_triton() -> None:
-    from slipstream.estimators import logprobs, tiles_triton
+    from slipstream.estimators import logprobs
+    from slipstream.estimators.logprobs import tiles_triton
 
     tiles_triton.BLOCK = 16  # several blocks, the last one not full
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config_schedule import Async, Periodic, Sync
+from slipstream.config.schedule import Async, Periodic, Sync
 from slipstream.errors import EngineError, WorkerDied
 from slipstream.metrics import digest, usage
 from slipstream.pipeline.pool import Pool, Worker

@@ -153,8 +153,8 @@ def note(text: str) -> None:
 
 
 def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config_file import load
-    from slipstream.launch import train
+    from slipstream.commands.train import train
+    from slipstream.config.file import load
 
     config = load(args.config, changes, say=note)
     return tell_done(train(config, console(), name=Path(args.config).stem, checks=not args.skip_checks))
@@ -162,14 +162,14 @@ def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
 def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.assets import DEMO
-    from slipstream.config_file import load
-    from slipstream.doctor import doctor
+    from slipstream.commands.doctor import doctor
+    from slipstream.config.file import load
 
     return 0 if doctor(load(args.config or DEMO, changes, say=note), console()) else 1
 
 
 def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.launch import resume
+    from slipstream.commands.train import resume
 
     return tell_done(resume(args.directory, console()))
 
@@ -180,14 +180,14 @@ def tell_done(path: Path) -> int:
 
 
 def run_demo(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.demo import demo
+    from slipstream.commands.demo import demo
 
     demo(changes, console(), say=note)
     return 0
 
 
 def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.accuracy import evaluate
+    from slipstream.commands.evaluate import evaluate
 
     evaluate(
         args.model,
@@ -208,7 +208,7 @@ def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
 
 def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config_file import describe, fields, load, to_toml
+    from slipstream.config.file import describe, fields, load, to_toml
 
     if args.config is None:
         if changes or args.check:
@@ -219,8 +219,8 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     config = load(args.config, changes, say=note)
     print(to_toml(config), end="")
     if args.check:
-        from slipstream.launch import position_notes, prepare
-        from slipstream.runtimes.placement import needs
+        from slipstream.commands.train import position_notes, prepare
+        from slipstream.plan.placement import needs
 
         job = prepare(config)
         print(f"# {job.method}")

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from slipstream.config import Config, Tracker
-from slipstream.config_file import to_toml
+from slipstream.config.file import to_toml
+from slipstream.config.schema import Config, Tracker
 from slipstream.errors import ConfigError, RunDirError, first_line
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")

@@ -27,7 +27,7 @@ from slipstream.engines.http.check import Need, check
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError
 from slipstream.records import Handle, Prompt

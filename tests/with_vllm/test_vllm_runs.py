@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream.config import Config
-from slipstream.config_file import parse
+from slipstream.commands.train import prepare, train
+from slipstream.config.file import parse
+from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError
-from slipstream.launch import prepare, train
 from slipstream.runlog import read_lines
 
 

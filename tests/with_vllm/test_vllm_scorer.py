@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from slipstream.config import Config
-from slipstream.config_file import parse
+from slipstream.commands.train import train
+from slipstream.config.file import parse
+from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.model import load_config, load_model
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.errors import ModelError
-from slipstream.launch import train
 from slipstream.records import Handle, Prompt, Rollout
 from slipstream.runlog import read_lines
 from slipstream.runtimes.build_vllm import with_vllm

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.config import LearnerConfig, LoraConfig
+from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.draws import process
+from slipstream.engines.native.learning.passes import Passes
+from slipstream.engines.native.learning.storage import save
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint, load_weights, split
 from slipstream.engines.native.packing import pack
-from slipstream.engines.native.passes import Passes
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.engines.native.storage import save
 from slipstream.errors import ConfigError, ModelError
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
 from zoo.families import EOS, VOCAB

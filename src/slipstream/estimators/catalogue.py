@@ -13,7 +13,7 @@ from slipstream.estimators.correction import PRESETS, CorrectionPreset
 from slipstream.estimators.methods import DISTILLATION, Scope
 from slipstream.estimators.numerics import unknown
 from slipstream.estimators.policy import scope_of
-from slipstream.estimators.policy_table import ALIASES, LOSSES
+from slipstream.estimators.policy.table import ALIASES, LOSSES
 
 UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}
 COSTS: dict[Scope, str] = {"token": "–", "row": "rows stay whole", "batch": "one pass over the batch first"}

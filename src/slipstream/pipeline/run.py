@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
-from slipstream.config import Config
+from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Sampling
 from slipstream.errors import NonFiniteError, Stalled
 from slipstream.pipeline import publish

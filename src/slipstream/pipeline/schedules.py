@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from math import ceil, floor
 from typing import Literal
 
-from slipstream.config import Config
-from slipstream.config_schedule import Async, Periodic, Replay, StepOff, Sync
+from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
+from slipstream.config.schema import Config
 from slipstream.engines.base import Mode
 
 

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import torch
 
-from slipstream.config import Config
-from slipstream.config_objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
+from slipstream.config.objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
+from slipstream.config.schema import Config
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.http.scorer import HttpScorer
-from slipstream.engines.native.learner import NativeLearner
+from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.method import method_of
 from slipstream.engines.native.model import LanguageModel, load_config, load_model, pick_device
 from slipstream.engines.native.ranks import Meeting, Ranks, join
-from slipstream.engines.native.sampler import NativeSampler
+from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import Cache, NativeScorer
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
+from slipstream.objective.method import method_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.context import TemplateContext

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from slipstream.assets import model_path
-from slipstream.config import Config
+from slipstream.config.schema import Config
 from slipstream.engines.base import Context
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.engines.vllm import VERSION

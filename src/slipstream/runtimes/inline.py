@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import chain
 
-from slipstream.config import Config
+from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Graded, Unscored
 from slipstream.runtimes.build import (
     Scoring,

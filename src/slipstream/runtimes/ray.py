@@ -21,7 +21,7 @@ import ray
 from ray._private import ray_constants, services
 from ray.exceptions import RayActorError
 
-from slipstream.config import Config
+from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Metrics, Mode, Sampling, Unscored, WeightsRef
 from slipstream.engines.native.model import load_config
 from slipstream.errors import ConfigError, EngineError, first_line

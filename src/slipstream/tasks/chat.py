@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.assets import model_path
-from slipstream.config import DataConfig
+from slipstream.config.schema import DataConfig
 from slipstream.errors import ConfigError, DataError, ModelError, first_line
 from slipstream.records import Ints, Prompt
 from slipstream.tasks.data import Row

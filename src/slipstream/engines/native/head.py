@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from slipstream.errors import ModelError, first_line
-from slipstream.estimators.tiles import Bend, wide
+from slipstream.estimators.logprobs.tiles import Bend, wide
 
 LADDER = (0.0, 2**-10, 2**-5, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 2.0**15)
 """Products of both signs, from where a cap does not show to where nothing else does."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import LoraConfig
+from slipstream.config.schema import LoraConfig
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.errors import ConfigError, did_you_mean
 

@@ -1,0 +1,1 @@
+"""What a person calls, one file each."""

@@ -1,0 +1,111 @@
+"""The demo: a tiny student learns a tiny teacher's arithmetic while you watch, one stage at a time and all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.assets import DEMO
+from slipstream.commands.evaluate import Measured, measure
+from slipstream.commands.train import eval_prompts, train
+from slipstream.config.file import load
+from slipstream.config.schedule import Sync
+from slipstream.config.schema import Config
+from slipstream.engines.base import Sampling
+from slipstream.metrics import digest
+from slipstream.runlog import read_lines
+from slipstream.runtimes.build import decoder
+from slipstream.tasks.chat import load_tokenizer
+from slipstream.tasks.rewards import PoolGrader
+
+PROMPTS, SAMPLES = 200, 2
+SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one line of a terminal
+
+
+def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str], None]) -> None:
+    began = time.perf_counter()
+    config = load(DEMO, changes, say=say)
+    tokenizer = load_tokenizer(config.student)
+    prompts = eval_prompts(tokenizer, config.data, "builtin:arithmetic", split="eval", limit=PROMPTS, seed=config.seed)
+    grader = PoolGrader("exact", decoder(tokenizer))
+    sampling = Sampling(max_tokens=config.sampler.max_tokens, group=SAMPLES)
+
+    def examine(model: str) -> Measured:
+        return measure(model, prompts, grader, tokenizer, sampling=sampling, reward="exact")
+
+    try:
+        console.print(
+            "A prompt is a chain of letters and digits; the answer copies it and adds the running sum mod 10:\n"
+            "  C3D8E5=  →  C33D81E56      (3, 3+8=11→1, 1+5=6)\n"
+            f"The student answers, the teacher scores every token, the student learns: {config.updates} updates of "
+            f"{config.learner.batch_size} samples,\none stage after the other, and then again with all stages at the "
+            "same time.\n",
+            highlight=False,
+        )
+        (teacher,) = config.teachers.values()
+        console.print(f"measuring teacher and student on {PROMPTS} held-out prompts", highlight=False)
+        expert, before = examine(teacher.model), examine(config.student)
+        runs: dict[str, tuple[Path, Measured]] = {}
+        for one in in_turn(config):
+            kind = one.schedule.kind
+            console.print(f"\n[bold]{kind}[/]", highlight=False)
+            path = train(one, console, name=f"demo-{kind}")
+            runs[kind] = path, examine(str(path / "final"))
+    finally:
+        grader.close()
+
+    table = Table(title=f"\nAccuracy on {PROMPTS} held-out prompts", title_justify="left")
+    for name, justify in (("", "left"), ("sampled", "right"), ("greedy", "right"), ("of the teacher's", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    after = {f"student after {kind}": found for kind, (_, found) in runs.items()}
+    for name, found in {"student before": before, **after, "teacher": expert}.items():
+        share = f"{found.avg / expert.avg:.0%}" if expert.avg else "–"
+        table.add_row(name, f"{found.avg:.1%}", f"{found.greedy:.1%}", share)
+    console.print(table)
+    console.print(speeds({kind: path for kind, (path, _) in runs.items()}))
+
+    path, last = list(runs.values())[-1]
+    samples = Table(title="\nGreedy answers that were wrong before", title_justify="left")
+    for column in ("prompt", "before", "after", "right answer"):
+        samples.add_column(column, overflow="fold")
+    text = decoder(tokenizer)
+    wrong = [i for i in range(PROMPTS) if before.best[i].header.rewards["exact"] < 1]
+    for index in [i for i in wrong if len(prompts[i].tokens) <= LONGEST_SHOWN][:SHOWN]:
+        prompt, answers = prompts[index], (before.best[index], last.best[index])
+        marked = [marks(text(handle.body.tokens), str(prompt.ground_truth)) for handle in answers]
+        samples.add_row(text(prompt.tokens), *marked, str(prompt.ground_truth))
+    console.print(samples)
+    console.print(f"\n{time.perf_counter() - began:.0f} s in all. Student, metrics and ledger: {path}", highlight=False)
+
+
+def in_turn(config: Config) -> list[Config]:
+    """The same run, synchronous in one process, which is fastest for models this small, and then as configured."""
+    if config.schedule.kind == "sync":
+        return [config]
+    serial = {"schedule": Sync(), "runtime": config.runtime.model_copy(update={"kind": "inline", "address": None})}
+    output = config.output
+    both = [config.model_copy(update=serial), config]
+    return [one.model_copy(update={"output": f"{output}/{one.schedule.kind}"}) if output else one for one in both]
+
+
+def speeds(paths: dict[str, Path]) -> Table:
+    table = Table(title="\nSpeed, on the same cores", title_justify="left")
+    for name in ("", "training", "samples/s", "overlap", "mean lag"):
+        table.add_column(name, justify="right" if name else "left")
+    for kind, path in paths.items():
+        if run := digest(read_lines(path / "metrics.jsonl")):
+            numbers = f"{run['samples_per_s']:.0f}", f"{run['overlap/stages']:.2f}", f"{run['lag/mean']:.1f}"
+            table.add_row(kind, f"{run['seconds']:.0f} s", *numbers)
+    return table
+
+
+def marks(answer: str, truth: str) -> str:
+    """The answer, green as far as it is right and red where it is not."""
+    return (
+        "".join(f"[green]{char}[/]" if truth[i : i + 1] == char else f"[red]{char}[/]" for i, char in enumerate(answer))
+        or "[red](nothing)[/]"
+    )

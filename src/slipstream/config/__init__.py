@@ -1,0 +1,1 @@
+"""What is configured: one schema, one set of defaults."""

@@ -1,0 +1,192 @@
+"""From a TOML file and `--a.b value` overrides to a `Config`, and back; mistakes are told in one line each."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from slipstream.config.base import Section
+from slipstream.config.schema import Config
+from slipstream.config.teacher import TeacherConfig, suited
+from slipstream.errors import ConfigError, did_you_mean
+
+
+def load(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, say: Any = print) -> Config:
+    """Read a TOML file, apply `(dotted key, text)` overrides and validate."""
+    return parse(read(path), overrides, where=str(path), say=say)
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory; name its config.toml") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse(
+    tree: dict[str, Any], overrides: Sequence[tuple[str, str]] = (), *, where: str = "config", say: Any = print
+) -> Config:
+    tree, notes = _with_kinds(tree), list[str]()
+    # kinds come first, so that a kind cannot discard what was written next to it
+    for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
+        tree = _override(tree, key.split("."), _value(text), notes.append)
+    tree = _for_endpoints(tree, notes.append)
+    try:
+        # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
+        config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
+    except ValidationError as error:
+        raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in error.errors()[:3])) from None
+    for note in notes:
+        say(note)
+    return config
+
+
+def _with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which every section of several kinds names its own: the default, where the file does not say."""
+    kinds = {name: info.default.kind for name, info in Config.model_fields.items() if hasattr(info.default, "kind")}
+    below = {name: tree.get(name, {}) for name in kinds}
+    return tree | {name: {"kind": kinds[name], **own} for name, own in below.items() if isinstance(own, dict)}
+
+
+def _for_endpoints(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """A copy in which the loss, where the file leaves it open, asks nothing that an endpoint does not give."""
+    teachers, loss = tree.get("teachers"), tree.get("loss")
+    if not isinstance(teachers, dict) or not isinstance(loss, dict):
+        return tree
+    remote = {name: t for name, t in teachers.items() if isinstance(t, dict) and t.get("base_url") is not None}
+    limits = [t.get("max_logprobs", TeacherConfig.model_fields["max_logprobs"].default) for t in remote.values()]
+    if not limits or not all(isinstance(limit, int) for limit in limits):
+        return tree
+    changes = suited(loss, min(limits))
+    for name, value in changes.items():
+        say(f"note: loss.{name} = {json.dumps(value)}, because teachers.{next(iter(remote))} is an endpoint")
+    return {**tree, "loss": {**loss, **changes}}
+
+
+def _value(text: str) -> Any:
+    """What a TOML file would hold: `1e-5`, `true`, `[1, 2]`, `"x"`; anything else is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return None if text == "none" else text
+
+
+def _override(tree: dict[str, Any], path: list[str], value: Any, say: Callable[[str], None]) -> dict[str, Any]:
+    """A copy of the tree with one value replaced. A new `kind` discards the settings of the old one, and says so."""
+    head, *rest = path
+    if rest:
+        below = tree.get(head, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--{'.'.join(path)}: {head} is a value, not a section")
+        return {**tree, head: _override(below, rest, value, say)}
+    if head == "kind" and tree.get("kind", value) != value:
+        dropped = sorted(set(tree) - {"kind"})
+        if dropped:
+            say(f"note: kind = {value!r} replaces {tree['kind']!r}; its settings {', '.join(dropped)} are discarded")
+        return {"kind": value}
+    return {**tree, head: value}
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One line: where, what, and what to write instead."""
+    names, holder = _locate(detail["loc"])
+    dotted = ".".join(names)
+    match detail["type"]:
+        case "extra_forbidden" if holder:
+            return f"unknown key {dotted!r}; {did_you_mean(names[-1], holder.model_fields)}"
+        case "missing" if holder:
+            return f"{dotted!r} is missing: {holder.model_fields[names[-1]].description}"
+        case "union_tag_invalid":
+            kinds = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
+            return f"{dotted}.kind: {did_you_mean(detail['ctx']['tag'], kinds)}"
+        case "value_error":
+            return f"{dotted}: {detail['ctx']['error']}" if dotted else str(detail["ctx"]["error"])
+        case _:
+            return f"{dotted}: {detail['msg'].lower()}, got {detail['input']!r}"
+
+
+def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
+    """The dotted name at a pydantic location, and the section that holds it; none for a part of a value."""
+    names: list[str] = []
+    holder: type[Section] | None = None
+    here: Any = Config
+    for part in map(str, loc):
+        members = _members(here)
+        if get_origin(here) is dict and members:
+            names.append(part)
+            here = members[0]
+        elif len(members) > 1:
+            here = next(member for member in members if member.model_fields["kind"].default == part)
+        elif members:
+            holder = members[0]
+            names.append(part)
+            here = holder.model_fields[part].annotation if part in holder.model_fields else None
+        else:
+            holder = None
+    return names, holder
+
+
+def _members(annotation: Any) -> list[type[Section]]:
+    """The sections that an annotation may hold: one, those of a union, or the values of a dict."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return [annotation]
+    return [section for arg in get_args(annotation) for section in _members(arg)]
+
+
+def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
+    """Every setting as (dotted name, field, which kind it belongs to), for help texts."""
+    for name, info in section.model_fields.items():
+        members = _members(info.annotation)
+        dotted = f"{prefix}{name}"
+        if get_origin(info.annotation) is dict and members:
+            dotted += ".NAME"
+        if not members:
+            yield dotted, info, ""
+        for member in members:
+            kind = member.model_fields["kind"].default if len(members) > 1 else ""
+            for inner, field, _ in fields(member, f"{dotted}."):
+                yield inner, field, kind
+
+
+def to_toml(config: Config) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def describe(info: FieldInfo) -> str:
+    """`type = default` of one setting, as it is written in TOML; `none` for what can only be left out."""
+    kind = _type_name(info.annotation)
+    if info.is_required():
+        return kind
+    return f"{kind} = {'none' if info.default is None else json.dumps(info.default)}"
+
+
+def _type_name(annotation: Any) -> str:
+    args = get_args(annotation)
+    match get_origin(annotation):
+        case origin if origin is Literal:
+            return " | ".join(map(str, args))
+        case origin if origin in (Union, UnionType):
+            return " | ".join(map(_type_name, args))
+        case origin if origin is Annotated:
+            return _type_name(args[0])
+        case origin if origin is tuple:
+            return f"[{', '.join('…' if arg is ... else _type_name(arg) for arg in args)}]"
+        case origin if origin is dict:
+            return "table"
+    return "none" if annotation is NoneType else str(annotation.__name__)

@@ -1,0 +1,86 @@
+"""When what happens: one kind of schedule each, and what there is to choose about it."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from slipstream.config.base import Section
+
+
+class Sync(Section):
+    """Strictly on-policy: roll out a batch, score it, learn from it, publish, begin again."""
+
+    kind: Literal["sync"] = "sync"
+    """One stage at a time, strictly on-policy."""
+
+
+class Periodic(Section):
+    """On-policy like sync, but scoring and learning begin with the first finished sample."""
+
+    kind: Literal["periodic"] = "periodic"
+    """The stages of one update overlap, strictly on-policy."""
+
+
+class StepOff(Section):
+    """Whole batches, k of them ahead of the learner: tokens are exactly k updates old."""
+
+    kind: Literal["step_off"] = "step_off"
+    """Stages overlap across batches, a fixed number of updates off-policy."""
+    k: int = Field(1, ge=1)
+    """How many batches roll out ahead."""
+
+
+class Async(Section):
+    """Everything overlaps: groups start as credits allow, weights change in the middle of a response."""
+
+    kind: Literal["async"] = "async"
+    """All stages overlap, with bounded work in flight."""
+    tau: float = Field(4.0, ge=0)
+    """Work in flight: (tau + 1) batches between submission and publish. More overlaps more and is staler."""
+    publish_every: int = Field(1, ge=1)
+    """Updates between two publishes; work in flight grows with it."""
+    on_publish: Literal["keep", "drain", "restart"] = "keep"
+    """Running responses go on under the new weights, are finished first, or begin again."""
+    order: Literal["completion", "submission"] = "completion"
+    """Learn from groups as they finish, or as they were submitted, which bounds their age and waits for stragglers."""
+    max_lag: int | None = Field(None, ge=0)
+    """Most updates between a token's policy and the one that learns from it; none by default."""
+    on_old: Literal["wait", "restart", "drop"] | None = None
+    """What keeps max_lag: hold the learner (wait, unless told otherwise), roll the group out again, or drop it, which
+    favours short responses."""
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Async:
+        if self.max_lag is None:
+            if self.on_old is not None:
+                raise ValueError("on_old does nothing without max_lag: set max_lag, or drop on_old")
+            return self
+        if self.order == "submission":
+            raise ValueError('order = "submission" bounds the lag by itself: drop max_lag, or the order')
+        reach = ceil((self.tau + 1) * self.publish_every) - 1
+        if self.on_old in (None, "wait") and self.max_lag < reach:
+            raise ValueError(
+                f"max_lag = {self.max_lag} cannot be kept by waiting with work for {reach} more updates in flight: "
+                f'write max_lag = {reach} or more, a smaller tau, or on_old = "restart"'
+            )
+        if self.max_lag < self.publish_every - 1:
+            raise ValueError(
+                f"max_lag = {self.max_lag} cannot be kept when weights are published every {self.publish_every} "
+                f"updates: write max_lag = {self.publish_every - 1} or more"
+            )
+        return self
+
+
+class Replay(Section):
+    """Serial like sync, on batches that are k updates old: controlled staleness, for studies."""
+
+    kind: Literal["replay"] = "replay"
+    """One stage at a time, a fixed number of updates off-policy."""
+    k: int = Field(1, ge=0)
+    """Age of every batch in updates, once as many have been made."""
+
+
+ScheduleConfig = Annotated[Sync | Periodic | StepOff | Async | Replay, Field(discriminator="kind")]

@@ -1,0 +1,299 @@
+"""The configuration: one schema, one set of defaults, unknown keys fail.
+
+The text under each field is its help, printed by `slipstream config`. A section that needs other settings for another
+kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the business of `config_file.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from slipstream.config.base import Beta, Dtype, Section
+from slipstream.config.objective import CorrectionConfig, LossConfig, PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.schedule import Async, ScheduleConfig
+from slipstream.config.teacher import SELF, problems
+from slipstream.config.teacher import TeacherConfig as TeacherConfig
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class DataConfig(Section):
+    train: str = "builtin:arithmetic"
+    """Prompts: a .jsonl or .parquet file, a saved or hub HF dataset, or builtin:arithmetic."""
+    split: str = "train"
+    """Split of a HF dataset, or of builtin:arithmetic (train, eval)."""
+    eval: str | None = None
+    """Held-out prompts in the same formats; without it nothing is evaluated during training."""
+    eval_split: str = "eval"
+    """Split of the held-out prompts."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first so many training rows."""
+    shuffle: bool = True
+    """Draw the rows of every epoch in a new random order that follows from `seed`."""
+    system_prompt: str | None = None
+    """Put this system message before every conversation; needs a chat template."""
+    template_args: dict[str, Any] = Field({})
+    """Arguments of the chat template, for example enable_thinking = false."""
+    teacher_key: str = "data_source"
+    """Column that says which teacher scores the answers to a prompt, where there are several."""
+
+    @field_validator("template_args")
+    @classmethod
+    def _in_toml(cls, args: dict[str, Any]) -> dict[str, Any]:
+        for name, value in args.items():
+            if value is None:
+                raise ValueError(f"{name} cannot be none: leave it out")
+        return args
+
+
+class SamplerConfig(Section):
+    engine: Literal["native", "vllm"] = "native"
+    """What generates the rollouts."""
+    engine_args: dict[str, Any] = Field({})
+    """Arguments for vLLM's engine, for example gpu_memory_utilization = 0.8."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest response, the end token included."""
+    group: int = Field(1, ge=1)
+    """Responses to one prompt (G): they share one prefill and travel together."""
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the most likely tokens up to this mass. With less than 1 nothing may hold a ratio to what drew a token; so
+    with top_k and min_p."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float = Field(0.0, ge=0, lt=1)
+    """Drop tokens less likely than this fraction of the most likely one."""
+    longest: int | None = Field(None, ge=2)
+    """Longest prompt and response, in tokens; that of the data without it. Where a model has several sets of position
+    factors (longrope, dynamic), this chooses one for the whole run."""
+    replicas: int = Field(1, ge=1)
+    """How many samplers; each group goes to the one with least to do."""
+    slots: int = Field(64, ge=1)
+    """Sequences generated at a time by each."""
+    dtype: Dtype = "float32"
+    """Precision in which the student generates."""
+
+
+class LoraConfig(Section):
+    rank: int = Field(16, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(32.0, gt=0)
+    """Their scale is alpha / rank."""
+    targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that get one, for example ["q_proj", "v_proj"]; all but the head by default."""
+
+
+class LearnerConfig(Section):
+    batch_size: int = Field(64, ge=1)
+    """Samples of one update; a multiple of sampler.group."""
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's betas."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's weight decay."""
+    warmup: int = Field(0, ge=0)
+    """Updates over which the learning rate rises linearly."""
+    decay: Literal["constant", "cosine"] = "constant"
+    """What follows the warm-up."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Largest gradient norm."""
+    minibatches: int = Field(1, ge=1)
+    """Optimizer steps that share out the groups of one update."""
+    epochs: int = Field(1, ge=1)
+    """How often each update goes through its groups."""
+    token_budget: int = Field(16384, ge=1)
+    """Tokens, padding included, of one micro-batch; at least the longest sequence."""
+    packing: bool = True
+    """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
+    shared_prompt: bool = False
+    """Compute the prompt of a group once: its responses share a row, each seeing the prompt and itself."""
+    dropout: bool = False
+    """Train with the dropout that the model's config names; without it the gradient is of the policy that sampled."""
+    checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, a third more time."""
+    dtype: Dtype = "float32"
+    """Precision of weights and gradients."""
+    compute_dtype: Dtype | None = None
+    """Precision of matrix products (autocast), over weights that stay as they are; that of weights without it."""
+    optimizer_dtype: Dtype | None = None
+    """Precision of AdamW's moments; that of weights without it."""
+    ranks: int = Field(1, ge=1)
+    """Processes that share the learner, weights and moments sharded over them (FSDP)."""
+    exact_drift: bool = False
+    """Measure KL(current policy ‖ the one that drew a token) over the whole vocabulary: two more passes per version."""
+    snapshots: int | None = Field(None, ge=0)
+    """Versions whose weights are kept, in host memory, to recompute what they thought of a token; as many as the
+    method and the schedule ask for without it."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters instead of all weights."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of the learner; runtime.threads without it."""
+
+
+class TaskConfig(Section):
+    reward: Literal["exact", "math"] | None = None
+    """How answers are graded: exact text, or math-verify. Rewards are logged, and are the accuracy of eval."""
+    timeout: float = Field(10.0, gt=0)
+    """Seconds that grading one answer may take; longer counts as wrong, and is counted."""
+
+
+class EvalConfig(Section):
+    every: int = Field(0, ge=0)
+    """Evaluate after so many updates; 0 evaluates never."""
+    prompts: int = Field(200, ge=1)
+    """How many held-out prompts."""
+    n: int = Field(1, ge=1)
+    """Samples of each prompt; accuracy is their mean (avg@n)."""
+    temperature: float = Field(1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(0, ge=0)
+    """Save after so many updates; 0 saves only the final student."""
+    keep: int = Field(2, ge=1)
+    """How many checkpoints to keep."""
+
+
+class LogConfig(Section):
+    to: tuple[Tracker, ...] = ()
+    """Also send the metrics there: any of tensorboard, wandb, mlflow, trackio; one name or a list."""
+    project: str = "slipstream"
+    """Project name for trackers that have one."""
+    trace: bool = True
+    """Write trace.json, what every worker did when; opens in ui.perfetto.dev."""
+
+    @field_validator("to", mode="before")
+    @classmethod
+    def _one_or_several(cls, to: Any) -> Any:
+        names = [to] if isinstance(to, str) else to
+        return tuple(names) if isinstance(names, list) else names
+
+
+class RuntimeConfig(Section):
+    kind: Literal["ray", "inline"] = "ray"
+    """Each engine in a process of its own, started here or on a Ray cluster, or all in this process."""
+    address: str | None = None
+    """Address of a Ray cluster, or auto; without it Ray is started on this machine and stopped with the run."""
+    patience: float = Field(1800.0, gt=0)
+    """Seconds without any progress after which the run stops and says who waits for whom."""
+    device: str = "auto"
+    """Where models run: auto, cpu, cuda; with runtime.kind = inline also cuda:1 …"""
+    threads: int = Field(1, ge=1)
+    """CPU threads of one engine; one is fastest for very small models."""
+    graders: int = Field(1, ge=1)
+    """Processes that grade answers."""
+
+
+class Config(Section):
+    student: str
+    """The model to train: HF directory or hub name, or builtin:student."""
+    updates: int = Field(100, ge=1)
+    """How many updates to make."""
+    seed: int = 0
+    """Prompts, their order and every draw follow from it."""
+    output: str | None = None
+    """Run directory; runs/NAME-TIME without it."""
+    teachers: dict[str, TeacherConfig] = Field({})
+    """The teachers, each under a name of your choice; none with loss.weight = 0."""
+    data: DataConfig = DataConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    loss: LossConfig = ReverseKLMC()
+    policy: PolicyConfig | None = None
+    correction: CorrectionConfig = CorrectionConfig()
+    reference: ReferenceConfig | None = None
+    learner: LearnerConfig = LearnerConfig()
+    task: TaskConfig = TaskConfig()
+    schedule: ScheduleConfig = Async()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @field_validator("teachers")
+    @classmethod
+    def _path_safe(cls, teachers: dict[str, TeacherConfig]) -> dict[str, TeacherConfig]:
+        for name in teachers:
+            if not name.isidentifier():
+                raise ValueError(f"the name {name!r} must be a plain word, as in [teachers.main]")
+        return teachers
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        group, batch = self.sampler.group, self.learner.batch_size
+        if batch % group:
+            raise ValueError(f"learner.batch_size = {batch} is not a multiple of sampler.group = {group}")
+        self._check_objective()
+        self._check_learner()
+        if self.sampler.engine_args and self.sampler.engine != "vllm":
+            raise ValueError('sampler.engine_args are for sampler.engine = "vllm": drop one of them')
+        if group > self.sampler.slots:
+            raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
+        if self.runtime.kind == "inline" and self.runtime.address is not None:
+            raise ValueError('runtime.address is for runtime.kind = "ray": drop one of them')
+        if self.eval.every and self.eval.n > self.sampler.slots:
+            raise ValueError(f"eval.n = {self.eval.n} needs sampler.slots of at least {self.eval.n}")
+        every = getattr(self.schedule, "publish_every", 1)
+        if self.eval.every % every:
+            raise ValueError(
+                f"eval.every = {self.eval.every} is not a multiple of schedule.publish_every = {every}: "
+                "samplers do not have the weights in between"
+            )
+        if self.eval.every and self.data.eval is None:
+            raise ValueError("eval.every needs held-out prompts: set data.eval")
+        if self.eval.every and self.task.reward is None:
+            raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
+        return self
+
+    def _check_objective(self) -> None:
+        if self.loss.weight and not self.teachers:
+            raise ValueError("distillation needs a teacher: add [teachers.main], or write loss.weight = 0")
+        if not self.loss.weight and self.teachers:
+            raise ValueError("loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight")
+        for problem in problems(self.teachers, self.loss):
+            raise ValueError(problem)
+        if not self.loss.weight and self.policy is None:
+            raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
+        if self.policy is not None and self.task.reward is None:
+            raise ValueError('[policy] learns from rewards: set task.reward, for example "exact"')
+        if self.reference is not None and self.reference.into == "reward" and self.policy is None:
+            raise ValueError('reference.into = "reward" needs [policy], whose rewards it changes: write "loss"')
+
+    def _check_learner(self) -> None:
+        learner, groups = self.learner, self.groups_per_update
+        if groups % learner.minibatches:
+            raise ValueError(
+                f"learner.minibatches = {learner.minibatches} does not divide the {groups} groups of an update"
+            )
+        if groups // learner.minibatches < learner.ranks:
+            raise ValueError(
+                f"learner.ranks = {learner.ranks} is more than the {groups // learner.minibatches} groups of one step: "
+                "some would have nothing to do; lower it, or raise learner.batch_size"
+            )
+        if self.schedule.kind == "periodic" and learner.minibatches * learner.epochs > 1:
+            raise ValueError(
+                'schedule.kind = "periodic" learns from groups as they come, in one step: '
+                "write minibatches = 1 and epochs = 1, or another schedule"
+            )
+        if learner.shared_prompt and not learner.packing:
+            raise ValueError("learner.shared_prompt is a way of packing: write packing = true, or drop it")
+        if learner.shared_prompt and self.sampler.group == 1:
+            raise ValueError("learner.shared_prompt has nothing to share with sampler.group = 1: drop it")
+        if learner.ranks > 1 and self.runtime.kind == "inline":
+            raise ValueError('learner.ranks needs a process for each: write runtime.kind = "ray"')
+        if learner.lora is not None and self.sampler.engine == "vllm":
+            raise ValueError(
+                '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
+                'sampler.engine = "native", or drop [learner.lora]'
+            )
+
+    def model_of(self, teacher: TeacherConfig) -> str:
+        return self.student if teacher.model == SELF else teacher.model
+
+    @property
+    def groups_per_update(self) -> int:
+        return self.learner.batch_size // self.sampler.group

@@ -1,0 +1,193 @@
+"""Teachers: where each runs, whose answers it scores, and what it can give.
+
+A teacher behind an endpoint gives what such servers give: log-probs of the tokens it is sent, at temperature 1, and of
+its few best. What a loss asks beyond that is refused here, with what to write instead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from string import Formatter
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from slipstream.config.base import Dtype, Section
+from slipstream.config.objective import ForwardKL, LossConfig
+
+SELF = "self"
+"""As `model`: the student as it was at the start."""
+CONTEXT_FIELDS = ("prompt", "ground_truth", "response")
+OF_ENDPOINTS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
+OF_MODELS_HERE = ("engine", "dtype", "token_budget", "packing", "longest")
+
+
+class TeacherConfig(Section):
+    model: str
+    """HF directory or hub name, builtin:teacher, self (the student as it started), or its name at an endpoint."""
+    engine: Literal["native", "vllm"] = "native"
+    """What scores, where the model runs here."""
+    base_url: str | None = None
+    """OpenAI-compatible endpoint that serves it, for example http://teacher:8000/v1; without one, it runs here."""
+    tokenizer: str | None = None
+    """HF directory or hub name of an endpoint's tokenizer; `model` without it."""
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoint's key."""
+    max_logprobs: int = Field(20, ge=1)
+    """Log-probs per token that the endpoint gives (vLLM: --max-logprobs)."""
+    concurrency: int = Field(32, ge=1)
+    """Requests to the endpoint at a time."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds that one request may take."""
+    key: str | None = None
+    """The data_source of the prompts that it scores; its own name without it. One teacher scores all."""
+    weight: float = Field(1.0, ge=0)
+    """How much its samples count in the distillation loss."""
+    context: str | None = None
+    """Template of the prompt that it sees instead of the student's: {prompt}, {ground_truth}, {response}."""
+    dtype: Dtype = "float32"
+    """Precision in which the teacher runs."""
+    token_budget: int = Field(16384, ge=1)
+    """Tokens, padding included, of one forward pass."""
+    packing: bool = True
+    """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
+    longest: int | None = Field(None, ge=2)
+    """Longest prompt and response that it scores, in tokens; that of the data without it (see sampler.longest)."""
+    replicas: int = Field(1, ge=1)
+    """How many copies score (of an endpoint: clients share its concurrency); groups go to the one with least to do."""
+
+    @field_validator("base_url")
+    @classmethod
+    def _plain_url(cls, url: str | None) -> str | None:
+        """Nothing secret may be in it: it is printed and saved. So no message here repeats it."""
+        if url is None:
+            return None
+        form = "write http://HOST:PORT/v1, and nothing else"
+        try:
+            parts = urlsplit(url)
+            host, _ = parts.hostname, parts.port
+        except ValueError:
+            raise ValueError(f"not a URL: {form}") from None
+        if parts.username is not None or parts.password is not None or "@" in url:
+            raise ValueError(
+                f"holds a user name or a password, which would be printed and saved: {form}; put the key into an "
+                "environment variable and its name into api_key_env"
+            )
+        if parts.scheme not in ("http", "https") or not host:
+            raise ValueError(f"not a URL of an endpoint: {form}")
+        if parts.query or parts.fragment:
+            raise ValueError(f"goes on after the path: {form}")
+        return url.rstrip("/")
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _name_of_variable(cls, name: str | None) -> str | None:
+        """Keys are not all capitals, so whoever writes one here does not see it again in a log."""
+        if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+            raise ValueError(
+                'is not the name of an environment variable, in capitals, such as "TEACHER_API_KEY"; never write the '
+                "key itself into a config"
+            )
+        return name
+
+    @field_validator("context")
+    @classmethod
+    def _template(cls, template: str | None) -> str | None:
+        known = ", ".join(f"{{{name}}}" for name in CONTEXT_FIELDS)
+        if template is None:
+            return None
+        try:
+            found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
+        except ValueError as error:
+            raise ValueError(f"{error}; write {{{{ and }}}} for braces that are meant") from None
+        for name, spec, conversion in found:
+            if name not in CONTEXT_FIELDS or spec or conversion:
+                raise ValueError(f"no field {{{name}}}: there are {known}, and {{{{ and }}}} stand for braces")
+        if not found:
+            raise ValueError(f"would be the same for every prompt: use {known}")
+        return template
+
+    @model_validator(mode="after")
+    def _one_place(self) -> TeacherConfig:
+        endpoint = self.base_url is not None
+        for name in OF_MODELS_HERE if endpoint else OF_ENDPOINTS:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                what = "a model that runs here: drop it or" if endpoint else "an endpoint: drop it, or add"
+                raise ValueError(f"{name} is for {what} base_url")
+        if self.model == SELF and endpoint:
+            raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
+        if self.model == SELF and self.context is None:
+            raise ValueError('model = "self" has nothing to teach before it sees more than the student: add a context')
+        return self
+
+
+def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
+    """From the key of prompts to the name of their teacher."""
+    return {name if teacher.key is None else teacher.key: name for name, teacher in teachers.items()}
+
+
+def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterator[str]:
+    """What these teachers cannot do together, or for this loss."""
+    keys: dict[str, str] = {}
+    for name, teacher in teachers.items():
+        key = name if teacher.key is None else teacher.key
+        if len(teachers) > 1 and key in keys:
+            yield (
+                f"teachers.{keys[key]} and teachers.{name} both have key = {key!r}: each prompt has one teacher, give "
+                "one of them another key"
+            )
+        keys[key] = name
+    cache = getattr(loss, "cache", "sampled")
+    if len(teachers) > 1 and cache == "hidden":
+        yield (
+            f'loss.kind = "{loss.kind}" with cache = "hidden" applies the head of one teacher: with several write '
+            'cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
+        )
+    for name, teacher in teachers.items():
+        if teacher.base_url is not None:
+            yield from beyond_endpoint(f"teachers.{name}", teacher, loss)
+
+
+def beyond_endpoint(where: str, teacher: TeacherConfig, loss: Any) -> Iterator[str]:
+    k, cache = getattr(loss, "k", 0), getattr(loss, "cache", "sampled")
+    if loss.temperature != 1:
+        yield (
+            f"loss.temperature = {loss.temperature:g}: {where} is an endpoint, which scores at temperature 1 only: "
+            "write loss.temperature = 1, or run the teacher here (no base_url)"
+        )
+    if cache == "hidden":
+        other = 'loss.kind = "reverse_kl_mc"' if loss.kind == "reverse_kl" else 'loss.cache = "teacher_topk"'
+        yield (
+            f'loss.cache = "hidden": {where} is an endpoint, which gives no hidden states: write {other}, or run the '
+            "teacher here (no base_url)"
+        )
+    if cache == "sampled" and loss.m > 1:
+        yield (
+            f"loss.m = {loss.m}: {where} is an endpoint, which scores the emitted token and no other draws: write "
+            "loss.m = 1, or run the teacher here (no base_url)"
+        )
+    if cache == "teacher_topk" and k > teacher.max_logprobs:
+        yield (
+            f"loss.k = {k}: {where} gives {teacher.max_logprobs} log-probs per token: write loss.k = "
+            f"{teacher.max_logprobs}, or start its server with --max-logprobs {k} and write {where}.max_logprobs = {k}"
+        )
+
+
+def suited(loss: dict[str, Any], most: int) -> dict[str, Any]:
+    """What defaults of a loss become where endpoints score, which give at most so many log-probs per token.
+
+    `loss` is what was written: only what it leaves open changes.
+    """
+    changes: dict[str, Any] = {}
+    match loss.get("kind"):
+        case "reverse_kl_mc" if "m" not in loss:
+            changes = {"m": 1}
+        case "forward_kl" | "jsd" as kind:
+            if kind == "jsd" and "cache" not in loss:
+                changes = {"cache": "teacher_topk"}
+            topk = (loss | changes).get("cache", "teacher_topk") == "teacher_topk"
+            if topk and "k" not in loss and most < ForwardKL.model_fields["k"].default:
+                changes["k"] = most
+    return changes

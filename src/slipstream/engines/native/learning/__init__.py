@@ -1,0 +1,1 @@
+"""The student under training."""

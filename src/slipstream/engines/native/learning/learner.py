@@ -1,0 +1,285 @@
+"""The student under training: packed rows forward, fused head and losses, backward; then clip and AdamW.
+
+Losses are sums divided by counts of the whole step, so how samples are cut into micro-batches, rows and ranks changes
+nothing. `prepare` takes a batch in and freezes what is decided before its first gradient; `accumulate` names groups of
+it; they are let go when the next update comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from slipstream.config.schema import LearnerConfig
+from slipstream.engines.base import Fingerprint, Metrics, WeightsRef
+from slipstream.engines.native.head import Head
+from slipstream.engines.native.learning.dummy_batch import nothing
+from slipstream.engines.native.learning.first_look import FirstLook
+from slipstream.engines.native.learning.optimizer import make_optimizer
+from slipstream.engines.native.learning.passes import Passes
+from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots, local
+from slipstream.engines.native.learning.storage import restore, save
+from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint
+from slipstream.engines.native.ranks import Ranks
+from slipstream.errors import NonFiniteError, RunDirError
+from slipstream.estimators.logprobs import merge_metrics
+from slipstream.objective.drift import Seen, against_teacher, drift_metrics, sharpness
+from slipstream.objective.frozen import Frozen, freeze
+from slipstream.objective.loss import Objective
+from slipstream.objective.method import Method
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of
+
+T = TypeVar("T")
+Key = tuple[int, int]
+"""Number of the group, index in it."""
+PER_STEP = ("policy/loss", "loss")
+"""Metrics that are divided as the loss is; all others are divided by tokens."""
+
+
+class NativeLearner:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        method: Method,
+        config: LearnerConfig,
+        updates: int,
+        export_dtype: str | None = None,
+        tokenizer: Any = None,
+        teacher_head: Head | None = None,
+        snapshots: int = 0,
+        threads: int = 1,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.lm, self.method, self.config, self.updates = lm, method, config, updates
+        self.tokenizer, self.export_dtype = tokenizer, export_dtype or config.dtype
+        self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
+        self.ranks = ranks or Ranks()
+        self.passes = Passes(lm, config, self.ranks, temperature=method.temperature)
+        self.objective = Objective(method, teacher_head)
+        self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
+        self.snapshots = Snapshots(lm.model, keep=snapshots)
+        self.look = FirstLook(method, self.passes, self.snapshots, self.ranks)
+        if method.reference is not None:  # before anything is restored: the student as it was given
+            self.snapshots.take(REFERENCE, host=method.reference.host)
+        if method.previous:
+            self.snapshots.take(PREVIOUS, host=False)
+        self.update = self.made = 0
+        """The update in hand, and the last one whose first step was made."""
+        self.samples: dict[Key, Scored] = {}
+        self.frozen: dict[Key, Frozen] = {}
+        self.seen: list[Seen] = []
+        self.sums: dict[str, Tensor] = {}
+        """Metrics since the last step."""
+        self.noted: list[tuple[int, Metrics]] = []
+        """What `prepare` found out about so many samples of the update."""
+        self.still: dict[str, int] = {}
+        """Checksums of weights that are not trained."""
+
+    # --- the protocol ----------------------------------------------------------------------------------------
+
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        return await self._run(lambda: self._prepare(batch))
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+        await self._run(lambda: self._accumulate([key_of(header) for header in batch.headers], counts))
+
+    async def step(self, counts: Counts = ONE) -> Metrics:
+        return await self._run(lambda: self._step(counts))
+
+    async def compare(self, batch: Batch) -> Metrics:
+        return await self._run(lambda: self._compare([scored(handle) for handle in batch.handles]))
+
+    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+        return await self._run(self._export)
+
+    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+        await self._run(lambda: self._save(path, optimizer))
+
+    async def restore(self, path: Path) -> None:
+        await self._run(lambda: self._restore(path))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, work)
+
+    def close(self) -> None:
+        self.thread.shutdown()
+
+    # --- before the first gradient ---------------------------------------------------------------------------
+
+    def _prepare(self, batch: Batch) -> list[Counts]:
+        if batch.update != self.update:
+            self._begin(batch.update)
+        samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
+        self.samples |= samples
+        if self.config.exact_drift:
+            size = sum(self.ranks.gathered(len(samples)))
+            self.noted.append((size, self.look.rollout_drift(list(samples.values()), self.update - 1)))
+        if not self.method.looks_first:
+            self.frozen |= {key: as_it_is(sample) for key, sample in samples.items()}
+            return [counts_of(group) for group in batch.groups]
+        keys, evidence = list(samples), self.look.evidence(list(samples.values()), self.update - 1)
+        # ranks see the whole batch, in one order, whoever holds what
+        everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
+        everyone.sort(key=lambda pair: pair[0])
+        frozen, noted = freeze([sample for _, sample in everyone], self.method, update=self.update)
+        decided = {key: each for (key, _), each in zip(everyone, frozen, strict=True)}
+        self.frozen |= {key: decided[key] for key in keys}
+        self.noted.append((len(everyone), noted))
+        return [self._counts(group) for group in batch.groups]
+
+    def _begin(self, update: int) -> None:
+        """Let go of the update before."""
+        self.samples, self.frozen, self.noted, self.update = {}, {}, [], update
+
+    def _compare(self, samples: Sequence[Scored]) -> Metrics:
+        """Each rank does it all: the batch is small, and nothing is exchanged."""
+        logp = self.passes.log_probs(samples)
+        seen = [Seen.of(sample, as_it_is(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
+        drift = drift_metrics(seen, version=int(max(sample.rollout.versions.max() for sample in samples)))
+        return drift | sharpness(seen) | against_teacher(samples, logp)
+
+    def _counts(self, group: Group) -> Counts:
+        left = [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group]
+        return Counts(n_tokens=sum(left), n_sequences=sum(count > 0 for count in left))
+
+    # --- gradients and steps ---------------------------------------------------------------------------------
+
+    def _accumulate(self, keys: Sequence[Key], counts: Counts) -> None:
+        samples, frozen = [self.samples[key] for key in keys], [self.frozen[key] for key in keys]
+        total = torch.zeros((), dtype=torch.float64, device=self.lm.device)
+        for rows, members in self.passes.micro_batches(samples):
+            if not members:
+                with self.passes.precision():
+                    empty = self.passes.student(rows, nothing)
+                empty.backward()
+                continue
+            chosen, theirs = [samples[i] for i in members], [frozen[i] for i in members]
+            with self.passes.precision():
+                loss, metrics, logp_N = self.passes.student(
+                    rows, lambda h, head, c=chosen, f=theirs: self.objective(h, head, c, f, counts)
+                )
+            loss.backward()
+            total += loss.detach()
+            merge_metrics(self.sums, metrics)
+            self._note(chosen, theirs, logp_N)
+        loss_of_all = sum(self.ranks.gathered(total.item()))
+        if not math.isfinite(loss_of_all):
+            self._drop()
+            raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
+
+    def _note(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
+        lengths = [len(sample.rollout.tokens) for sample in samples]
+        for sample, each, logp_T in zip(samples, frozen, torch.split(logp_N, lengths), strict=True):
+            self.seen.append(Seen.of(sample, each, logp_T))
+
+    def _step(self, counts: Counts) -> Metrics:
+        groups = self.optimizer.param_groups
+        grads = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
+        loss_scale = 1 / max(counts.n_sequences if self.method.over_sequences else counts.n_tokens, 1)
+        if loss_scale != 1.0:
+            torch._foreach_mul_(grads, loss_scale)
+        norm = math.hypot(*self.ranks.gathered(torch.nn.utils.get_total_norm(grads).item()))
+        if not math.isfinite(norm):
+            self._drop()
+            raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
+        if (shrink := self.config.clip_norm / (norm + 1e-6)) < 1:  # as torch has it
+            torch._foreach_mul_(grads, shrink)
+        lr = learning_rate(self.config, self.update - 1, self.updates)
+        for group in groups:
+            group["lr"] = lr
+        if self.method.previous and self.made < self.update:
+            self.snapshots.take(PREVIOUS, host=False)
+        self.made = self.update
+        if norm > 0:  # an update of which nothing is left leaves no trace
+            self.optimizer.step()
+        return self._metrics(loss_scale, 1 / max(counts.n_tokens, 1)) | {"grad_norm": norm, "lr": lr}
+
+    def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
+        """Of everything since the last step."""
+        sums: dict[str, Tensor] = {}
+        for part in self.ranks.gathered({name: value.cpu() for name, value in self.sums.items()}):
+            merge_metrics(sums, part)
+        found = {name: value.item() for name, value in sums.items()}
+        for name in found:
+            if not name.endswith(("_max", "_min")):
+                found[name] *= loss_scale if name in PER_STEP else token_scale
+        seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
+        for name in [name for name in found if name.startswith("teacher/") and name.endswith("/loss")]:
+            found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # of its own tokens
+        found |= self.passes.economy()
+        self._drop()
+        return found | averaged(self.noted) | drift_metrics(seen, version=self.update - 1)
+
+    def _drop(self) -> None:
+        """Gradients and metrics since the last step."""
+        self.optimizer.zero_grad()
+        self.sums, self.seen = {}, []
+
+    # --- weights ---------------------------------------------------------------------------------------------
+
+    def _save(self, path: Path, optimizer: bool) -> None:
+        own = self.optimizer if optimizer else None
+        before = self.snapshots.state(PREVIOUS) if self.method.previous else {}
+        save(path, self.lm, self.tokenizer, self.ranks, update=self.made, optimizer=own, previous=before)
+
+    def _restore(self, path: Path) -> None:
+        made, previous = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
+        if self.method.previous:
+            if not previous:
+                raise RunDirError(
+                    f'{path} does not hold the weights before its last update, which policy.old = "previous" compares '
+                    "with: write the policy.old it was saved under, or begin a new run"
+                )
+            self.snapshots.put(PREVIOUS, previous)
+        self.update, self.made = 0, made
+
+    def _export(self) -> tuple[WeightsRef, Fingerprint]:
+        if self.snapshots.keep:
+            self.snapshots.take(self.made)
+        model, dtype = self.lm.model, self.export_dtype
+        weights = export_weights(model, dtype, keep=self.ranks.index == 0)
+        return weights, fingerprint(model, dtype, exported=weights, still=self.still)
+
+
+def key_of(header: Header) -> Key:
+    return header.number, header.index
+
+
+def scored(handle: Handle) -> Scored:
+    """The record, which without a teacher is still a rollout."""
+    body = handle.body
+    return body if isinstance(body, Scored) else Scored(rollout=replace(body, rewards=handle.header.rewards))
+
+
+def as_it_is(sample: Scored) -> Frozen:
+    """Nothing is rejected, and nothing weighed."""
+    rollout = sample.rollout
+    return Frozen(mask_T=torch.tensor(rollout.loss_mask), behavior_T=torch.tensor(rollout.logp))
+
+
+def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:
+    """Over parts of so many samples each."""
+    found: Metrics = {}
+    for name in dict.fromkeys(name for _, part in noted for name in part):
+        having = [(size, part[name]) for size, part in noted if name in part]
+        found[name] = sum(size * value for size, value in having) / sum(size for size, _ in having)
+    return found
+
+
+def learning_rate(config: LearnerConfig, update: int, updates: int) -> float:
+    """Linear warm-up over updates, then constant or a cosine to zero."""
+    if update < config.warmup:
+        return config.lr * (update + 1) / config.warmup
+    if config.decay == "constant":
+        return config.lr
+    done = (update - config.warmup) / max(1, updates - config.warmup)
+    return config.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))

@@ -1,0 +1,56 @@
+"""AdamW whose moments have a precision of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.config.schema import LearnerConfig
+
+
+def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
+    if config.optimizer_dtype in (None, config.dtype):
+        return torch.optim.AdamW(parameters, **options)
+    return MixedAdamW(parameters, moments=getattr(torch, config.optimizer_dtype), **options)
+
+
+class MixedAdamW(torch.optim.Optimizer):
+    """torch's AdamW, but for the precision of what is kept between steps; arithmetic is in float32 at least."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], *, moments: torch.dtype, **options: Any) -> None:
+        super().__init__(parameters, options)
+        self.moments = moments
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state |= {name: torch.zeros_like(parameter, dtype=self.moments) for name in ("exp_avg", "exp_avg_sq")}
+        state["step"] += 1
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        (low, high), lr, grad = group["betas"], group["lr"], grad.to(wide)
+        mean = state["exp_avg"].to(wide).lerp_(grad, 1 - low)
+        square = state["exp_avg_sq"].to(wide).mul_(high).addcmul_(grad, grad, value=1 - high)
+        state["exp_avg"].copy_(mean)
+        state["exp_avg_sq"].copy_(square)
+        step = state["step"].item()
+        scale = square.sqrt_().div_((1 - high**step) ** 0.5).add_(1e-8)
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.copy_(parameter.to(wide).addcdiv_(mean, scale, value=-lr / (1 - low**step)))
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """torch casts moments to the precision of their weights; here they get their own back."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].to(self.moments)

@@ -1,0 +1,172 @@
+"""Passes of the student over packed rows, and what they say of the emitted tokens under any version of its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config.schema import LearnerConfig
+from slipstream.engines.base import Metrics
+from slipstream.engines.native.head import Head
+from slipstream.engines.native.learning.dropout import deterministic, prepare
+from slipstream.engines.native.learning.dummy_batch import company, nothing
+from slipstream.engines.native.learning.snapshots import Snapshots
+from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.packing import MicroBatch, joined, pack
+from slipstream.engines.native.ranks import Ranks, layers_of
+from slipstream.engines.native.rows import Rows, use_rows
+from slipstream.estimators.divergence import dense
+from slipstream.estimators.logprobs import HELD, logprobs_at
+from slipstream.records import Scored
+
+T = TypeVar("T")
+
+
+class Student(nn.Module):
+    """Backbone and head under one root, so that sharded weights are gathered once for both."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        super().__init__()
+        self.model, self.parts = lm.model, (lm.backbone, lm.head)
+
+    def forward(self, rows: Rows, then: Callable[[Tensor, Head], T]) -> T:
+        backbone, head = self.parts
+        return then(rows.hidden(backbone), head)
+
+
+class Passes:
+    def __init__(self, lm: LanguageModel, config: LearnerConfig, ranks: Ranks, *, temperature: float) -> None:
+        """`temperature` is that of sampling."""
+        self.lm, self.config, self.ranks, self.temperature = lm, config, ranks, temperature
+        self.hidden_size = int(lm.model.config.get_text_config().hidden_size)
+        use_rows(lm, packed=config.packing)
+        prepare(lm, dropout=config.dropout, checkpointing=config.checkpointing, packed=config.packing)
+        self.tokens = Counter[str]()
+        """Of all passes since `economy` was asked for."""
+        self.student = Student(lm)
+        ranks.shard(self.student, layers_of(lm.model))
+
+    def micro_batches(self, samples: Sequence[Scored]) -> Iterator[tuple[Rows, list[int]]]:
+        """Rows, and which samples are in them: none in those of a rank that has fewer micro-batches than another."""
+        config, rollouts = self.config, [sample.rollout for sample in samples]
+        planned = pack(
+            rollouts,
+            budget=config.token_budget,
+            hidden=self.hidden_size,
+            shared_prompt=config.shared_prompt,
+            packing=config.packing,
+        )
+        batches = [batch for batch in planned if batch.rows]
+        empty = max(self.ranks.gathered(len(batches))) - len(batches)
+        self.tokens += tokens_of(batches)
+        for batch in batches:
+            yield Rows(rollouts, batch, self.lm.device), batch.members
+        for _ in range(empty):
+            yield company(config.packing, self.lm.device), []
+
+    def economy(self) -> Metrics:
+        """How much of the rows was not padding, and what sharing prompts saved, on all ranks since the last time."""
+        tokens = sum(self.ranks.gathered(self.tokens), Counter[str]())
+        self.tokens = Counter()
+        found = {"rows/filled": tokens["real"] / max(tokens["computed"], 1)}
+        if self.config.shared_prompt:
+            found["saved/prompt"] = 1 - tokens["real"] / max(tokens["apart"], 1)
+        return found
+
+    def precision(self) -> AbstractContextManager[Any]:
+        config = self.config
+        if config.compute_dtype in (None, config.dtype):
+            return nullcontext()
+        # sharded weights leave after use, and what is cached of them would not
+        cached = self.ranks.size == 1
+        return torch.autocast(self.lm.device.type, dtype=getattr(torch, config.compute_dtype), cache_enabled=cached)
+
+    @contextmanager
+    def _as_at(self, snapshots: Snapshots | None, version: int | str | None) -> Iterator[None]:
+        """For passes without gradient: under the weights of a version, or as they are, and without any dropout."""
+        worn = snapshots.worn(version) if snapshots and version is not None else nullcontext()
+        with worn, deterministic(self.lm.model):
+            yield
+
+    @torch.no_grad()
+    def log_probs(
+        self, samples: Sequence[Scored], snapshots: Snapshots | None = None, version: int | str | None = None
+    ) -> list[Tensor]:
+        """Of the emitted tokens, at sampling temperature, by the weights as they are or as a snapshot has them."""
+
+        def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Scored]) -> Tensor:
+            ids_N1 = joined([s.rollout.tokens for s in chosen], hidden_NH.device, torch.int64)[:, None]
+            hidden_NH, weight, bias = head.inputs(hidden_NH)
+            return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.temperature, **head.bend)[:, 0]
+
+        found: dict[int, Tensor] = {}
+        with self._as_at(snapshots, version), self.precision():
+            for rows, members in self.micro_batches(samples):
+                if not members:
+                    self.student(rows, nothing)
+                    continue
+                chosen = [samples[i] for i in members]
+                logp_N = self.student(rows, lambda h, head, chosen=chosen: at_tokens(h, head, chosen))
+                lengths = [len(sample.rollout.tokens) for sample in chosen]
+                found |= zip(members, torch.split(logp_N.cpu().double(), lengths), strict=True)
+        return [found[i] for i in range(len(samples))]
+
+    @torch.no_grad()
+    def rollout_kl(
+        self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kind: Literal["forward", "reverse"]
+    ) -> list[Tensor]:
+        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round, at every token.
+
+        Exact, over the whole vocabulary.
+        """
+        now: list[Tensor] = []
+        heads: list[tuple[Tensor, Tensor | None]] = []
+
+        def keep(hidden_NH: Tensor, head: Head) -> None:
+            heads[:] = heads or [
+                (head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone())
+            ]
+            now.append(hidden_NH)
+
+        def kl_to(before_NH: Tensor, head: Head) -> Tensor:
+            hidden_NH, (weight, bias) = now.pop(0), heads[0]
+            found = [hidden_NH.new_empty(0)]
+            size = max(1, HELD // len(weight))
+            for start in range(0, len(hidden_NH), size):
+                rows = slice(start, start + size)
+                logits_CV, old_CV = head(hidden_NH[rows], weight, bias), head(before_NH[rows])
+                logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in (logits_CV, old_CV))
+                found.append(dense(logp_CV, old_CV, kind=kind))
+            return torch.cat(found)
+
+        kl: dict[int, Tensor] = {}
+        with self._as_at(None, None), self.precision():
+            for rows, members in self.micro_batches(samples):
+                self.student(rows, keep if members else nothing)
+        with self._as_at(snapshots, version), self.precision():
+            for rows, members in self.micro_batches(samples):
+                if not members:
+                    self.student(rows, nothing)
+                    continue
+                lengths = [len(samples[i].rollout.tokens) for i in members]
+                kl |= zip(members, torch.split(self.student(rows, kl_to).cpu(), lengths), strict=True)
+        return [kl[i] for i in range(len(samples))]
+
+
+def tokens_of(batches: Sequence[MicroBatch]) -> Counter[str]:
+    """Computed, padding included; real; and as many as the same samples have each by itself."""
+    items = [item for batch in batches for row in batch.rows for item in row]
+    return Counter(
+        computed=sum(batch.computed for batch in batches),
+        real=sum(batch.real for batch in batches),
+        apart=sum(item.apart for item in items),
+    )
+
+
+def wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,1 @@
+"""Rollouts from any HF causal LM."""

@@ -1,0 +1,281 @@
+"""Rollouts from any HF causal LM: continuous batching over KV slots.
+
+A request is a group: it waits until `group` slots are free, shares one prefill, and leaves when its last response ends.
+Active rows always fill slots 0..n−1; when rows end, the last ones move into the holes. All state belongs to one thread:
+the event loop only appends to `waiting` and `publishing` and cancels the futures that answer them, and the thread looks
+at those between two tokens, so weights change, and requests go, exactly at a token boundary.
+
+Shapes: N rows of a step, Q prompt positions, M draws, V vocabulary; those of the tape are in its own file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
+from slipstream.engines.draws import draw, process, uniforms
+from slipstream.engines.native.model import LanguageModel, fingerprint, load_weights
+from slipstream.engines.native.packing import micro_batches
+from slipstream.engines.native.sampling.decoding import Decoder, prove
+from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told
+from slipstream.engines.native.sampling.tape import Tape
+from slipstream.errors import ModelError
+from slipstream.records import Handle, Prompt, header_of
+
+PREFILL_TOKENS = 1 << 15
+"""Most tokens, padding included, of one prefill pass."""
+GATHERED = 8
+"""An eighth of the slots must be free before some are filled."""
+
+
+class NativeSampler:
+    def __init__(self, lm: LanguageModel, *, slots: int, stop_ids: set[int], threads: int = 1) -> None:
+        prove(lm)
+        self.lm, self.count, self.version = lm, slots, 0
+        self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=lm.device)
+        self.decoder, self.tape = Decoder(lm, slots), Tape(slots, lm.device)
+        self.rows: list[Row] = []
+        self.waiting: deque[Request] = deque()
+        self.publishing: deque[Publish] = deque()
+        self.open: set[Request | Publish] = set()
+        """All that somebody waits for, wherever the engine has put it."""
+        self.thread = ThreadPoolExecutor(1, "sampler", initializer=torch.set_num_threads, initargs=(threads,))
+        self.driver: asyncio.Task[None] | None = None
+
+    # --- on the event loop -----------------------------------------------------------------------------------
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        if sampling.group > self.count:
+            raise ValueError(f"a group of {sampling.group} does not fit into {self.count} slots")
+        if len(prompt.tokens) + sampling.max_tokens > self.lm.longest:
+            raise ModelError(
+                f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
+                f"exceeds the context of {self.lm.longest}"
+            )
+        request = Request(prompt, sampling, asyncio.get_running_loop().create_future())
+        self.waiting.append(request)
+        await self._answered(request)
+        return request.answer.result()
+
+    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+        answer: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
+        publish = Publish(weights, version, mode, answer, time.perf_counter())
+        self.publishing.append(publish)
+        await self._answered(publish)
+        return publish.answer.result()
+
+    async def _answered(self, item: Request | Publish) -> None:
+        self.open.add(item)
+        self._wake()
+        try:
+            await item.answer
+        finally:
+            self.open.discard(item)
+
+    def _wake(self) -> None:
+        if self.driver is None or self.driver.done():
+            self.driver = asyncio.get_running_loop().create_task(self._drive())
+
+    async def _drive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.waiting or self.rows or self.publishing:
+            try:
+                for answer, result in await loop.run_in_executor(self.thread, self._advance):
+                    if not answer.done():
+                        answer.set_result(result)
+            except Exception as error:  # whoever waits gets the cause; nobody waits for ever
+                for item in self.open:
+                    if not item.answer.done():
+                        item.answer.set_exception(error)
+                self.rows, self.waiting, self.publishing = [], deque(), deque()
+
+    def close(self) -> None:
+        self.thread.shutdown()
+
+    # --- on the engine's thread ------------------------------------------------------------------------------
+
+    def _advance(self) -> list[Told]:
+        """Work until there is something to tell."""
+        told: list[Told] = []
+        while not told and (self.publishing or self.waiting or self.rows):
+            told = self._step()
+        return told
+
+    @torch.inference_mode()
+    def _step(self) -> list[Told]:
+        """New weights, or one token for every running row and the first one for those that find room now."""
+        self._abort()
+        return self._publish() or self._decode() + self._emit(*self._admit())
+
+    def _abort(self) -> None:
+        self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
+
+    def _publish(self) -> list[Told]:
+        """Every publish whose turn it is; one that drains waits for running rows, and holds up those behind it."""
+        told: list[Told] = []
+        while self.publishing and not (self.publishing[0].mode == "drain" and self.rows):
+            publish = self.publishing.popleft()
+            if not publish.answer.cancelled():
+                told.append((publish.answer, self._load(publish)))
+        return told
+
+    def _load(self, publish: Publish) -> Loaded:
+        still = time.perf_counter()
+        thrown = self._restart() if publish.mode == "restart" else 0
+        load_weights(self.lm.model, publish.weights)
+        self.version = publish.version
+        found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
+        loaded = time.perf_counter()
+        if self.rows:
+            self._rebuild()
+        rebuilt = time.perf_counter()
+        return Loaded(found, wait=still - publish.called, load=loaded - still, rebuild=rebuilt - loaded, thrown=thrown)
+
+    def _restart(self) -> int:
+        """Send running requests back to the head of the queue, in their order; returns how many tokens that costs."""
+        requests = list(dict.fromkeys(row.request for row in self.rows))
+        thrown = sum(row.tokens for row in self.rows)
+        for request in reversed(requests):
+            thrown += sum(len(rollout.tokens) for rollout in request.done.values())
+            request.done.clear()
+            self.waiting.appendleft(request)
+        self.rows.clear()
+        return thrown
+
+    def _rebuild(self) -> None:
+        """The prefixes of all running rows under the new weights. Their newest token has not been through the model.
+
+        Rows change places, so that those of like length lie together and little of a pass is padding.
+        """
+        lengths = [row.length - 1 for row in self.rows]
+        batches = list(micro_batches(lengths, PREFILL_TOKENS))
+        order = [slot for batch in batches for slot in batch]
+        self.tape.move(torch.tensor(order, device=self.lm.device), torch.arange(len(order), device=self.lm.device))
+        self.rows = [self.rows[slot] for slot in order]
+        start = 0
+        for batch in batches:
+            self.decoder.prefill(start, self.tape.ids_SL[start : start + len(batch)], [lengths[slot] for slot in batch])
+            start += len(batch)
+        if self.lm.device.type == "cuda":
+            torch.cuda.synchronize(self.lm.device)  # so that the time this takes is seen
+
+    def _admit(self) -> tuple[int, int, Tensor | None]:
+        """Move waiting groups into free slots, prefill them; returns their rows and the logits of their first token.
+
+        A pass for one of them costs hardly less than one for several, so slots gather before they are filled.
+        """
+        admitted: list[Request] = []
+        free = self.count - len(self.rows)
+        if free < self.count // GATHERED:
+            return len(self.rows), len(self.rows), None
+        longest = 0
+        while self.waiting and not self.publishing:
+            request = self.waiting[0]
+            if request.aborted:
+                self.waiting.popleft()
+                continue
+            longest = max(longest, len(request.prompt.tokens))
+            if request.sampling.group > free or (admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS):
+                break
+            free -= request.sampling.group
+            admitted.append(self.waiting.popleft())
+        start = len(self.rows)
+        if not admitted:
+            return start, start, None
+        admitted.sort(key=lambda request: len(request.prompt.tokens))
+        for request in admitted:
+            self._seat(request)
+        counts = torch.tensor([request.sampling.group for request in admitted], device=self.lm.device)
+        first = torch.cumsum(counts, 0) - counts + start
+        lengths = [len(request.prompt.tokens) for request in admitted]
+        hidden_NH = self.decoder.prefill(start, self.tape.ids_SL[first], lengths)
+        # one prefill per group lies in the first slots; spread each over its group
+        source = torch.arange(len(admitted), device=self.lm.device).repeat_interleave(counts)
+        if len(self.rows) - start > len(admitted):
+            target = torch.arange(start, len(self.rows), device=self.lm.device)
+            self.decoder.slots.copy(source + start, target, max(lengths))
+        return start, len(self.rows), self.lm.head(hidden_NH)[source]
+
+    def _seat(self, request: Request) -> None:
+        sampling, start = request.sampling, len(self.rows)
+        dtype = torch.promote_types(self.lm.head.weight.dtype, torch.float32)
+        self.tape.seat(start, request.prompt, sampling, dtype)
+        length = len(request.prompt.tokens)
+        self.rows += [Row(request, index, length) for index in range(sampling.group)]
+
+    def _decode(self) -> list[Told]:
+        n = len(self.rows)
+        if n == 0:
+            return []
+        last_N1 = self.tape.last_S[:n, None]
+        ids_N1 = self.tape.ids_SL[:n].gather(1, last_N1)
+        hidden_NH = self.decoder.decode(ids_N1, last_N1, max(row.length for row in self.rows))
+        return self._emit(0, n, self.lm.head(hidden_NH))
+
+    def _emit(self, start: int, stop: int, logits_NV: Tensor | None) -> list[Told]:
+        """Draw the next token of rows start…stop, write it to the tape, and collect what has ended."""
+        if logits_NV is None:
+            return []
+        tape, rows = self.tape, self.rows[start:stop]
+        next_N = tape.last_S[start:stop] + 1
+        t_N = next_N - tape.prompt_S[start:stop]
+        token_N = torch.empty_like(t_N)
+        kinds = {row.request.sampling for row in rows}
+        for sampling in kinds:
+            pick: slice | Tensor = slice(None)
+            if len(kinds) > 1:
+                pick = torch.tensor([i for i, row in enumerate(rows) if row.request.sampling == sampling])
+            at = torch.arange(start, stop, device=t_N.device)[pick]
+            uniform_NM = uniforms(tape.seed_S[at], t_N[pick], sampling.draws)
+            ids_NM, logp_NM = draw(process(logits_NV[pick], sampling), uniform_NM)
+            tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM
+            tape.logp_STM[at, t_N[pick], : sampling.draws] = logp_NM
+            token_N[pick] = ids_NM[:, 0]
+        at = torch.arange(start, stop, device=t_N.device)
+        tape.version_ST[at, t_N] = self.version
+        tape.ids_SL[at, next_N] = token_N
+        tape.last_S[start:stop] = next_N
+        for row in rows:
+            row.length += 1
+        stopped_N = torch.isin(token_N, self.stop_ids)
+        ended = (stopped_N | (next_N >= tape.limit_S[start:stop])).nonzero()[:, 0].tolist()
+        return self._end([start + i for i in ended], stopped_N.tolist() if ended else [], start)
+
+    def _end(self, ended: list[int], stopped: list[bool], start: int) -> list[Told]:
+        """Read finished rows off the tape, and tell of groups that are complete."""
+        told: list[Told] = []
+        for slot in ended:
+            row = self.rows[slot]
+            request = row.request
+            request.done[row.index] = self.tape.read(
+                slot,
+                request.prompt,
+                row.index,
+                tokens=row.tokens,
+                draws=request.sampling.draws,
+                finish="eos" if stopped[slot - start] else "length",
+            )
+            if len(request.done) == request.sampling.group:
+                rollouts = [request.done[index] for index in range(request.sampling.group)]
+                told.append((request.answer, [Handle(header_of(rollout), rollout) for rollout in rollouts]))
+        self._vacate(ended)
+        return told
+
+    def _vacate(self, ended: list[int]) -> None:
+        """Rows leave; the last ones that stay move into the holes."""
+        gone, left = set(ended), len(self.rows) - len(ended)
+        holes = [slot for slot in ended if slot < left]
+        tails = [slot for slot in range(left, len(self.rows)) if slot not in gone]
+        if holes:
+            source, target = (torch.tensor(slots, device=self.lm.device) for slots in (tails, holes))
+            self.tape.move(source, target)
+            self.decoder.slots.copy(source, target, max(self.rows[slot].length for slot in tails))
+            for hole, tail in zip(holes, tails, strict=True):
+                self.rows[hole] = self.rows[tail]
+        del self.rows[left:]

@@ -1,0 +1,342 @@
+"""Log-probs of a language model's head at chosen ids, without ever holding an N×V tensor.
+
+`logprobs_at` is an ordinary differentiable function. It walks over the vocabulary in tiles, keeping a running
+log-sum-exp, and computes the tiles again in its backward pass: every column of the weight is read once per pass.
+`fused_loss` takes the loss of a few rows as a function and does forward and backward of the head for those rows in one
+sweep over all columns: losses are sums over given counts, so nothing global is needed and nothing is computed twice.
+
+Shapes: N rows, C rows of a chunk, M ids per row, V vocabulary, W columns of a tile, H hidden. Products are in the
+dtype of `hidden`; what follows, and every sum over tiles, is in float32 if that is lower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.estimators.logprobs import tiles
+from slipstream.estimators.logprobs.tiles import Bend, wide
+
+HELD = 1 << 24
+"""Logits held at a time, unless told otherwise."""
+BLOCK = 4096
+"""Most rows of a tile."""
+
+Metrics = dict[str, Tensor]
+ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
+"""(log-probs of the chunk's rows, which rows) → (their loss, summed; metrics, merged by `merge_metrics`)."""
+
+
+def logprobs_at(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NM: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    cap: float | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """log softmax(x / temperature) at `ids`, x = scale · (hidden · weightᵀ + bias); differentiable in these three.
+
+    With `cap`, as some models have it, x becomes cap · tanh(x / cap). An id may stand twice in a row. Where an id is −1
+    (padding) the result is 0 and so is its gradient. `chunk` is how many logits are held at a time.
+    """
+    logp_NM, _ = _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=False)
+    return logp_NM
+
+
+def logprobs_and_entropy_at(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NM: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    cap: float | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`logprobs_at`, and the entropy of every row's distribution; differentiable in both."""
+    return _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=True)
+
+
+def fused_loss(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NM: Tensor | None,
+    loss_fn: ChunkLoss,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    cap: float | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Metrics]:
+    """The sum of `loss_fn` over chunks of rows, with the gradients of the head already computed.
+
+    For losses of token scope: the loss of a row may not depend on other rows. `loss_fn` sees log-probs at the ids, or
+    over the whole vocabulary where `ids` is None; only they carry a gradient, whatever else it closes over. `chunk` is
+    how many logits are held at a time.
+    """
+    bend = Bend(temperature, scale, cap)
+    _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
+    metrics: Metrics = {}
+    rows = max(1, (chunk or HELD) // len(weight_VH))
+    loss = _FusedHead.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, bias, ids_NM, loss_fn, bend, rows, metrics
+    )
+    return loss, metrics
+
+
+def merge_metrics(into: Metrics, new: Metrics) -> None:
+    """Add `new` to `into`: by maximum or minimum where the name ends in _max or _min, else by sum."""
+    for name, value in new.items():
+        if name not in into:
+            into[name] = value
+        elif name.endswith("_max"):
+            into[name] = torch.maximum(into[name], value)
+        elif name.endswith("_min"):
+            into[name] = torch.minimum(into[name], value)
+        else:
+            into[name] = into[name] + value
+
+
+def _apply(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NM: Tensor,
+    bias: Tensor | None,
+    bend: Bend,
+    chunk: int | None,
+    *,
+    entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
+    logp_NM, entropy_N = _Head.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, weight_VH, bias, ids_NM, bend, chunk or HELD, entropy
+    )
+    return logp_NM, entropy_N
+
+
+def _check(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    ids_NM: Tensor | None,
+    bias: Tensor | None,
+    bend: Bend,
+    chunk: int | None,
+) -> None:
+    if hidden_NH.ndim != 2 or weight_VH.ndim != 2 or hidden_NH.shape[1] != weight_VH.shape[1]:
+        shapes = f"hidden {tuple(hidden_NH.shape)} and weight {tuple(weight_VH.shape)}"
+        raise ValueError(f"{shapes} must be [N, H] and [V, H]")
+    if ids_NM is not None and (ids_NM.ndim != 2 or len(ids_NM) != len(hidden_NH)):
+        raise ValueError(f"ids {tuple(ids_NM.shape)} must be [N, M] with N = {len(hidden_NH)}")
+    if bias is not None and bias.shape != weight_VH.shape[:1]:
+        raise ValueError(f"bias {tuple(bias.shape)} must be [V] with V = {len(weight_VH)}")
+    for name, value in bend._asdict().items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"chunk is how many logits are held at a time: at least 1, got {chunk}")
+    # on a GPU this would wait for it; an id out of range is then what torch's own gather makes of it
+    if ids_NM is not None and not ids_NM.is_cuda and ids_NM.numel() and int(ids_NM.max()) >= len(weight_VH):
+        raise ValueError(f"id {int(ids_NM.max())} is outside the vocabulary of {len(weight_VH)}")
+
+
+def _slices(n: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+
+
+def _tiles(n: int, v: int, held: int) -> Iterator[tuple[slice, slice]]:
+    """(rows, columns) of at most `held` logits; all columns of a block of rows follow each other."""
+    for rows in _slices(n, min(BLOCK, held)):
+        for columns in _slices(v, max(1, held // (rows.stop - rows.start))):
+            yield rows, columns
+
+
+def backend(like: Tensor) -> ModuleType:
+    """Where `fold` and `to_gradient` for such tensors are: Triton's on CUDA, as far as it is installed."""
+    if like.is_cuda and like.dtype != torch.float64 and find_spec("triton") is not None:
+        return import_module("slipstream.estimators.logprobs.tiles_triton")
+    return tiles
+
+
+class _Products:
+    """hidden · weightᵀ by tiles, all of them in the same memory: fresh memory costs its page faults every time."""
+
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor) -> None:
+        self.hidden, self.weight = hidden_NH, weight_VH
+        self.memory = hidden_NH.new_empty(0)
+
+    def __call__(self, rows: slice, columns: slice) -> Tensor:
+        shape = (rows.stop - rows.start, columns.stop - columns.start)
+        if self.memory.numel() < shape[0] * shape[1]:
+            self.memory = self.hidden.new_empty(shape[0] * shape[1])
+        tile_CW = self.memory[: shape[0] * shape[1]].view(shape)
+        return torch.mm(self.hidden[rows], self.weight[columns].T, out=tile_CW)
+
+
+def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
+    """Ids as columns of a tile, and which of them lie in it."""
+    inside_CM = (ids_CM >= columns.start) & (ids_CM < columns.stop)
+    return (ids_CM - columns.start).clamp(0, columns.stop - columns.start - 1), inside_CM
+
+
+def _at(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, local_CM: Tensor) -> Tensor:
+    """Logits at columns of a tile."""
+    at_CM = tile_CW.gather(1, local_CM).to(wide(tile_CW))
+    if bias_W is not None:
+        at_CM = at_CM + bias_W[local_CM]
+    return bend.logits(at_CM)
+
+
+class _Grads:
+    """Gradients of the head's inputs, summed over tiles of the gradient at the products."""
+
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
+        def zeros(like: Tensor) -> Tensor:
+            return torch.zeros_like(like, dtype=wide(like))
+
+        self.inputs = (hidden_NH, weight_VH, bias)
+        self.hidden = zeros(hidden_NH) if needs[0] else None
+        self.weight = zeros(weight_VH) if needs[1] else None
+        self.bias = zeros(bias) if bias is not None and needs[2] else None
+
+    def add(self, rows: slice, columns: slice, grad_CW: Tensor) -> None:
+        if self.bias is not None:
+            self.bias[columns] += grad_CW.sum(0, dtype=self.bias.dtype)
+        if self.hidden is not None:
+            _add_product(self.hidden[rows], grad_CW, self.inputs[1][columns])
+        if self.weight is not None:
+            _add_product(self.weight[columns], grad_CW.T, self.inputs[0][rows])
+
+    def done(self) -> tuple[Tensor | None, ...]:
+        found = (self.hidden, self.weight, self.bias)
+        return tuple(
+            None if grad is None or like is None else grad.to(like.dtype)
+            for grad, like in zip(found, self.inputs, strict=True)
+        )
+
+
+def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
+    """into += left · right; in float32 for lower inputs, as rounding every product would bias the sum."""
+    if into.dtype == left.dtype:
+        into.addmm_(left, right)
+    elif into.is_cuda:
+        into += torch.mm(left, right, out_dtype=into.dtype)
+    else:
+        into.addmm_(left.to(into.dtype), right.to(into.dtype))
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias: Tensor | None,
+        ids_NM: Tensor,
+        bend: Bend,
+        held: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        dtype, n = wide(hidden_NH), len(hidden_NH)
+        at_NM = hidden_NH.new_zeros(ids_NM.shape, dtype=dtype)
+        lse_N = hidden_NH.new_full((n,), -torch.inf, dtype=dtype)
+        mean_N = torch.zeros_like(lse_N)
+        products, over = _Products(hidden_NH, weight_VH), backend(hidden_NH)
+        for rows, columns in _tiles(n, len(weight_VH), held):
+            tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
+            local_CM, inside_CM = _local(ids_NM[rows], columns)
+            at_NM[rows] = torch.where(inside_CM, _at(tile_CW, bias_W, bend, local_CM), at_NM[rows])
+            found = over.fold(tile_CW, bias_W, bend, entropy=entropy)
+            lse_N[rows], mean_N[rows] = tiles.merge(lse_N[rows], mean_N[rows], *found)
+        entropy_N = lse_N - mean_N if entropy else mean_N
+        ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
+        ctx.bend, ctx.held, ctx.entropy = bend, held, entropy
+        return (at_NM - lse_N[:, None]).masked_fill_(ids_NM < 0, 0.0), entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_logp_NM, grad_entropy_N = outputs
+        hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N = ctx.saved_tensors
+        grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
+        grad_logp_NM = grad_logp_NM.masked_fill(ids_NM < 0, 0.0)
+        total_N = grad_logp_NM.sum(1)
+        products, over = _Products(hidden_NH, weight_VH), backend(hidden_NH)
+        for rows, columns in _tiles(len(hidden_NH), len(weight_VH), ctx.held):
+            tile_CW, bias_W = products(rows, columns), None if bias is None else bias[columns]
+            local_CM, inside_CM = _local(ids_NM[rows], columns)
+            slope_CM = ctx.bend.slope(_at(tile_CW, bias_W, ctx.bend, local_CM))  # before the tile is overwritten
+            over.to_gradient(
+                tile_CW,
+                bias_W,
+                ctx.bend,
+                lse_C=lse_N[rows],
+                total_C=total_N[rows],
+                entropy_C=entropy_N[rows] if ctx.entropy else None,
+                grad_entropy_C=grad_entropy_N[rows] if ctx.entropy else None,
+            )
+            chosen_CM = grad_logp_NM[rows] * inside_CM * slope_CM
+            grads.add(rows, columns, tile_CW.scatter_add_(1, local_CM, chosen_CM.to(tile_CW.dtype)))
+        return *grads.done(), None, None, None, None
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias: Tensor | None,
+        ids_NM: Tensor | None,
+        loss_fn: ChunkLoss,
+        bend: Bend,
+        size: int,
+        metrics: Metrics,
+    ) -> Tensor:
+        loss = hidden_NH.new_zeros((), dtype=wide(hidden_NH))
+        grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
+        products, over, columns = _Products(hidden_NH, weight_VH), backend(hidden_NH), slice(0, len(weight_VH))
+        for rows in _slices(len(hidden_NH), size):
+            tile_CV = products(rows, columns)
+            lse_C, _ = over.fold(tile_CV, bias, bend, entropy=False)
+            if ids_NM is None:
+                x_CM = bend.logits(tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias)
+                seen = x_CM - lse_C[:, None]
+            else:
+                local_CM, inside_CM = _local(ids_NM[rows], columns)
+                x_CM = _at(tile_CV, bias, bend, local_CM)
+                seen = (x_CM - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
+            with torch.enable_grad():
+                part, extra = loss_fn(seen.requires_grad_(), rows)
+            (grad_CM,) = torch.autograd.grad(part, seen)
+            if ids_NM is not None:
+                grad_CM = grad_CM.masked_fill(~inside_CM, 0.0)
+            loss += part.detach()
+            merge_metrics(metrics, {name: value.detach() for name, value in extra.items()})
+            over.to_gradient(tile_CV, bias, bend, lse_C=lse_C, total_C=grad_CM.sum(1))
+            chosen_CM = (grad_CM * bend.slope(x_CM)).to(tile_CV.dtype)
+            grads.add(
+                rows,
+                columns,
+                tile_CV.add_(chosen_CM) if ids_NM is None else tile_CV.scatter_add_(1, local_CM, chosen_CM),
+            )
+        ctx.save_for_backward(*grads.done())
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_loss,) = outputs
+        if grad_loss == 1:  # a loss that is what backward starts from: no second copy of the weight's gradient
+            return *ctx.saved_tensors, None, None, None, None, None
+        scaled = (None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
+        return *scaled, None, None, None, None, None

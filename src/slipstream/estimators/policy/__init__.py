@@ -1,0 +1,125 @@
+"""Policy losses by name: one door.
+
+The door floors log-probs, silences masked positions, weighs and sums; what is between is a formula for the loss of each
+token (`policy_token`, `policy_row`, `policy_batch`). Which there are and when to use them: `policy_table`.
+
+Shapes: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.estimators.aggregate import Mode, aggregate
+from slipstream.estimators.methods import Scope
+from slipstream.estimators.numerics import RATIO_BOUND, blanked, floored, same_shape, unknown
+from slipstream.estimators.options import check_options, only
+from slipstream.estimators.policy.table import ALIASES, LOSSES, PolicyLoss
+from slipstream.estimators.ratio import same_rows
+
+__all__ = ["ALIASES", "LOSSES", "PolicyLoss", "policy_loss", "prepare", "scope_of"]
+
+Metrics = dict[str, Tensor]
+
+
+def policy_loss(
+    name: str,
+    logp_BT: Tensor,
+    logp_old_BT: Tensor,
+    advantages_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    weights: Tensor | None = None,
+    agg: Mode | None = None,
+    n_tokens: float | None = None,
+    n_sequences: float | None = None,
+    scale: float | None = None,
+    **hyper: Any,
+) -> tuple[Tensor, Metrics]:
+    """The loss of a method of `LOSSES`, differentiable in `logp`, and its metrics.
+
+    `logp_old` are the log-probs of the policy that the ratio is taken to. `weights` [B, T] (detached) multiply the loss
+    of each token. `agg` is the method's own aggregation unless given, with the counts of the global batch. `hyper` are
+    the method's options; a batch-scope method also takes the choice of `prepare` as `chosen`, and makes it from the
+    rows it is given if that is missing.
+
+    Metrics are scalars: `kl` (mean −δ), `ratio` and `ratio_max` of tokens, `clip_fraction` (tokens at which the trust
+    region acted). Means are sums over the tokens given divided by n_tokens, so those of micro-batches add up. A choice
+    made here adds its own metrics, those of `prepare`.
+    """
+    method = _method(name)
+    same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)
+    logp, old, advantages, mask = _tensors(logp_BT, logp_old_BT, advantages_BT, mask_BT)
+    metrics: Metrics = {}
+    if method.choose is not None and "chosen" not in hyper:
+        hyper["chosen"], metrics = prepare(name, logp, old, advantages, mask, **hyper)
+    check_options(name, hyper, method.loss, method.choose)
+    if method.choose is not None:
+        same_shape(mask=mask, chosen=hyper["chosen"])
+    loss_BT, acted_BT = method.loss(logp, old, advantages, mask, **only(hyper, method.loss))
+
+    if weights is not None:
+        same_shape(logp=logp_BT, weights=weights)
+        (weights,) = blanked(mask, weights.detach().to(loss_BT.dtype))
+        loss_BT = loss_BT * (_row_weight(weights, mask) if method.weighs_rows else weights)
+    loss = aggregate(loss_BT, mask, agg or method.agg, n_tokens=n_tokens, n_sequences=n_sequences, scale=scale)
+    return loss, metrics | _metrics(logp.detach() - old, acted_BT, mask, n_tokens)
+
+
+def prepare(
+    name: str, logp_BT: Tensor, logp_old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, **hyper: Any
+) -> tuple[Tensor, Metrics]:
+    """The tokens, [B, T] of bool, that a batch-scope method picks from the whole batch, and metrics of the pick.
+
+    Cut them with the batch and hand each piece to `policy_loss` as `chosen`. `hyper` as for `policy_loss`. Metrics are
+    of the whole batch: clip_cov `cov_candidates`; m2po `second_moment` of what is left, `second_moment_before`,
+    `masked_fraction`, `budget_missed`.
+    """
+    method = _method(name)
+    if method.choose is None:
+        raise ValueError(f"{name} has {method.scope} scope: there is nothing to prepare")
+    same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)
+    check_options(name, hyper, method.choose, method.loss)
+    tensors = _tensors(logp_BT.detach(), logp_old_BT, advantages_BT, mask_BT)
+    return method.choose(*tensors, **only(hyper, method.choose))
+
+
+def scope_of(name: str, agg: Mode | None = None) -> Scope:
+    """The scope of a method together with its aggregation: a mean over the row needs the whole row anyway."""
+    method = _method(name)
+    by_row = (agg or method.agg) == "seq-mean-token-mean"
+    return "row" if method.scope == "token" and by_row else method.scope
+
+
+def _method(name: str) -> PolicyLoss:
+    name = ALIASES.get(name, name)
+    if name not in LOSSES:
+        raise unknown("policy loss", name, [*LOSSES, *ALIASES])
+    return LOSSES[name]
+
+
+def _tensors(logp_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, ...]:
+    """In one dtype, float32 at least; floored; 0 where masked; only `logp` differentiable. And the mask as bool."""
+    dtype = torch.promote_types(torch.promote_types(logp_BT.dtype, old_BT.dtype), torch.float32)
+    logp, old = floored(logp_BT.to(dtype)), floored(old_BT.detach().to(dtype))
+    return *blanked(mask_BT, logp, old, advantages_BT.detach().to(dtype)), mask_BT != 0
+
+
+def _row_weight(weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The geometric mean of a row's weights, [B, 1]; 0 if any of them is."""
+    logs_BT = weights_BT.log().masked_fill(~mask_BT, 0.0)
+    return (logs_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
+
+
+def _metrics(delta_BT: Tensor, acted_BT: Tensor, mask_BT: Tensor, n_tokens: float | None) -> Metrics:
+    tokens = max(n_tokens, 1) if n_tokens is not None else mask_BT.sum().clamp(min=1)
+    ratio_BT = delta_BT.clamp(-RATIO_BOUND, RATIO_BOUND).exp() * mask_BT
+    return {
+        "kl": -delta_BT.sum() / tokens,
+        "ratio": ratio_BT.sum() / tokens,
+        "ratio_max": ratio_BT.max() if ratio_BT.numel() else ratio_BT.sum(),
+        "clip_fraction": (acted_BT & mask_BT).to(delta_BT.dtype).sum() / tokens,
+    }

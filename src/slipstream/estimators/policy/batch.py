@@ -1,0 +1,124 @@
+"""Policy losses that choose tokens by looking at the whole batch, as a pure choice and a loss that takes it.
+
+`choose_…` runs once without gradient over the batch and returns (chosen, metrics); the loss takes the choice as
+`chosen` [B, T], so the batch may then be cut anywhere. Called through `policy.prepare` and `policy.policy_loss`.
+
+δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, lo = clip_low, hi = clip_high. Covariance of a token:
+(A − Ā)(logπ − mean logπ), means over the valid tokens of the batch.
+
+Shapes: B rows, T positions, N some of the B·T positions. `mask` is bool.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp
+from slipstream.estimators.policy.token import Loss, clipped_surrogate
+from slipstream.estimators.surrogate import second_moment_mask
+
+Metrics = dict[str, Tensor]
+Choice = tuple[Tensor, Metrics]
+
+
+def clip_cov(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    chosen: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Loss:
+    """PPO that leaves out a few of the tokens which would sharpen the policy most.  (Clip-Cov, 2505.22617.)
+
+    max(−A r, −A clip(r, 1−lo, 1+hi)), 0 at the chosen tokens: max(⌊cov_fraction·valid tokens⌋, 1) of
+    those with cov_low < covariance < cov_high that PPO does not clip, drawn at random with `generator`.
+    When entropy falls too fast and exploration dies.
+    """
+    loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
+    return loss_BT.masked_fill(chosen, 0.0), clipped_BT | chosen
+
+
+def choose_clip_cov(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    generator: torch.Generator,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+    cov_fraction: float = 2e-4,
+) -> Choice:
+    cov_BT = _covariance(logp_BT, advantage_BT, mask_BT)
+    _, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
+    candidates_N = (mask_BT & ~clipped_BT & (cov_BT > cov_low) & (cov_BT < cov_high)).flatten().nonzero().flatten()
+    order = torch.randperm(len(candidates_N), generator=generator, device=generator.device).to(candidates_N.device)
+    drawn_N = candidates_N[order[: max(int(cov_fraction * int(mask_BT.sum())), 1)]]
+    return _marked(drawn_N, mask_BT), {"cov_candidates": cov_BT.new_tensor(float(len(candidates_N)))}
+
+
+def kl_cov(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    chosen: Tensor,
+    kl_coef: float = 0.1,
+) -> Loss:
+    """An unclipped surrogate that holds back the tokens which would sharpen the policy most.  (KL-Cov, 2505.22617.)
+
+    −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·valid tokens⌋) of greatest covariance.
+    The paper's Eq. 14 has KL(π_old‖π) for |δ|, which is what its authors released and verl computes. It is the better
+    of the two on one drawn token: both are at rest at δ = 0, and |δ| pulls the token back to it from either side, where
+    −δ, the KL's estimate, would push up the very tokens that were chosen for rising too fast.
+    As `clip_cov`, without chance: those tokens are restrained instead of left out.
+    """
+    delta_BT = logp_BT - old_BT
+    return -advantage_BT * bounded_exp(delta_BT) + kl_coef * delta_BT.abs() * chosen, chosen
+
+
+def choose_kl_cov(
+    logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, cov_fraction: float = 2e-4
+) -> Choice:
+    valid = int(mask_BT.sum())
+    cov_BT = _covariance(logp_BT, advantage_BT, mask_BT).masked_fill(~mask_BT, -torch.inf)
+    top_N = cov_BT.flatten().topk(min(valid, max(1, int(cov_fraction * valid)))).indices
+    return _marked(top_N, mask_BT), {}
+
+
+def m2po(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, chosen: Tensor) -> Loss:
+    """An unclipped surrogate that masks outliers until the batch is within a second-moment budget.  (M2PO, 2510.01161.)
+
+    −A r, 0 at the chosen tokens: harmful ones (A > 0 and r > 1, or A < 0 and r < 1) in order of falling (log r)² until
+    the mean of (log r)² over all tokens left is ≤ budget; all of them, and the metric `budget_missed`, if it never is.
+    Very stale batches: it masks far fewer tokens than a clip does, and the outliers only.
+    """
+    loss_BT = -advantage_BT * bounded_exp(logp_BT - old_BT)
+    return loss_BT.masked_fill(chosen, 0.0), chosen
+
+
+def choose_m2po(
+    logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, budget: float = 0.04
+) -> Choice:
+    log_ratio_BT = (logp_BT - old_BT).clamp(-RATIO_BOUND, RATIO_BOUND)
+    keep_BT, metrics = second_moment_mask(log_ratio_BT, advantage_BT, mask_BT, budget=budget)
+    return mask_BT & ~keep_BT, metrics
+
+
+def _covariance(logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Of valid tokens; masked ones hold 0 on entry and something meaningless on return."""
+    valid, logp_BT, advantage_BT = mask_BT.sum().clamp(min=1), logp_BT.double(), advantage_BT.double()
+    return (advantage_BT - advantage_BT.sum() / valid) * (logp_BT - logp_BT.sum() / valid)
+
+
+def _marked(at_N: Tensor, like_BT: Tensor) -> Tensor:
+    marks = torch.zeros(like_BT.numel(), dtype=torch.bool, device=like_BT.device)
+    marks[at_N] = True
+    return marks.reshape(like_BT.shape)

@@ -1,0 +1,111 @@
+"""Policy losses of row scope: a token's loss depends on the other tokens of its row. See `policy_token` for the terms.
+
+Shapes: B rows, T positions. `mask` is bool.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.estimators.numerics import RATIO_BOUND
+from slipstream.estimators.policy.token import Loss, clipped_surrogate, nowhere, self_ratio
+from slipstream.estimators.ratio import CTPO_CLIP, importance_ratio
+
+
+def gspo(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Loss:
+    """PPO on the length-normalised ratio of the whole row.  (GSPO, 2507.18071.)
+
+    s = exp(mean_t δ), max(−A s, −A clip(s, 1−lo, 1+hi)), gradient through s.
+    Outcome rewards on long answers and mixture-of-experts models. s moves far less than r: the paper's clips are near
+    3e-4, not 0.2.
+    """
+    ratio_BT = importance_ratio("geometric", logp_BT - old_BT, mask_BT)
+    return clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
+
+
+def gspo_token(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Loss:
+    """GSPO whose gradient reaches each token by itself.  (GSPO-token, 2507.18071; the form verl calls gspo.)
+
+    As `gspo` with sg(s)·exp(logπ − sg logπ) for s.
+    `gspo` with advantages that differ from token to token; the same gradient where they do not.
+    """
+    ratio_BT = importance_ratio("geometric", logp_BT.detach() - old_BT, mask_BT) * self_ratio(logp_BT)
+    return clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
+
+
+def gmpo(
+    logp_BT: Tensor,
+    old_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Loss:
+    """The geometric mean of ratios that are clipped token by token.  (GMPO, 2507.20673.)
+
+    −Ā R at every token of the row, R = exp(mean_t sgnA·min(sgnA δ, sgnA clip(δ, −lo, hi))), Ā the row's mean advantage.
+    As `gspo`, with single outliers clipped before they can tip the row. The clip is on δ: the paper uses 0.4.
+    """
+    sign_BT, delta_BT = advantage_BT.sign(), logp_BT - old_BT
+    clipped_BT = sign_BT * delta_BT.clamp(-clip_low, clip_high)
+    kept_BT = sign_BT * torch.minimum(sign_BT * delta_BT, clipped_BT)
+    ratio_BT = importance_ratio("geometric", kept_BT, mask_BT)
+    tokens_B1 = mask_BT.sum(-1, keepdim=True).clamp(min=1)
+    return -advantage_BT.sum(-1, keepdim=True) / tokens_B1 * ratio_BT, clipped_BT < sign_BT * delta_BT
+
+
+def topr(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, positive: Tensor) -> Loss:
+    """Imitate good rows, forget bad ones only as far as they are still likely.  (TOPR, 2503.14286.)
+
+    −w A logπ; w = 1 on the rows that `positive` [B] marks, those whose advantages sum to more than 0, else
+    sg(min(Π_t r, 1)).
+    Very stale or offline data: bad rows stop pushing once the policy has left them.
+    """
+    if positive.shape != logp_BT.shape[:1]:
+        raise ValueError(f"positive {tuple(positive.shape)} must be [B] with B = {len(logp_BT)}")
+    row_BT = importance_ratio("sequence", logp_BT.detach() - old_BT, mask_BT)
+    truncated_BT = (row_BT > 1) & ~positive.bool()[:, None]
+    weight_BT = torch.where(positive.bool()[:, None], 1.0, row_BT.clamp(max=1.0))
+    return -weight_BT * advantage_BT * logp_BT, truncated_BT
+
+
+def minpro(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Loss:
+    """Weights that hold the prefix too, by its least likely token instead of its product.  (MinPRO, 2601.22718.)
+
+    −sg(w) A logπ, w_t = (min_{s<t} r_s)·r_t.
+    Long answers under staleness, where token ratios are biased and products explode.
+    """
+    weight_BT = importance_ratio("prefix_min", logp_BT.detach() - old_BT, mask_BT)
+    return -weight_BT * advantage_BT * logp_BT, nowhere(mask_BT)
+
+
+def ctpo(
+    logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, ctpo_clip: float = CTPO_CLIP
+) -> Loss:
+    """Weights that are the product over the prefix, clipped wider the further on.  (CTPO, 2605.07331.)
+
+    −sg(w) A logπ, log w_t = Σ_{s≤t} δ_s clipped to ±ctpo_clip·√t.
+    As `minpro`, when drift is spread evenly over the row.
+    """
+    delta_BT = logp_BT.detach() - old_BT
+    weight_BT = importance_ratio("cumulative", delta_BT, mask_BT, c=ctpo_clip)
+    free_BT = importance_ratio("cumulative", delta_BT, mask_BT, c=RATIO_BOUND)  # c√t ≥ 20: no clip at all
+    return -weight_BT * advantage_BT * logp_BT, weight_BT != free_BT

@@ -1,0 +1,1 @@
+"""What an update minimises, and what is decided before its first gradient."""

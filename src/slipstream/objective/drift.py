@@ -1,0 +1,81 @@
+"""How far the learner was from what drew its tokens, at the moment it learned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.engines.base import Metrics
+from slipstream.estimators.drift import offpolicy_metrics
+from slipstream.objective.frozen import Frozen, padded
+from slipstream.records import Scored
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A sample as the loss saw it: tensors over its T tokens."""
+
+    logp_T: Tensor
+    behavior_T: Tensor
+    mask_T: Tensor
+    version_T: Tensor
+
+    @classmethod
+    def of(cls, sample: Scored, frozen: Frozen, logp_T: Tensor) -> Seen:
+        return cls(logp_T, frozen.behavior_T, frozen.mask_T, torch.tensor(sample.rollout.versions))
+
+    def on_cpu(self) -> Seen:
+        return Seen(self.logp_T.cpu(), self.behavior_T, self.mask_T, self.version_T)
+
+
+def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
+    """The metrics of spec 3 for the current policy against the one that drew, by lag too."""
+    if not samples:
+        return {}
+    lag_BT = (version - padded([sample.version_T for sample in samples])).clamp(min=0)
+    found = offpolicy_metrics(
+        padded([sample.logp_T for sample in samples]),
+        padded([sample.behavior_T for sample in samples]),
+        padded([sample.mask_T for sample in samples]),
+        lag=lag_BT,
+    )
+    return {f"drift/{name}": value for name, value in found.items()}
+
+
+def sharpness(samples: Sequence[Seen]) -> Metrics:
+    """The slope of what drew against the learner, in log-probs: 1, or 1/T where a temperature T is between them."""
+    ours_N = torch.cat([sample.logp_T[sample.mask_T].double() for sample in samples])
+    theirs_N = torch.cat([sample.behavior_T[sample.mask_T].double() for sample in samples])
+    ours, theirs = ours_N - ours_N.mean(), theirs_N - theirs_N.mean()
+    return {"drift/sharpness": float((ours * theirs).sum() / (ours * ours).sum()) if ours.any() else 1.0}
+
+
+def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
+    """Student and teacher on the emitted tokens: where they differ most, and whether the teacher's rows are in place.
+
+    What is hard to guess for one is hard for the other, so their log-probs correlate best unshifted.
+    """
+    pairs = [
+        (torch.tensor(sample.teacher_logp).double(), logp_T.double())
+        for sample, logp_T in zip(samples, logp, strict=True)
+        if sample.teacher_logp is not None
+    ]
+    if not pairs:
+        return {}
+
+    def correlation(shift: int) -> float:
+        """Of the teacher's row t + shift with the student's t."""
+        q_N = torch.cat([q_T[max(shift, 0) : len(q_T) + min(shift, 0)] for q_T, _ in pairs])
+        p_N = torch.cat([p_T[max(-shift, 0) : len(p_T) - max(shift, 0)] for _, p_T in pairs])
+        both = torch.stack([q_N, p_N]).exp()
+        return float(torch.corrcoef(both)[0, 1].nan_to_num()) if both.shape[1] > 1 else 0.0
+
+    return {
+        "teacher/difference_max": max(float((q - p).abs().max()) for q, p in pairs),
+        "teacher/aligned": correlation(0),
+        "teacher/shifted": max(correlation(1), correlation(-1)),
+        "teacher/compared": float(sum(len(q_T) for q_T, _ in pairs)),
+    }

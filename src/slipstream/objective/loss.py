@@ -1,0 +1,281 @@
+"""The loss of a micro-batch: distillation, policy loss and KL to the reference, on one pass of the head if that can be.
+
+Losses of token scope, at the temperature of the distillation loss, ride on the fused head. A policy loss that must see
+whole rows, or is at another temperature, has a pass of its own. Metrics are divided by the counts like the losses, so
+those of micro-batches add up.
+
+Shapes: N predicted tokens, C rows of a chunk, M cached actions, K support, V vocabulary, D teacher's hidden size,
+B samples, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.config.objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
+from slipstream.engines.native.head import Head
+from slipstream.engines.native.packing import joined
+from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass, with_tail
+from slipstream.estimators.kl import kl_loss
+from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_at, merge_metrics
+from slipstream.estimators.policy import policy_loss
+from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.objective.frozen import Frozen
+from slipstream.objective.method import Method
+from slipstream.records import Counts, Scored
+
+Metrics = dict[str, Tensor]
+LossOfRows = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
+"""(student's log-probs at the ids, which rows) → (loss per row, metrics per row)."""
+DENSE = 4
+"""A loss over the vocabulary has a dozen tensors of its size: chunks are by so much smaller."""
+Cut = Callable[[Tensor], Tensor]
+"""From a tensor over N to the [B, T] that a policy loss is shown."""
+
+
+class Objective:
+    def __init__(self, method: Method, teacher_head: Head | None = None) -> None:
+        self.method, self.teacher_head = method, teacher_head
+        loss, reference = method.loss, method.reference
+        self.distils = loss.weight > 0
+        self.has_others = method.policy is not None or (reference is not None and reference.into == "loss")
+        self.rides = not method.by_row and not (self.distils and loss.temperature != method.temperature)
+        """Everything is of token scope and at one temperature: one pass of the fused head."""
+
+    def __call__(
+        self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
+    ) -> tuple[Tensor, Metrics, Tensor]:
+        """The loss, to be differentiated, its metrics, and the emitted tokens' log-probs at sampling temperature."""
+        terms = Terms(self.method, samples, frozen, counts, hidden_NH.device, _wide(hidden_NH))
+        hidden_NH, weight, bias = head.inputs(hidden_NH)
+        shape: dict[str, Any] = {"bias": bias, **head.bend}
+        losses, metrics = list[Tensor](), Metrics()
+        if self.distils or self.rides:
+            loss, metrics, logp_N = self._fused(hidden_NH, weight, shape, samples, terms)
+            losses.append(loss)
+        if not self.rides:
+            with torch.set_grad_enabled(self.has_others):
+                logp_N = logprobs_at(
+                    hidden_NH, weight, terms.tokens_N[:, None], temperature=self.method.temperature, **shape
+                )[:, 0]
+            if self.has_others:
+                loss, found = terms.others(terms.rows(logp_N), terms.rows)
+                losses.append(loss)
+                merge_metrics(metrics, found)
+        total = torch.stack(losses).sum()
+        return total, metrics | {"loss": total.detach()}, logp_N.detach()
+
+    def _fused(
+        self, hidden_NH: Tensor, weight_VH: Tensor, shape: Mapping[str, Any], samples: Sequence[Scored], terms: Terms
+    ) -> tuple[Tensor, Metrics, Tensor]:
+        method, emitted_N = self.method, torch.zeros_like(terms.behavior_N)
+        ids_NM, distilled = self._distillation(samples, terms) if self.distils else (terms.tokens_N[:, None], None)
+
+        def loss_of_chunk(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+            emitted_C = logp_CM[:, 0] if ids_NM is not None else logp_CM.gather(1, terms.tokens_N[rows, None])[:, 0]
+            emitted_N[rows] = emitted_C.detach()
+            losses, metrics = list[Tensor](), Metrics()
+            if distilled is not None:
+                loss, metrics = terms.distilled(*distilled(logp_CM, rows), rows)
+                losses.append(loss)
+            if self.rides and self.has_others:
+                loss, found = terms.others(emitted_C[None], lambda x_N: x_N[rows][None])
+                losses.append(loss)
+                metrics |= found
+            return torch.stack(losses).sum(), metrics
+
+        temperature = method.loss.temperature if self.distils else method.temperature
+        held = HELD if ids_NM is not None else HELD // DENSE
+        loss, metrics = fused_loss(
+            hidden_NH, weight_VH, ids_NM, loss_of_chunk, temperature=temperature, chunk=held, **shape
+        )
+        return loss, metrics, emitted_N
+
+    def _distillation(self, samples: Sequence[Scored], terms: Terms) -> tuple[Tensor | None, LossOfRows]:
+        """The ids whose log-probs the loss needs, the emitted token's first (None: all), and the loss given those."""
+        device, dtype, loss = terms.device, terms.dtype, self.method.loss
+        match loss:
+            case ReverseKLMC():
+                behavior_NM = joined([s.rollout.action_logp for s in samples], device, dtype)
+                logq_NM = joined([_present(s.teacher_action_logp) for s in samples], device, dtype)
+
+                def reverse(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+                    return mc_reverse_kl(
+                        logp_CM,
+                        behavior_NM[rows],
+                        logq_NM[rows],
+                        advantage=loss.advantage,
+                        clip=loss.clip,
+                        importance=loss.importance,
+                        ratio_cap=loss.ratio_cap,
+                    )
+
+                return joined([s.rollout.actions for s in samples], device, torch.int64), reverse
+            case ForwardKL(cache="teacher_topk") | JSD(cache="teacher_topk"):
+                ids_NK = joined([_present(s.teacher_ids) for s in samples], device, torch.int64)
+                logq_NK = joined([_present(s.teacher_topk_logp) for s in samples], device, dtype)
+
+                def on_support(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+                    logp_CK = logp_CM[:, 1:]
+                    masses = support_mass(logp_CK, logq_NK[rows])
+                    if isinstance(loss, JSD):
+                        both = with_tail(logp_CK), with_tail(logq_NK[rows])
+                        return dense(*both, kind="jsd", beta=loss.beta), masses
+                    kl_C = forward_kl_topk(logp_CK, logq_NK[rows], tail=loss.tail, renormalise=loss.renormalise)
+                    return kl_C, masses
+
+                return torch.cat([terms.tokens_N[:, None], ids_NK], 1), on_support
+            case ForwardKL() | ReverseKL() | JSD():
+                return None, self._dense(samples, terms)
+
+    def _dense(self, samples: Sequence[Scored], terms: Terms) -> LossOfRows:
+        """The teacher's head is applied here, to a chunk at a time: both whole distributions, and no N×V tensor."""
+        teacher, loss = self.teacher_head, self.method.loss
+        assert teacher is not None, "the hidden cache needs the teacher's head"
+        hidden_ND = _hidden([_present(s.teacher_hidden) for s in samples]).to(terms.device)
+        kinds = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
+        beta = loss.beta if isinstance(loss, JSD) else 0.5
+
+        def exact(logp_CV: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+            with torch.no_grad():
+                logits_CV = teacher(hidden_ND[rows]).to(terms.dtype)[:, : logp_CV.shape[1]]
+                logq_CV = (logits_CV / loss.temperature).log_softmax(-1)
+            return dense(logp_CV, logq_CV, kind=kinds[loss.kind], beta=beta), {}  # type: ignore[arg-type]
+
+        return exact
+
+
+class Terms:
+    """The samples of a micro-batch, joined to tensors over N, and the losses of those."""
+
+    def __init__(
+        self,
+        method: Method,
+        samples: Sequence[Scored],
+        frozen: Sequence[Frozen],
+        counts: Counts,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
+        self.tokens_N = joined([sample.rollout.tokens for sample in samples], device, torch.int64)
+        self.teachers = [sample.teacher for sample in samples]
+        self.mask_N, self.behavior_N = self._joined("mask_T", torch.bool), self._joined("behavior_T", dtype)
+        present = [each.name for each in fields(Frozen) if isinstance(getattr(frozen[0], each.name), Tensor)]
+        self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
+        lengths_B = torch.tensor([len(each.mask_T) for each in frozen])
+        self.shape = len(frozen), int(lengths_B.max())
+        self.row_N = torch.repeat_interleave(torch.arange(len(frozen)), lengths_B).to(device)
+        starts_N = torch.repeat_interleave(lengths_B.cumsum(0) - lengths_B, lengths_B).to(device)
+        self.position_N = torch.arange(len(starts_N), device=device) - starts_N
+
+    def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
+        return torch.cat([getattr(each, name) for each in self.frozen]).to(self.device, dtype)
+
+    def rows(self, x_N: Tensor) -> Tensor:
+        """One row for each sample, [B, T]."""
+        x_BT = x_N.new_zeros(self.shape)
+        return x_BT.index_put((self.row_N, self.position_N), x_N)
+
+    def distilled(self, loss_C: Tensor, metrics: Metrics, rows: slice) -> tuple[Tensor, Metrics]:
+        mask_C, n = self.mask_N[rows], max(self.counts.n_tokens, 1)
+        loss_C = loss_C.masked_fill(~mask_C, 0.0)
+        found = _summed({"loss": loss_C.detach()} | metrics, mask_C, n)
+        if len(self.method.teachers) > 1:
+            found |= self._by_teacher(loss_C.detach(), mask_C, rows, n)
+        if any(weight != 1.0 for weight in self.method.teachers.values()):
+            weight_B = torch.tensor([self.method.teachers.get(name, 1.0) for name in self.teachers], device=self.device)
+            loss_C = loss_C * weight_B[self.row_N[rows]]
+        return self.method.loss.weight * loss_C.sum() / n, found
+
+    def _by_teacher(self, loss_C: Tensor, mask_C: Tensor, rows: slice, n_tokens: float) -> Metrics:
+        """The loss of each teacher's samples, and their share of tokens: both divided by all tokens."""
+        found = Metrics()
+        for name in self.method.teachers:
+            its_B = torch.tensor([teacher == name for teacher in self.teachers], device=self.device)
+            its_C = mask_C & its_B[self.row_N[rows]]
+            found[f"teacher/{name}/loss"] = (loss_C * its_C).sum() / n_tokens
+            found[f"teacher/{name}/share"] = its_C.to(loss_C.dtype).sum() / n_tokens
+        return found
+
+    def others(self, logp_BT: Tensor, cut: Cut) -> tuple[Tensor, Metrics]:
+        """Policy loss and reference KL; `cut` shows them the same tokens of every tensor as `logp` has."""
+        policy, reference, counts = self.method.policy, self.method.reference, self.counts
+        losses, metrics = list[Tensor](), Metrics()
+        known = {name: cut(value_N) for name, value_N in self.frozen_N.items()}
+        mask_BT = cut(self.mask_N)
+        if policy is not None:
+            part, found = policy_loss(
+                policy.loss,
+                logp_BT,
+                known["old_T"],
+                known["advantage_T"],
+                mask_BT,
+                weights=known.get("weight_T"),
+                agg=policy.aggregation,
+                n_tokens=counts.n_tokens,
+                n_sequences=counts.n_sequences,
+                scale=self.method.max_tokens,
+                **policy.options,
+                **self._evidence(known),
+            )
+            losses.append(policy.weight * part)
+            metrics = {f"policy/{name}": value for name, value in found.items()} | {"policy/loss": part.detach()}
+        if reference is not None and reference.into == "loss":
+            part, found = kl_loss(
+                logp_BT,
+                known["reference_T"],
+                mask_BT,
+                logp_old=known["behavior_T"],
+                n_tokens=counts.n_tokens,
+            )
+            losses.append(reference.weight * part)
+            metrics["reference/kl"] = found["kl_loss"]
+        return torch.stack(losses).sum(), metrics
+
+    def _evidence(self, known: dict[str, Tensor]) -> dict[str, Any]:
+        """What some policy losses need beside the usual."""
+        found: dict[str, Any] = {}
+        if self.method.chooses:
+            found["chosen"] = known["chosen_T"]
+        if self.method.proximal:
+            found["proximal_logp"] = known["proximal_T"]
+        if self.method.policy is not None and self.method.policy.loss == "topr":
+            found["positive"] = torch.tensor([each.positive for each in self.frozen], device=self.device)
+        return found
+
+
+def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
+    """Per-row metrics over the trained rows: the extreme where the name says so, else the sum over all the counts."""
+    out = Metrics()
+    for name, value_C in metrics_C.items():
+        kept = value_C[mask_C]
+        if not len(kept):
+            continue
+        out[name] = (
+            kept.amax() if name.endswith("_max") else kept.amin() if name.endswith("_min") else kept.sum() / n_tokens
+        )
+    if "loss" in out:
+        loss_C = metrics_C["loss"]
+        out |= {"loss_abs": loss_C.abs().sum() / n_tokens, "loss_max": loss_C.amax(), "loss_min": loss_C.amin()}
+    return {f"distill/{name}": value for name, value in out.items()}
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _present(cache: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
+    assert cache is not None, "the scorer filled another cache than the loss reads"
+    return cache
+
+
+def _hidden(arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
+    tensor = torch.from_numpy(np.concatenate(arrays))
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor

@@ -1,0 +1,1 @@
+"""What is decided, and refused, before anything starts."""

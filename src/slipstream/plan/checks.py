@@ -1,0 +1,170 @@
+"""Do the engines agree? A few prompts through the user's own engines, before a run that would take days to show it.
+
+The numbers come from the engines, the judgement is here: pure functions from numbers to findings, each with its fix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from slipstream.config.schema import Config
+from slipstream.engines.base import Engines, Metrics, Sampling, of_teacher
+from slipstream.errors import ModelError
+from slipstream.pipeline.run import rollout_sampling
+from slipstream.records import Batch, Group, Prompt
+
+PROMPTS, TOKENS = 8, 32
+"""How many prompts are tried, and how long the answers are."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    ok: bool
+    said: str
+    fix: str = ""
+    fatal: bool = True
+    """Whether a run must not begin with it."""
+
+
+class CheckFailed(ModelError):
+    """Something is wrong that training would not survive, or worse, would."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What two engines with the same weights may differ by."""
+
+    pearson: float
+    k3: float
+    ppl: float
+    teacher: float
+
+    @classmethod
+    def of(cls, config: Config) -> Limits:
+        """Half precision rounds; float32 on both sides has no excuse."""
+        learner = config.learner.compute_dtype or config.learner.dtype
+        half = "bfloat16" in (config.sampler.dtype, learner, *(teacher.dtype for teacher in config.teachers.values()))
+        return cls(0.99, 2e-2, 0.05, 0.5) if half else cls(0.999, 1e-3, 0.01, 2e-2)
+
+
+async def quick(config: Config, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
+    """What `train` looks at before it begins: sampler against learner, and the teacher's rows."""
+    await publish(engines, version=version)
+    groups = await scored(engines, await rolled(config, engines, prompts))
+    if furthest := long_prompt(config, prompts):
+        # with the others: what a long sequence does to a short one beside it is looked at too
+        groups += await rolled(config, engines, [furthest])
+    numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
+    return agreement(numbers, Limits.of(config), groups)
+
+
+def long_prompt(config: Config, prompts: Sequence[Prompt]) -> Prompt | None:
+    """After which an answer reaches as far as the longest sequence of the run; none where that is hardly longer."""
+    prompt = max(prompts, key=lambda each: len(each.tokens))
+    wanted = (config.sampler.longest or 0) - min(TOKENS, config.sampler.max_tokens)
+    return replace(prompt, tokens=np.resize(prompt.tokens, wanted)) if wanted > len(prompt.tokens) + TOKENS else None
+
+
+async def publish(engines: Engines, *, version: int) -> str:
+    """Returns the fingerprint of what all samplers then run."""
+    weights, expected = await engines.learner.export()
+    for sampler in engines.samplers:
+        loaded = await sampler.publish(weights, version, "drain")
+        if loaded.fingerprint != expected:
+            raise CheckFailed(
+                f"a sampler runs weights {loaded.fingerprint} after a publish, the learner exported {expected}: they "
+                "did not arrive; is the sampler's model the student, and its dtype sampler.dtype?"
+            )
+    return expected
+
+
+async def rolled(config: Config, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1) -> list[Group]:
+    """Samples from every sampler in turn, short ones, of the whole distribution."""
+    usual = rollout_sampling(config)
+    sampling = Sampling(
+        max_tokens=min(TOKENS, usual.max_tokens), group=group, draws=usual.draws, temperature=usual.temperature
+    )
+    samplers = engines.samplers
+    calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts[:PROMPTS])]
+    return list(await asyncio.gather(*calls))
+
+
+async def compared(engines: Engines, groups: Sequence[Group], *, update: int) -> Metrics:
+    """The learner's view of these samples, scored if there is a teacher."""
+    return await engines.learner.compare(Batch(tuple(await scored(engines, groups)), update))
+
+
+async def scored(engines: Engines, groups: Sequence[Group]) -> list[Group]:
+    scorers = [of_teacher(engines.scorers, group[0].header.teacher)[0] for group in groups]
+    return list(await asyncio.gather(*[s.score(group) for s, group in zip(scorers, groups, strict=True)]))
+
+
+def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list[Finding]:
+    longest = max(handle.header.prompt_tokens + handle.header.tokens for group in groups for handle in group)
+    pearson, k3, ppl = (numbers[f"drift/{name}"] for name in ("probs_pearson", "k3_kl", "ppl_ratio"))
+    said = (
+        f"Pearson {pearson:.6f}, largest difference {numbers['drift/probs_diff_max']:.2g}, KL {k3:.2g}, "
+        f"perplexity ratio {ppl:.4f}, sequences of up to {longest} tokens"
+    )
+    # where all tokens are nearly certain, a correlation is one of rounding errors
+    alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
+    same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
+    found = [
+        Finding(
+            "sampler and learner, one checkpoint",
+            same,
+            said,
+            "" if same else cause(numbers),
+        )
+    ]
+    if "teacher/aligned" in numbers:
+        found.append(alignment(numbers))
+    return found
+
+
+def cause(numbers: Metrics) -> str:
+    """What kind of disagreement it looks like."""
+    if numbers["drift/probs_pearson"] < 0.8:
+        return "these are different models: do weights arrive, and do sampler and learner load one student?"
+    if abs(numbers["drift/sharpness"] - 1) > 0.05:
+        return (
+            "one is surer than the other of the same tokens: another temperature on one side? Log-probs must "
+            "be of the distribution that drew, at sampler.temperature"
+        )
+    return "precision: give both sides one dtype (sampler.dtype, learner.compute_dtype), float32 to see if that is all"
+
+
+def alignment(numbers: Metrics) -> Finding:
+    """A teacher's row says how likely *this* token is: what the student finds hard it finds hard, in the same row."""
+    aligned, shifted = numbers["teacher/aligned"], numbers["teacher/shifted"]
+    by_chance = 4 / numbers["teacher/compared"] ** 0.5  # of two that have nothing to do with one another
+    ok = shifted < 0.5 or shifted - aligned <= by_chance
+    return Finding(
+        "the teacher's rows stand at their tokens",
+        ok,
+        f"correlation with the student {aligned:.2f}, shifted by one {shifted:.2f}",
+        "" if ok else "the rows are shifted by one token: row t must be about token t, given all before it",
+        fatal=False,
+    )
+
+
+def itself(numbers: Metrics, limits: Limits) -> Finding:
+    """The student as its own teacher, through the whole path: nothing to learn."""
+    gap = numbers["teacher/difference_max"]
+    return Finding(
+        "a teacher equal to the student teaches nothing",
+        gap <= limits.teacher,
+        f"largest difference of a log-prob {gap:.2g}",
+        "" if gap <= limits.teacher else "sampler, scorer and learner do not mean the same tokens or temperature",
+    )
+
+
+def raised(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        if not finding.ok and finding.fatal:
+            raise CheckFailed(f"{finding.name}: {finding.said}; {finding.fix} (train --skip-checks goes on regardless)")

@@ -1,0 +1,131 @@
+"""Before a run: which teacher scores which prompt, and whether each can score all that it will be sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from slipstream.config.schema import Config, TeacherConfig
+from slipstream.config.teacher import routed_by
+from slipstream.engines.http.check import Need, check
+from slipstream.engines.native.model import context_length, load_config
+from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
+from slipstream.records import Ints, Prompt
+from slipstream.runtimes.build import cache_of, endpoint_of
+from slipstream.tasks.chat import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
+from slipstream.tasks.context import TemplateContext
+from slipstream.tasks.data import Prompts, Row
+
+PROBED = 16
+"""Tokens of a prompt that are sent to an endpoint, to see."""
+
+
+def routes(config: Config, rows: Sequence[Row]) -> list[str]:
+    """The name of the teacher of every row; one teacher scores all."""
+    if len(config.teachers) <= 1:
+        return [next(iter(config.teachers), "")] * len(rows)
+    column, by_key = config.data.teacher_key, routed_by(config.teachers)
+    found = []
+    for row in rows:
+        key = row.data_source if column == "data_source" else row.meta.get(column)
+        if key is None:
+            raise DataError(f"{row.id}: has no {column!r} (data.teacher_key), which names the teacher of each prompt")
+        if str(key) not in by_key:
+            raise ConfigError(
+                f"{row.id}: no teacher has key = {str(key)!r}, its {column} (data.teacher_key): add [teachers.NAME] "
+                f"with this key; {did_you_mean(str(key), by_key)}"
+            )
+        found.append(by_key[str(key)])
+    for key, name in by_key.items():
+        if name not in found:
+            there = sorted({str(row.data_source if column == "data_source" else row.meta[column]) for row in rows})
+            raise ConfigError(
+                f"teachers.{name}: no prompt has {column} = {key!r} (data.teacher_key), its key: write another "
+                f"teachers.{name}.key, or drop it; there are {', '.join(there)}"
+            )
+    return found
+
+
+def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> dict[str, int]:
+    """What can be known of them from here: vocabulary, context and room for the longest sequence.
+
+    Returns the tokens of that sequence, for every teacher that runs here.
+    """
+    found: dict[str, int] = {}
+    for name, teacher in config.teachers.items():
+        check_vocabulary(config, name, tokenizer)
+        if teacher.base_url is not None:
+            continue
+        model = config.model_of(teacher)
+        check_embeddings(config.student, name, model)
+        seen, max_tokens = seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
+        rows, tokens = [prompt for prompt, _ in seen], [tokens for _, tokens in seen]
+        check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
+        found[name] = max(map(len, tokens)) + max_tokens
+        check_budget(f"teachers.{name}", teacher.token_budget, found[name])
+    return found
+
+
+def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> None:
+    teacher = config.teachers[name]
+    theirs = teacher.tokenizer or config.model_of(teacher)
+    try:
+        loaded = load_tokenizer(theirs)
+    except ModelError as error:
+        if teacher.base_url is None:
+            raise
+        raise ConfigError(
+            f"teachers.{name}.tokenizer: name the HF directory or hub name of the tokenizer that {teacher.base_url} "
+            f"uses ({error})"
+        ) from None
+    check_same_vocabulary(tokenizer, loaded, names=(config.student, theirs))
+
+
+def check_embeddings(student: str, name: str, model: str) -> None:
+    sizes = [load_config(each).get_text_config().vocab_size for each in (student, model)]
+    if sizes[0] > sizes[1]:
+        raise ModelError(
+            f"teachers.{name}: {model} has {sizes[1]} embeddings, {student} has {sizes[0]}: the teacher could "
+            "not score all that the student may draw"
+        )
+
+
+def check_budget(section: str, budget: int, longest: int) -> None:
+    if budget < longest:
+        raise ConfigError(
+            f"{section}.token_budget = {budget} is less than the longest sequence of {longest} tokens: "
+            f"write {section}.token_budget = {longest} or more, or a smaller sampler.max_tokens"
+        )
+
+
+def seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -> list[tuple[Prompt, Ints]]:
+    """Every prompt of a teacher, and what it sees of it before there is a response."""
+    template = config.teachers[name].context
+    context = None if template is None else TemplateContext(template, tokenizer)
+    own = [prompts.row(index) for index, teacher in enumerate(prompts.teachers) if teacher == name]
+    return [(prompt, prompt.tokens if context is None else context.before(prompt)) for prompt in own]
+
+
+def longest_answer(config: Config, teacher: TeacherConfig) -> int:
+    """Twice, where its context holds the response, too."""
+    twice = teacher.context is not None and "{response}" in teacher.context
+    return config.sampler.max_tokens * (2 if twice else 1)
+
+
+def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:
+    """Ask every endpoint a few tiny things. All that is known without asking was checked before."""
+    asyncio.run(ask_endpoints(config, tokenizer, prompts, say))
+
+
+async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:
+    highest = load_config(config.student).get_text_config().vocab_size - 1
+    for name, teacher in config.teachers.items():
+        endpoint = endpoint_of(config, name)
+        if endpoint is None:
+            continue
+        cache, k = cache_of(config)
+        tokens = [tokens for _, tokens in seen_by(config, name, tokenizer, prompts)]
+        longest = max(map(len, tokens)) + longest_answer(config, teacher)
+        some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
+        need = Need(tokens=some, highest=highest, longest=longest, k=k if cache == "teacher_topk" else 0)
+        say(await check(endpoint, need))
