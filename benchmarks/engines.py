@@ -187,10 +187,10 @@ def show(run: dict[str, Any]) -> str:
 
 def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
     """One run of the asynchronous pipeline in this interpreter."""
-    from slipstream.commands.train import prepare
     from slipstream.config.file import parse
     from slipstream.metrics import throughput
     from slipstream.pipeline.run import Run
+    from slipstream.plan.prepare import prepare
     from slipstream.runlog import RunLog, read_lines
     from slipstream.runtimes import ray
 

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.commands.evaluate import measure
-from slipstream.commands.train import eval_prompts, prepare
 from slipstream.config.file import parse
 from slipstream.engines.base import Sampling
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
+from slipstream.plan.prepare import eval_prompts, prepare
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import inline, ray
 from slipstream.runtimes.build import decoder

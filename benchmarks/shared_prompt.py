@@ -20,9 +20,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.engines.native.packing import Item, MicroBatch, joined, pack, token_saving
+from slipstream.engines.native.packing import Item, MicroBatch, pack, token_saving
 from slipstream.engines.native.rows import Rows, use_rows
 from slipstream.estimators.logprobs import logprobs_at
+from slipstream.estimators.numerics import joined
 from slipstream.records import Prompt, Rollout
 
 VOCABULARY = 4096

@@ -21,6 +21,7 @@ from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
 from slipstream.plan.checks import PROMPTS, CheckFailed, Finding, quick, raised
 from slipstream.plan.placement import needs
+from slipstream.plan.prepare import prepare
 from slipstream.records import Handle
 from slipstream.runtimes.inline import open_engines
 
@@ -83,7 +84,7 @@ class Shifted(Fault):
 
 
 def examined(settings: Config, wrap: Any, check: Any) -> list[Finding]:
-    job = launch.prepare(settings)
+    job = prepare(settings)
     engines = open_engines(settings, job.tokenizer, say=str)
     try:
         prompts = [job.prompts.at(number) for number in range(PROMPTS)]

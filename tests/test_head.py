@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.engines.native.head import Head
 from slipstream.engines.native.model import split
 from slipstream.errors import ModelError
 from slipstream.estimators.logprobs import logprobs_at
+from slipstream.estimators.logprobs.head import Head
 from tiny import make_model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import TopologicalSorter
@@ -10,71 +11,48 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "slipstream"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "slipstream"
 
-BASE = "errors records config config_base config_objective config_schedule config_teacher config_file metrics runlog"
-ENGINES = f"{BASE} assets estimators engines"
-PIPELINE = f"{BASE} tasks engines.base pipeline"
-EVERYTHING = f"{ENGINES} tasks pipeline runtimes teachers checks launch accuracy progress demo doctor"
+TABLE = re.compile(r"^\| ((?:`[\w/.]+` ?)+)\|", re.M)
 
-# part of the package: what it may see of the package. The longest name that fits a file counts.
-SEES = {
-    "__init__": "",
-    "errors": "",
-    "records": BASE,
-    "config_base": "errors",
-    "config_objective": "config_base",
-    "config_schedule": "config_base",
-    "config_teacher": "config_base config_objective",
-    "config": "errors config_base config_objective config_schedule config_teacher",
-    "config_file": "errors config config_base config_teacher",
-    "metrics": BASE,
-    "runlog": BASE,
-    "estimators": "estimators",
-    "assets": "errors",
-    "assets.build": "tasks.arithmetic",
-    "tasks": f"{BASE} assets tasks",
-    "engines": ENGINES,
-    "engines.base": BASE,
-    "pipeline": PIPELINE,
-    "runtimes": f"{ENGINES} tasks pipeline runtimes",
-    "teachers": f"{ENGINES} tasks runtimes",
-    "checks": PIPELINE,
-    "launch": EVERYTHING,
-    "doctor": EVERYTHING,
-    "accuracy": EVERYTHING,
-    "progress": EVERYTHING,
-    "demo": EVERYTHING,
-    "cli": EVERYTHING,
-}
+
+def order() -> list[list[str]]:
+    """The parts of each line of README's table."""
+    table = (ROOT / "README.md").read_text("utf-8").partition("## Where to read")[2].partition("\n## ")[0]
+    lines = [re.findall(r"`([\w/.]+)`", cell) for cell in TABLE.findall(table)]
+    return [[name.strip("/").replace("/", ".") for name in line] for line in lines if "examples/loop.py" not in line]
+
+
+ORDER = order()
+LINE = {name: number for number, line in enumerate(ORDER) for name in line}
+LINE |= {"__init__": 0, "engines": LINE["engines.base"], "assets.build": len(ORDER)}
+"""Of each part; the longest name that fits a file counts. What makes the assets again is a script below them all."""
 
 # what a part may import of others as it is loaded, beside the standard library; parts that are not here, anything
 LOADS = {
     "__init__": "",
     "errors": "",
     "records": "numpy",
-    "config_base": "pydantic",
-    "config_objective": "pydantic",
-    "config_schedule": "pydantic",
-    "config_teacher": "pydantic",
     "config": "pydantic",
-    "config_file": "pydantic pydantic_core",
+    "config.file": "pydantic pydantic_core",
     "metrics": "",
     "runlog": "",
-    "estimators": "torch",
-    "estimators.tiles_triton": "torch triton",
+    "estimators": "torch numpy",
+    "estimators.logprobs.tiles_triton": "torch triton",
     "assets": "",
     "assets.build": "torch numpy tokenizers transformers",
     "tasks": "numpy",
     "engines.base": "",
+    "engines.asked": "",
     "pipeline": "",
-    "progress": "rich",
+    "commands.progress": "rich",
     "cli": "",
 }
 
 # and what it may import inside a function, once that is needed
 LOADS_LATER = {
-    "config_file": "tomli_w",
+    "config.file": "tomli_w",
     "runlog": "torch wandb mlflow trackio",
     "tasks": "transformers jinja2 pyarrow datasets math_verify",
     "cli": "rich",
@@ -122,15 +100,24 @@ def theirs(names: Iterable[str]) -> set[str]:
 
 def test_every_file_has_its_place() -> None:
     assert len(PARTS) > 30
-    assert [part for part in PARTS if place(part, SEES) is None] == []
-    assert [name for name in SEES if place(name, PARTS) is None] == []
+    assert [part for part in PARTS if place(part, LINE) is None] == []
+    assert [name for name in LINE if place(name, PARTS) is None] == []
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_file_sees_only_the_layers_above_it(part: str) -> None:
-    allowed = dict.fromkeys(SEES[place(part, SEES) or ""].split())
+def test_a_file_imports_only_from_its_own_line_and_from_lines_above(part: str) -> None:
+    mine = LINE[place(part, LINE) or ""]
     seen = ours(imports(PARTS[part], loaded_only=False))
-    assert {name for name in seen if place(name, allowed) is None} == set()
+    assert {name for name in seen if LINE[place(name, LINE) or ""] > mine} == set()
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("pipeline")])
+def test_the_pipeline_sees_engines_through_their_protocols_only(part: str) -> None:
+    seen = {place(name, LINE) for name in ours(imports(PARTS[part], loaded_only=False))}
+    assert not {name for name in seen if name and name.startswith(("engines.", "objective", "estimators"))} - {
+        "engines.base",
+        "engines.asked",
+    }
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if place(part, LOADS) is not None])
@@ -154,12 +141,12 @@ import torch.nn as nn
 if TYPE_CHECKING:
     import numpy
 def later():
-    from slipstream.engines.native.sampling import kv
+    from slipstream.engines.native import rows
 """
     tree = ast.parse(code)
-    assert ours(imports(tree, loaded_only=False)) == {"engines.native.kv"}
+    assert ours(imports(tree, loaded_only=False)) == {"engines.native.rows"}
     assert theirs(imports(tree, loaded_only=False)) == {"numpy", "torch"}
     assert ours(imports(tree, loaded_only=True)) == set()
     assert theirs(imports(tree, loaded_only=True)) == {"torch"}
-    assert place("engines.native.kv", dict.fromkeys(PIPELINE.split())) is None
-    assert place("engines.base.Handle", dict.fromkeys(PIPELINE.split())) == "engines.base"
+    assert place("engines.base.Handle", LINE) == "engines.base"
+    assert LINE["pipeline"] > LINE["objective"] > LINE["engines.base"] > LINE["estimators"]

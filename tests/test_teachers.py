@@ -22,6 +22,7 @@ from slipstream.commands import train as launch
 from slipstream.config.file import load, parse, to_toml
 from slipstream.config.schema import Config
 from slipstream.engines import toy
+from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Engines, Graded
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.fake import FakeEndpoint, model
@@ -29,7 +30,8 @@ from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
-from slipstream.pipeline.run import Run, rollout_sampling
+from slipstream.pipeline.run import Run
+from slipstream.plan.prepare import warnings_of
 from slipstream.plan.teachers import check_endpoints, check_teachers, routes
 from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.runlog import RunLog, read_lines
@@ -99,9 +101,9 @@ def test_a_prompt_without_teacher_and_a_teacher_without_prompt_are_errors_that_n
 
 def test_several_teachers_want_shuffled_prompts() -> None:
     two = parsed(teachers=teachers(a=None, b=None), data={"shuffle": False})
-    assert any("several teachers and data.shuffle = false" in warning for warning in launch.warnings_of(two))
+    assert any("several teachers and data.shuffle = false" in warning for warning in warnings_of(two))
     for fine in (parsed(data={"shuffle": False}), parsed(teachers=teachers(a=None, b=None))):
-        assert not any("several" in warning for warning in launch.warnings_of(fine))
+        assert not any("several" in warning for warning in warnings_of(fine))
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------

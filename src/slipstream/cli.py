@@ -219,8 +219,8 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     config = load(args.config, changes, say=note)
     print(to_toml(config), end="")
     if args.check:
-        from slipstream.commands.train import position_notes, prepare
         from slipstream.plan.placement import needs
+        from slipstream.plan.prepare import position_notes, prepare
 
         job = prepare(config)
         print(f"# {job.method}")

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream.commands.train import prepare, train
+from slipstream.commands.train import train
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError
+from slipstream.plan.prepare import prepare
 from slipstream.runlog import read_lines
 
 

@@ -11,12 +11,13 @@ from rich.table import Table
 
 from slipstream.assets import DEMO
 from slipstream.commands.evaluate import Measured, measure
-from slipstream.commands.train import eval_prompts, train
+from slipstream.commands.train import train
 from slipstream.config.file import load
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
 from slipstream.metrics import digest
+from slipstream.plan.prepare import eval_prompts
 from slipstream.runlog import read_lines
 from slipstream.runtimes.build import decoder
 from slipstream.tasks.chat import load_tokenizer

@@ -17,13 +17,14 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from rich.console import Console
 
-from slipstream.commands.train import Job, open_engines, prepare
+from slipstream.commands.train import open_engines
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.engines.base import Engines
 from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
 from slipstream.plan.placement import needs, size
+from slipstream.plan.prepare import Job, prepare
 from slipstream.records import Batch, Group, Handle, Prompt, total
 from slipstream.runtimes.build_vllm import with_vllm
 from slipstream.tasks.chat import load_tokenizer

@@ -82,7 +82,7 @@ def catalogue() -> dict[str, list[Entry]]:
     advantages = [
         Entry(
             name=name,
-            unit="token" if estimator.function.__module__.endswith("_token") else "sequence",
+            unit="token" if estimator.function.__module__.endswith(".token") else "sequence",
             scope=estimator.scope,
             trust_region="–",
             importance="–",

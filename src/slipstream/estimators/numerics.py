@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 LOG_FLOOR = -1e4
@@ -82,3 +84,8 @@ def blanked(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
             raise ValueError(f"keep {tuple(keep.shape)} must lead the shape {tuple(tensor.shape)}")
         out.append(tensor.masked_fill((keep == 0).reshape(*keep.shape, *[1] * (tensor.ndim - keep.ndim)), 0.0))
     return out
+
+
+def joined(arrays: Sequence[NDArray[Any]], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Per-token arrays of several samples, one after the other."""
+    return torch.from_numpy(np.concatenate(arrays)).to(device, dtype)

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from slipstream.config.objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
-from slipstream.engines.native.head import Head
-from slipstream.engines.native.packing import joined
 from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass, with_tail
 from slipstream.estimators.kl import kl_loss
 from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_at, merge_metrics
+from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.frozen import Frozen

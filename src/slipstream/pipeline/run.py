@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from slipstream.config.schema import Config
+from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampling
 from slipstream.errors import NonFiniteError, Stalled
 from slipstream.pipeline import publish
@@ -176,20 +177,3 @@ def _cause(group: BaseException) -> BaseException:
     while isinstance(group, BaseExceptionGroup):
         group = group.exceptions[0]
     return group
-
-
-def rollout_sampling(config: Config) -> Sampling:
-    sampler = config.sampler
-    return Sampling(
-        max_tokens=sampler.max_tokens,
-        group=sampler.group,
-        draws=config.loss.m if config.loss.kind == "reverse_kl_mc" and config.loss.weight else 1,
-        temperature=sampler.temperature,
-        top_p=sampler.top_p,
-        top_k=sampler.top_k,
-        min_p=sampler.min_p,
-    )
-
-
-def eval_sampling(config: Config) -> Sampling:
-    return Sampling(max_tokens=config.sampler.max_tokens, group=config.eval.n, temperature=config.eval.temperature)

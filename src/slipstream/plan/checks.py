@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from slipstream.config.schema import Config
+from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Engines, Metrics, Sampling, of_teacher
 from slipstream.errors import ModelError
-from slipstream.pipeline.run import rollout_sampling
 from slipstream.records import Batch, Group, Prompt
 
 PROMPTS, TOKENS = 8, 32

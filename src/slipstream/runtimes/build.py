@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from slipstream.config.objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
 from slipstream.config.schema import Config
+from slipstream.engines.asked import cache_of
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.learning.learner import NativeLearner
@@ -15,7 +15,7 @@ from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, load_config, load_model, pick_device
 from slipstream.engines.native.ranks import Meeting, Ranks, join
 from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.engines.native.scorer import Cache, NativeScorer
+from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.objective.method import method_of
@@ -132,16 +132,6 @@ def snapshots_of(config: Config) -> int:
         return config.learner.snapshots or 0
     schedule = schedule_of(config)
     return max(schedule.reach, schedule.max_lag or 0) // schedule.publish_every + 1
-
-
-def cache_of(config: Config) -> tuple[Cache, int]:
-    match config.loss:
-        case ReverseKLMC():
-            return "sampled", 0
-        case ReverseKL():
-            return "hidden", 0
-        case ForwardKL(cache=cache, k=k) | JSD(cache=cache, k=k):
-            return cache, k
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from slipstream.assets import model_path
 from slipstream.config.schema import Config
+from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Context
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.engines.vllm import VERSION
@@ -16,7 +17,6 @@ from slipstream.engines.vllm.core import Settings, check_args, check_installed, 
 from slipstream.engines.vllm.sampler import COLDEST, VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.errors import ConfigError
-from slipstream.pipeline.run import rollout_sampling
 from slipstream.tasks.chat import Tokenizer, stop_ids
 
 SCORED = 64

@@ -20,10 +20,11 @@ from transformers.utils import logging as hf_logging
 
 from slipstream.assets import model_path
 from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
-from slipstream.engines.native.head import Head, find_head
+from slipstream.engines.native.head import find_head
 from slipstream.engines.native.positions import pin
 from slipstream.engines.native.ranks import whole
 from slipstream.errors import ConfigError, ModelError, first_line
+from slipstream.estimators.logprobs.head import Head
 
 hf_logging.disable_progress_bar()  # loading and saving happen under a progress display of our own
 

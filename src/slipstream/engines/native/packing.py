@@ -23,10 +23,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from slipstream.records import Rollout
 
@@ -201,8 +198,3 @@ def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
 
 def full_length(rollout: Rollout) -> int:
     return len(rollout.prompt.tokens) + len(rollout.tokens)
-
-
-def joined(arrays: Sequence[Array], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Per-token arrays of several samples, one after the other."""
-    return torch.from_numpy(np.concatenate(arrays)).to(device, dtype)

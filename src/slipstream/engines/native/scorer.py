@@ -12,25 +12,26 @@ import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.engines.asked import Cache
 from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.packing import joined, pack
+from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, use_rows
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.logprobs import HELD, logprobs_at
+from slipstream.estimators.numerics import joined
 from slipstream.records import Group, Handle, Ints, Rollout, Scored, header_of
 
 TOGETHER = 0.002
 """Seconds between calls that were made at the same time."""
 APART = 0.05
 """Seconds between two passes, if little waits."""
-Cache = Literal["sampled", "teacher_topk", "hidden"]
 
 
 class NativeScorer:

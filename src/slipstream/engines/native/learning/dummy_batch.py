@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.native.head import Head
 from slipstream.engines.native.packing import Item, MicroBatch
 from slipstream.engines.native.rows import Rows
+from slipstream.estimators.logprobs.head import Head
 from slipstream.records import Prompt, Rollout
 
 ONE_TOKEN = np.zeros(1, np.int64)

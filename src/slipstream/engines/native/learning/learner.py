@@ -20,7 +20,6 @@ from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Fingerprint, Metrics, WeightsRef
-from slipstream.engines.native.head import Head
 from slipstream.engines.native.learning.dummy_batch import nothing
 from slipstream.engines.native.learning.first_look import FirstLook
 from slipstream.engines.native.learning.optimizer import make_optimizer
@@ -31,6 +30,7 @@ from slipstream.engines.native.model import LanguageModel, export_weights, finge
 from slipstream.engines.native.ranks import Ranks
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
+from slipstream.estimators.logprobs.head import Head
 from slipstream.objective.drift import Seen, against_teacher, drift_metrics, sharpness
 from slipstream.objective.frozen import Frozen, freeze
 from slipstream.objective.loss import Objective

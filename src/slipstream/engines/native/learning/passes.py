@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Metrics
-from slipstream.engines.native.head import Head
 from slipstream.engines.native.learning.dropout import deterministic, prepare
 from slipstream.engines.native.learning.dummy_batch import company, nothing
 from slipstream.engines.native.learning.snapshots import Snapshots
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.packing import MicroBatch, joined, pack
+from slipstream.engines.native.packing import MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
 from slipstream.engines.native.rows import Rows, use_rows
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
+from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.numerics import joined
 from slipstream.records import Scored
 
 T = TypeVar("T")
