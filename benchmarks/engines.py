@@ -190,7 +190,7 @@ def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
     from slipstream.config.file import parse
     from slipstream.metrics import throughput
     from slipstream.pipeline.run import Run
-    from slipstream.plan.prepare import prepare
+    from slipstream.plan.plan import plan
     from slipstream.runlog import RunLog, read_lines
     from slipstream.runtimes import ray
 
@@ -208,7 +208,7 @@ def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
             "schedule": {"kind": "async", "tau": 4},
         }
     )
-    job = prepare(config)
+    job = plan(config)
     with tempfile.TemporaryDirectory() as path:
         engines = ray.open_engines(config, job.tokenizer, say=lambda _: None)
         began = time.perf_counter()

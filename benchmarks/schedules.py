@@ -27,7 +27,7 @@ from slipstream.config.file import parse
 from slipstream.engines.base import Sampling
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
-from slipstream.plan.prepare import eval_prompts, prepare
+from slipstream.plan.plan import eval_prompts, plan
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import inline, ray
 from slipstream.runtimes.build import decoder
@@ -76,7 +76,7 @@ def run(arm: dict[str, Any], *, seed: int, updates: int) -> Found:
             "runtime": arm.get("runtime", {}),
         }
     )
-    job = prepare(config)
+    job = plan(config)
     runtime = inline if config.runtime.kind == "inline" else ray
     with tempfile.TemporaryDirectory() as path:
         engines = runtime.open_engines(config, job.tokenizer, say=lambda _: None)

@@ -21,7 +21,7 @@ from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
 from slipstream.plan.checks import PROMPTS, CheckFailed, Finding, quick, raised
 from slipstream.plan.placement import needs
-from slipstream.plan.prepare import prepare
+from slipstream.plan.plan import plan
 from slipstream.records import Handle
 from slipstream.runtimes.inline import open_engines
 
@@ -84,7 +84,7 @@ class Shifted(Fault):
 
 
 def examined(settings: Config, wrap: Any, check: Any) -> list[Finding]:
-    job = prepare(settings)
+    job = plan(settings)
     engines = open_engines(settings, job.tokenizer, say=str)
     try:
         prompts = [job.prompts.at(number) for number in range(PROMPTS)]
@@ -219,5 +219,5 @@ def test_memory_is_worked_out_from_the_config() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    findings = room(config(("sampler.slots", "100000000")))
+    findings = room(plan(config(("sampler.slots", "100000000"))))
     assert not findings[-1].ok and "in all, there are" in findings[-1].said and "sampler.slots" in findings[-1].fix

@@ -31,7 +31,7 @@ from slipstream.engines.native.model import load_model
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
 from slipstream.pipeline.run import Run
-from slipstream.plan.prepare import warnings_of
+from slipstream.plan.plan import warnings_of
 from slipstream.plan.teachers import check_endpoints, check_teachers, routes
 from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.runlog import RunLog, read_lines

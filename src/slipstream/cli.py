@@ -219,16 +219,14 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     config = load(args.config, changes, say=note)
     print(to_toml(config), end="")
     if args.check:
-        from slipstream.plan.placement import needs
-        from slipstream.plan.prepare import position_notes, prepare
+        from slipstream.plan.plan import plan
+        from slipstream.runlog import check_free, run_path
 
-        job = prepare(config)
-        print(f"# {job.method}")
-        for positions in position_notes(job.config):
-            print(f"# {positions}")
-        for need in needs(job.config):
-            print(f"# {need}")
-        print(f"# ok: {len(job.prompts.rows)} prompts, one vocabulary, everything fits the context")
+        check_free(run_path(config, Path(args.config).stem))
+        made = plan(config)
+        for line in (*(f"warning: {each}" for each in made.warnings), *made.notes, made.method, *made.needs):
+            print(f"# {line}")
+        print(f"# ok: {len(made.prompts.rows)} prompts, one vocabulary, everything fits the context")
     return 0
 
 

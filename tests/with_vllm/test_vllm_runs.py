@@ -12,7 +12,7 @@ from slipstream.commands.train import train
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError
-from slipstream.plan.prepare import prepare
+from slipstream.plan.plan import plan
 from slipstream.runlog import read_lines
 
 
@@ -50,7 +50,7 @@ def test_a_run(tmp_path: Path, runtime: str, schedule: str) -> None:
 
 def test_a_context_that_is_too_short_is_told_at_start_up(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="sampler.max_tokens = 80 exceed the context of 90"):
-        prepare(config_of(tmp_path, engine_args={"max_model_len": 90}))
+        plan(config_of(tmp_path, engine_args={"max_model_len": 90}))
 
 
 def test_a_temperature_at_which_vllm_does_not_draw(tmp_path: Path) -> None:

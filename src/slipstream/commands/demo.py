@@ -17,7 +17,7 @@ from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
 from slipstream.metrics import digest
-from slipstream.plan.prepare import eval_prompts
+from slipstream.plan.plan import eval_prompts
 from slipstream.runlog import read_lines
 from slipstream.runtimes.build import decoder
 from slipstream.tasks.chat import load_tokenizer

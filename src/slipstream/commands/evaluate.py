@@ -20,7 +20,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.errors import ConfigError, DataError, RunDirError
 from slipstream.metrics import avg_at_n, pass_at_k
 from slipstream.pipeline.evaluate import answers, correctness
-from slipstream.plan.prepare import eval_prompts
+from slipstream.plan.plan import eval_prompts
 from slipstream.records import Handle, Prompt
 from slipstream.runtimes.build import decoder
 from slipstream.tasks.chat import Tokenizer, check_ids, load_tokenizer, stop_ids

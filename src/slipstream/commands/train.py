@@ -20,36 +20,31 @@ from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.run import Run
 from slipstream.plan.checks import PROMPTS, quick, raised
-from slipstream.plan.prepare import Job, position_notes, prepare, warnings_of
-from slipstream.plan.teachers import check_endpoints
+from slipstream.plan.plan import Plan, plan
 from slipstream.runlog import RunLog, check_free, read_lines, run_path
 from slipstream.runtimes import inline
-from slipstream.runtimes.build_vllm import with_vllm
 
 
 def train(config: Config, console: Console, *, name: str, checks: bool = True) -> Path:
     """Run it all; returns the run directory."""
     path = run_path(config, name)
     check_free(path)
-    config = with_vllm(config, console.print)
-    job = prepare(config)
-    config = job.config
-    warn(config, console)
-    engines = open_engines(config, job, console)
+    made = plan(config)
+    engines = open_engines(made, console)
     try:
         if checks:
-            try_out(config, job, engines, console)
-        with RunLog.create(config, path) as log:
-            go(config, job, engines, log, console, name=name)
+            try_out(made, engines, console)
+        with RunLog.create(made.config, path) as log:
+            go(made, engines, log, console, name=name)
     finally:
         engines.close()
     return path
 
 
-def try_out(config: Config, job: Job, engines: Engines, console: Console) -> None:
+def try_out(made: Plan, engines: Engines, console: Console) -> None:
     """A few prompts, before anything is written."""
-    prompts = [job.prompts.at(number) for number in range(PROMPTS)]
-    findings = asyncio.run(quick(config, engines, prompts, version=0))
+    prompts = [made.prompts.at(number) for number in range(PROMPTS)]
+    findings = asyncio.run(quick(made.config, engines, prompts, version=0))
     raised(findings)
     for finding in findings:
         mark = "checked:" if finding.ok else "[yellow]warning:[/]"
@@ -59,17 +54,15 @@ def try_out(config: Config, job: Job, engines: Engines, console: Console) -> Non
 
 def resume(path: Path, console: Console) -> Path:
     """Go on with a run from its last checkpoint."""
-    config = with_vllm(stopped_run(path), console.print)
+    config = stopped_run(path)
     checkpoint, standing = newest(path)
-    job = prepare(config)
-    config = job.config
-    warn(config, console)
-    engines = open_engines(config, job, console)
+    made = plan(config)
+    engines = open_engines(made, console)
     in_flight = len(standing.in_flight)
     console.print(f"going on from {checkpoint}; {in_flight} groups that were in flight start again", highlight=False)
     try:
-        with RunLog.reopen(config, path, update=standing.version, ended=standing.ended) as log:
-            go(config, job, engines, log, console, name=path.name, standing=standing, checkpoint=checkpoint)
+        with RunLog.reopen(made.config, path, update=standing.version, ended=standing.ended) as log:
+            go(made, engines, log, console, name=path.name, standing=standing, checkpoint=checkpoint)
     finally:
         engines.close()
     return path
@@ -83,27 +76,27 @@ def stopped_run(path: Path) -> Config:
     return load(path / "config.toml", [])
 
 
-def open_engines(config: Config, job: Job, console: Console) -> Engines:
+def open_engines(made: Plan, console: Console) -> Engines:
+    """After what a person should know of the plan."""
+
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
 
-    check_endpoints(config, job.tokenizer, job.prompts, say)
-    say(str(job.method))
-    for note in position_notes(config):
+    for warning in made.warnings:
+        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+    for note in (*made.notes, str(made.method)):
         say(note)
-
-    match config.runtime.kind:
+    match made.config.runtime.kind:
         case "ray":
             from slipstream.runtimes.ray import open_engines as open_on_ray
 
-            return open_on_ray(config, job.tokenizer, say=say)
+            return open_on_ray(made.config, made.tokenizer, say=say)
         case "inline":
-            return inline.open_engines(config, job.tokenizer, say=say)
+            return inline.open_engines(made.config, made.tokenizer, say=say)
 
 
 def go(
-    config: Config,
-    job: Job,
+    made: Plan,
     engines: Engines,
     log: RunLog,
     console: Console,
@@ -114,13 +107,13 @@ def go(
 ) -> None:
     """From the first rollout to the last update, with a display, signals and a last line that says how to go on."""
     run = Run(
-        config,
+        made.config,
         engines,
-        job.prompts,
+        made.prompts,
         log,
-        held_out=job.held_out,
+        held_out=made.held_out,
         standing=standing,
-        patience=config.runtime.patience,
+        patience=made.config.runtime.patience,
         say=lambda text: console.print(text, highlight=False, markup=False),
     )
 
@@ -131,7 +124,7 @@ def go(
             await run.train()
 
     began = run.admission.version
-    with Progress(console, updates=config.updates, title=name, admission=run.admission) as progress:
+    with Progress(console, updates=made.config.updates, title=name, admission=run.admission) as progress:
         log.sinks.append(progress)
         try:
             asyncio.run(main())
@@ -177,8 +170,3 @@ def heeding_signals(run: Run, console: Console) -> Iterator[None]:
     finally:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
             loop.remove_signal_handler(number)
-
-
-def warn(config: Config, console: Console) -> None:
-    for warning in warnings_of(config):
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)

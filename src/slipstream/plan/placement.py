@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config.schema import Config
 from slipstream.engines.native.model import context_length, load_config
+from slipstream.errors import ConfigError, did_you_mean
 from slipstream.pipeline.pool import names
 
 GIB = 2**30
@@ -121,16 +122,26 @@ def adapters(config: Config) -> int:
     """Trained numbers: rank · (in + out) of every layer that gets one."""
     lora = config.learner.lora
     assert lora is not None
+    return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(config))
+
+
+def adapted(config: Config) -> list[torch.nn.Linear]:
+    """The layers that get an adapter; a ConfigError for a target that is none."""
+    lora = config.learner.lora
+    assert lora is not None
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(load_config(config.student))
-    linear = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
-    chosen = [
-        part
-        for name, part in linear.items()
-        if part is not model.get_output_embeddings()
-        and (lora.targets == "all-linear" or name.rpartition(".")[2] in lora.targets)
-    ]
-    return sum(lora.rank * (part.in_features + part.out_features) for part in chosen)
+    head = model.get_output_embeddings()
+    named = model.named_modules()
+    linear = {name: part for name, part in named if type(part) is torch.nn.Linear and part is not head}
+    if lora.targets == "all-linear":
+        return list(linear.values())
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    for target in lora.targets:
+        if target not in known:
+            hint = did_you_mean(target, known)
+            raise ConfigError(f"learner.lora.targets: {target!r} is no linear layer of the student; {hint}")
+    return [part for name, part in linear.items() if name.rpartition(".")[2] in lora.targets]
 
 
 def sampler(config: Config) -> dict[str, float]:

@@ -242,8 +242,6 @@ def gpus_each(device: str, engines: int, say: Say) -> int:
         return int(there >= engines)
     if not device.startswith("cuda"):
         return 0
-    if device != "cuda":
-        raise ConfigError(f"runtime.device = {device!r}: Ray chooses the GPU of each engine; write 'cuda'")
     if there < engines:
         raise ConfigError(
             f"runtime.device = 'cuda': {engines} engines need a GPU each, Ray has {there:.0f}; lower the replicas, or "

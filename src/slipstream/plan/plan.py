@@ -1,43 +1,93 @@
-"""A config and its files: read, and found to fit together, before anything starts."""
+"""The one place that decides: from a config to a plan, or to one line that says what to write instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from slipstream.config.schema import Config, DataConfig
 from slipstream.engines.native import positions
-from slipstream.engines.native.model import load_config
+from slipstream.engines.native.model import load_config, pick_device
 from slipstream.errors import ConfigError, DataError
 from slipstream.objective.method import Method, method_of
-from slipstream.plan.teachers import check_budget, check_teachers, routes
+from slipstream.plan.placement import Need, adapted, needs
+from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
 from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
-from slipstream.runtimes.build_vllm import sampler_context, vocabulary_of
+from slipstream.runtimes.build_vllm import sampler_context, vocabulary_of, with_vllm
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
 from slipstream.tasks.data import Prompts, load_rows
 
 
 @dataclass(frozen=True)
-class Job:
-    """A config whose files were read and found to fit together."""
+class Plan:
+    """A config whose files were read and found to fit together: what every command starts from."""
 
     config: Config
-    """With what only the files could tell: the longest sequence of every model."""
+    """As it will run: with what only the files, and the engines that are installed, could tell."""
     method: Method
     tokenizer: Tokenizer
     prompts: Prompts
     held_out: list[Prompt]
+    notes: tuple[str, ...]
+    """What was decided for a person who did not say."""
+    warnings: tuple[str, ...]
+
+    @property
+    def needs(self) -> list[Need]:
+        """Who sits where, and how much memory each takes."""
+        return needs(self.config)
 
 
-def prepare(config: Config) -> Job:
-    data, max_tokens = config.data, config.sampler.max_tokens
+def plan(config: Config, *, ask: bool = True) -> Plan:
+    """Decide everything that can be decided before anything starts; whatever is illegal is refused here.
+
+    With `ask`, endpoints are asked a few tiny things: what they cannot serve is found out before a run, too.
+    """
+    notes: list[str] = []
     check_trackers(config.log.to)
+    check_device(config)
+    config = with_vllm(config, notes.append)
     method = method_of(config)
     if config.task.reward:
         rewards.check_installed(config.task.reward)
     tokenizer = load_tokenizer(config.student)
+    prompts = training_prompts(config, tokenizer)
+    check_adapters(config)
+    scored = check_teachers(config, tokenizer, prompts)
+    held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
+    longest = max(len(prompt) for prompt in [*prompts.tokens, *(each.tokens for each in held_out)])
+    config = with_lengths(config, longest + config.sampler.max_tokens, scored)
+    if ask:
+        check_endpoints(config, tokenizer, prompts, notes.append)
+    notes += position_notes(config)
+    return Plan(config, method, tokenizer, prompts, held_out, tuple(notes), tuple(warnings_of(config)))
+
+
+def check_device(config: Config) -> None:
+    """Devices of a cluster are not those that are here."""
+    device, runtime = config.runtime.device, config.runtime
+    if runtime.kind == "ray" and device.startswith("cuda") and device != "cuda":
+        raise ConfigError(f"runtime.device = {device!r}: Ray chooses the GPU of each engine; write 'cuda'")
+    if runtime.address is None:
+        pick_device(device)
+
+
+def check_adapters(config: Config) -> None:
+    """What [learner.lora] asks for is there."""
+    lora = config.learner.lora
+    if lora is None:
+        return
+    if find_spec("peft") is None:
+        raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
+    if not adapted(config):
+        raise ConfigError(f"learner.lora: {config.student} has no linear layers beside its head: drop [learner.lora]")
+
+
+def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
+    data, max_tokens = config.data, config.sampler.max_tokens
     rows = load_rows(data.train, split=data.split, limit=data.limit)
     if config.task.reward and any(row.ground_truth is None for row in rows):
         row = next(row for row in rows if row.ground_truth is None)
@@ -49,11 +99,7 @@ def prepare(config: Config) -> Job:
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
     check_ids(rows, tokens, config.student, vocabulary_of(config.student))
     check_budget("learner", config.learner.token_budget, max(map(len, tokens)) + max_tokens)
-    prompts = Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle, teachers=routes(config, rows))
-    scored = check_teachers(config, tokenizer, prompts)
-    held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
-    drawn = max(map(len, [*tokens, *(prompt.tokens for prompt in held_out)])) + max_tokens
-    return Job(with_lengths(config, drawn, scored), method, tokenizer, prompts, held_out)
+    return Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle, teachers=routes(config, rows))
 
 
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
