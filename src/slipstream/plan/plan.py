@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from slipstream.config.schema import Config, DataConfig
+from slipstream.engines.asked import cache_of
 from slipstream.engines.native import positions
 from slipstream.engines.native.model import load_config, pick_device
 from slipstream.errors import ConfigError, DataError
@@ -56,6 +57,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     tokenizer = load_tokenizer(config.student)
     prompts = training_prompts(config, tokenizer)
     check_adapters(config)
+    check_support(config)
     scored = check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
     longest = max(len(prompt) for prompt in [*prompts.tokens, *(each.tokens for each in held_out)])
@@ -73,6 +75,12 @@ def check_device(config: Config) -> None:
         raise ConfigError(f"runtime.device = {device!r}: Ray chooses the GPU of each engine; write 'cuda'")
     if runtime.address is None:
         pick_device(device)
+
+
+def check_support(config: Config) -> None:
+    (cache, k), vocabulary = cache_of(config), vocabulary_of(config.student)
+    if cache == "teacher_topk" and k > vocabulary:
+        raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
 
 
 def check_adapters(config: Config) -> None:

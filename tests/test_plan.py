@@ -1,0 +1,338 @@
+"""One place decides: what `config --check` refuses `train` refuses, with the same line, before a process or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic.fields import FieldInfo
+
+from slipstream.cli import main
+from slipstream.commands import train as command
+from slipstream.config.file import fields, load
+from slipstream.plan.plan import plan
+
+BASE = """
+student = "builtin:student"
+updates = 2
+output = "run"
+[teachers.main]
+model = "builtin:teacher"
+[data]
+train = "builtin:arithmetic"
+limit = 24
+[sampler]
+max_tokens = 16
+[learner]
+batch_size = 8
+[runtime]
+kind = "inline"
+device = "cpu"
+"""
+RL = "loss.weight=0 teachers={} policy.loss=vanilla task.reward=exact sampler.group=4"
+"""Rewards alone."""
+BOTH = "policy.loss=vanilla task.reward=exact sampler.group=4"
+STEPS = "learner.minibatches=2"
+
+LEGAL = f"""
+loss.kind=reverse_kl_mc
+loss.m=1
+loss.m=4 loss.clip=0.2
+loss.clip=[0.1,0.3] loss.advantage=behavior
+loss.ratio_cap=2.0
+loss.importance=false
+loss.kind=forward_kl
+loss.kind=forward_kl loss.k=4 loss.tail=true
+loss.kind=forward_kl loss.renormalise=true
+loss.kind=forward_kl loss.cache=hidden
+loss.kind=reverse_kl
+loss.kind=jsd
+loss.kind=jsd loss.cache=teacher_topk loss.k=8 loss.beta=0.1
+loss.temperature=0.7
+schedule.kind=sync
+schedule.kind=periodic
+schedule.kind=step_off schedule.k=2
+schedule.kind=replay schedule.k=0
+schedule.tau=0
+schedule.tau=1.5 schedule.publish_every=2
+schedule.on_publish=restart
+schedule.on_publish=drain
+schedule.order=submission
+schedule.max_lag=4
+schedule.max_lag=1 schedule.on_old=drop
+schedule.max_lag=2 schedule.on_old=restart
+{RL}
+{RL} policy.loss=cispo
+{RL} policy.loss=gspo policy.advantage=rloo
+{RL} policy.loss=topr
+{RL} policy.loss=vanilla policy.options={{clip_high=0.28}}
+{RL} policy.advantage=grpo policy.advantage_options={{norm=false}}
+{RL} policy.old=previous
+{RL} correction.preset=decoupled_token_is
+{RL} correction.preset=decoupled_token_is correction.is_threshold=3.0 correction.is_normalize=true
+{RL} correction.preset=decoupled_geo_rs
+{RL} correction.preset=bypass_ppo_clip
+{RL} policy.loss=reinforce correction.preset=bypass_pg_is
+{RL} reference.weight=0.1
+{RL} reference.weight=0.1 reference.into=reward
+{RL} reference.weight=0.1 reference.host=true
+{RL} learner.shared_prompt=true
+{RL} learner.minibatches=2 learner.epochs=2
+{RL} schedule.kind=periodic
+{BOTH}
+{BOTH} policy.weight=0.5 loss.kind=forward_kl
+{BOTH} policy.loss=m2po
+{BOTH} policy.loss=kl_cov
+{BOTH} sampler.top_p=0.9 loss.kind=forward_kl policy.loss=reinforce
+sampler.top_p=0.9 loss.kind=forward_kl
+sampler.top_k=5 loss.importance=false
+sampler.temperature=0.7
+learner.packing=false
+learner.checkpointing=true learner.dropout=false
+learner.compute_dtype=bfloat16
+learner.lora.rank=2
+learner.lora.rank=2 learner.lora.targets=["q_proj","v_proj"]
+learner.exact_drift=true
+learner.exact_drift=true learner.snapshots=3
+{STEPS} learner.epochs=2
+eval.every=1 data.eval=builtin:arithmetic task.reward=exact eval.prompts=4
+checkpoint.every=1 checkpoint.keep=1
+log.to=tensorboard
+teachers.main.weight=0.5
+teachers.main.replicas=2 sampler.replicas=2
+reference.weight=0.01
+""".strip().splitlines()
+
+ILLEGAL = f"""
+loss.kind=forward_kl loss.tail=true loss.renormalise=true
+loss.kind=forward_kl loss.cache=hidden loss.tail=true
+loss.kind=forward_kl loss.cache=hidden loss.renormalise=true
+loss.kind=forward_kl loss.k=1000
+loss.kind=jsd loss.cache=teacher_topk loss.k=1000
+loss.kind=jsd loss.beta=2
+loss.kind=forward_kl loss.m=4
+loss.kind=reverse_kl loss.k=4
+loss.clip=0.2 loss.ratio_cap=2.0
+loss.importance=false loss.clip=0.2
+loss.importance=false loss.ratio_cap=2
+loss.importance=false loss.advantage=behavior
+loss.clip=-0.1
+loss.clip=[0.1,0.2,0.3]
+loss.weight=0
+loss.weight=0 teachers={{}}
+loss.weight=0 policy.loss=vanilla task.reward=exact
+teachers={{}}
+policy.loss=vanilla
+{BOTH} sampler.group=1
+{BOTH} policy.loss=vanila
+{BOTH} policy.options={{clip_hihg=0.2}}
+{BOTH} policy.options={{generator=1}}
+{BOTH} policy.loss=reinforce policy.options={{clip_low=0.1}}
+{BOTH} policy.advantage=grop
+{BOTH} policy.advantage_options={{nrom=false}}
+{BOTH} policy.weight=0
+{BOTH} policy.old=previous correction.preset=decoupled_token_is
+{BOTH} policy.old=previous policy.loss=reinforce
+{BOTH} correction.preset=bypass_ppo_clip policy.loss=reinforce
+{BOTH} correction.preset=bypass_pg_is
+{BOTH} correction.preset=decoupled_token
+{BOTH} correction.preset=decoupled_geo_rs correction.is_threshold=2.0
+{BOTH} correction.preset=decoupled_token_is correction.is_threshold=-1
+{BOTH} correction.preset=decoupled_token_is correction.is_threshold=[3.0,2.0]
+{BOTH} correction.preset=decoupled_token_is correction.rs={{token_k4=1.0}}
+{BOTH} correction.preset=decoupled_token_is correction.rs={{token_k2=-1.0}}
+{BOTH} correction.preset=decoupled_token_is correction.rs={{token_k1=[2.0,1.0]}}
+{BOTH} correction.preset=decoupled_geo_rs correction.is_normalize=true
+{BOTH} correction.is_normalize=true
+{BOTH} correction.is_threshold=2.0
+{BOTH} correction.rs={{token_k1=2.0}}
+correction.preset=decoupled_token_is
+correction.preset=decoupled_seq_is_rs
+correction.preset=bypass_pg_is
+correction.preset=decoupled_geo_rs correction.rs={{negative_seq=0.1}}
+reference.into=reward reference.weight=0.1
+reference.weight=0
+reference.host=true
+{BOTH} schedule.kind=periodic learner.minibatches=2
+{BOTH} schedule.kind=periodic learner.epochs=2
+{BOTH} schedule.kind=periodic policy.loss=m2po
+{BOTH} schedule.kind=periodic policy.loss=kl_cov
+{BOTH} schedule.kind=periodic policy.loss=clip_cov
+{BOTH} schedule.kind=periodic policy.advantage=reinforce_plus_plus
+{BOTH} schedule.kind=periodic policy.aggregation=token-sum
+{BOTH} schedule.kind=periodic policy.aggregation=seq-mean-token-sum
+{BOTH} schedule.kind=periodic correction.preset=decoupled_token_is correction.is_normalize=true
+sampler.top_p=0.9
+sampler.top_k=5
+sampler.min_p=0.1
+sampler.top_p=0.9 sampler.min_p=0.1
+sampler.top_p=0.9 loss.clip=0.2
+{BOTH} sampler.top_p=0.9 loss.kind=forward_kl
+{BOTH} sampler.top_k=5 loss.kind=forward_kl policy.loss=cispo
+{BOTH} sampler.top_p=0.9 loss.kind=forward_kl correction.preset=decoupled_token_is
+sampler.top_p=0.9 loss.kind=forward_kl reference.weight=0.1
+sampler.group=3
+sampler.group=128
+sampler.slots=2 sampler.group=4
+sampler.max_tokens=5000
+sampler.longest=20
+teachers.main.longest=20
+sampler.engine_args={{max_model_len=100}}
+sampler.engine=vllm
+sampler.engine=vllm learner.lora.rank=2
+teachers.main.engine=vllm
+learner.token_budget=10
+teachers.main.token_budget=10
+learner.minibatches=3
+learner.minibatches=16
+learner.ranks=2
+learner.ranks=16 runtime.kind=ray
+learner.shared_prompt=true
+learner.shared_prompt=true sampler.group=4 learner.packing=false
+learner.snapshots=2
+learner.betas=[0.9]
+learner.betas=[0.9,1.5]
+learner.lora.rank=2 learner.lora.targets=["qproj"]
+learner.lora.targets=["lm_head"]
+learner.lora.rank=0
+learner.lora.alpha=0
+schedule.kind=asink
+schedule.on_old=drop
+schedule.max_lag=1
+schedule.max_lag=0 schedule.tau=2
+schedule.max_lag=4 schedule.order=submission
+schedule.max_lag=0 schedule.publish_every=4 schedule.on_old=drop
+schedule.kind=sync schedule.tau=2
+schedule.kind=step_off schedule.k=0
+schedule.kind=replay schedule.k=-1
+schedule.kind=periodic learner.epochs=2
+schedule.kind=periodic learner.minibatches=2
+schedule.publish_every=2 eval.every=3 data.eval=builtin:arithmetic task.reward=exact
+eval.every=1
+eval.every=1 data.eval=builtin:arithmetic
+eval.every=1 task.reward=exact
+eval.every=1 data.eval=nowhere.jsonl task.reward=exact
+eval.every=1 eval.n=100 data.eval=builtin:arithmetic task.reward=exact
+data.train=nowhere.jsonl
+data.train=nowhere/at-all
+data.split=validation
+data.system_prompt=hello
+student=nowhere/at-all
+teachers.main.model=nowhere/at-all
+teachers.main.model=self
+teachers.main.context={{prompt}}{{nothing}}
+teachers.main.context=plain
+teachers.main.base_url=ftp://x
+teachers.main.base_url=http://user:secret@127.0.0.1:1/v1
+teachers.main.base_url=http://127.0.0.1:1/v1?x=1
+teachers.main.base_url=http://127.0.0.1:1/v1 teachers.main.dtype=bfloat16
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=reverse_kl
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.temperature=0.5
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.m=4
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl loss.k=64
+teachers.main.base_url=http://127.0.0.1:1/v1 teachers.main.api_key_env=secret-key
+teachers.main.base_url=http://127.0.0.1:1/v1 teachers.main.api_key_env=NOT_SET_ANYWHERE
+teachers.main.base_url=http://127.0.0.1:1/v1
+teachers.main.concurrency=4
+teachers.main.tokenizer=builtin:student
+teachers.other.model=builtin:teacher
+teachers.other.model=builtin:teacher teachers.other.key=main
+teachers.other.model=builtin:teacher loss.kind=reverse_kl
+teachers.a-b.model=builtin:teacher
+runtime.address=auto
+runtime.device=cuda
+runtime.device=cuda:7
+runtime.device=abacus
+runtime.kind=ray runtime.device=cuda:1
+runtime.kind=slurm
+log.to=papertrail
+log.to=["wandb","mlflow"]
+task.reward=vibes
+seed=one
+updates=0
+nonsense=1
+learner.learning_rate=1
+output=taken
+""".strip().splitlines()
+
+
+if torch.cuda.is_available():
+    ILLEGAL = [line for line in ILLEGAL if "cuda" not in line or "ray" in line]
+
+
+def beyond(info: FieldInfo) -> Iterator[str]:
+    """Values outside of the bounds and the choices of one setting."""
+    for bound in info.metadata:
+        for name, step in (("ge", -1), ("gt", 0), ("le", 1), ("lt", 0)):
+            if (limit := getattr(bound, name, None)) is not None:
+                yield str(limit + step)
+    yield "{odd=[1]}"
+
+
+SCHEMA = [
+    f"{'loss.kind=' + kind + ' ' if name.startswith('loss.') and kind else ''}"
+    f"{'schedule.kind=' + kind + ' ' if name.startswith('schedule.') and kind else ''}"
+    f"{name.replace('.NAME', '.main')}={value}"
+    for name, info, kind in fields()
+    for value in beyond(info)
+    if not name.startswith(("policy", "reference", "learner.lora", "correction.rs"))
+    and name not in ("policy.options", "data.template_args", "sampler.engine_args")
+]
+
+
+def words(line: str) -> list[str]:
+    return [word for pair in line.split() for word in (f"--{pair.partition('=')[0]}", pair.partition("=")[2])]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(BASE)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.toml").write_text("")
+    return "run.toml"
+
+
+def test_the_corpus_is_large_and_says_nothing_twice() -> None:
+    assert len(set(ILLEGAL)) == len(ILLEGAL) and len(set(LEGAL)) == len(LEGAL) >= 60
+    assert len(ILLEGAL) + len(SCHEMA) > 150
+
+
+@pytest.mark.parametrize("line", [*ILLEGAL, *SCHEMA])
+def test_check_and_train_refuse_with_the_same_line(
+    line: str, config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = []
+    for words_before in (["config", config, "--check"], ["train", config]):
+        assert main([*words_before, *words(line)]) == 2
+        said.append(capsys.readouterr().err.splitlines())
+    checked, trained = said
+    assert checked == trained and trained[-1].startswith("error: ") and "Traceback" not in trained[-1]
+    assert not (tmp_path / "run").exists()
+
+
+class EnginesStart(Exception):
+    pass
+
+
+@pytest.mark.parametrize("line", LEGAL)
+def test_what_is_legal_passes_both(line: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*anything: Any) -> None:
+        raise EnginesStart
+
+    monkeypatch.setattr(command, "open_engines", start)
+    assert main(["config", config, "--check", *words(line)]) == 0
+    with pytest.raises(EnginesStart):
+        main(["train", config, *words(line)])
+
+
+def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
+    settings = [("reference.weight", "0.1"), ("learner.dtype", "bfloat16")]
+    made = plan(load(config, settings, say=str))
+    assert any("both pull at the student" in warning for warning in made.warnings)
+    assert any("rounds small updates away" in warning for warning in made.warnings)
+    assert [need.name for need in made.needs] == ["learner", "sampler", "teacher main"]
+    assert made.config.sampler.longest == max(map(len, made.prompts.tokens)) + 16
