@@ -120,6 +120,12 @@ def test_the_pipeline_sees_engines_through_their_protocols_only(part: str) -> No
     }
 
 
+@pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("pipeline")])
+def test_the_pipeline_reads_time_through_the_event_loop_only(part: str) -> None:
+    found = {name.partition(".")[0] for name in imports(PARTS[part], loaded_only=False)}
+    assert not found & {"time", "datetime", "threading"}
+
+
 @pytest.mark.parametrize("part", [part for part in PARTS if place(part, LOADS) is not None])
 def test_a_file_imports_only_the_libraries_of_its_layer(part: str) -> None:
     name = place(part, LOADS) or ""
