@@ -36,6 +36,7 @@ LOADS = {
     "records": "numpy",
     "config": "pydantic",
     "config.file": "pydantic pydantic_core",
+    "vocabulary": "",
     "metrics": "",
     "runlog": "",
     "estimators": "torch numpy",
