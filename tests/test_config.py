@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import slipstream
+from slipstream.config import page
 from slipstream.config.file import describe, fields, load, parse, to_toml
 from slipstream.config.objective import ForwardKL, ReverseKLMC
 from slipstream.config.schedule import Async
@@ -411,3 +412,26 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 
 def test_the_package_has_a_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", slipstream.__version__)
+
+
+# --- the page -------------------------------------------------------------------------------------------------
+
+
+def test_the_page_in_the_documentation_is_the_one_that_the_code_makes() -> None:
+    text = (ROOT / "docs" / "config.md").read_text("utf-8")
+    assert text == page.markdown(), "python -m slipstream.config.page > docs/config.md"
+
+
+def test_every_setting_is_on_the_page_with_its_bounds() -> None:
+    text = page.markdown()
+    for dotted, info, kind in fields():
+        section, _, name = dotted.rpartition(".")
+        part = text.partition(f"\n## [{section}]\n" if section else "\n## The run\n")[2].partition("\n## ")[0]
+        if kind:
+            part = part.partition(f'### {section}.kind = "{kind}"\n')[2].partition("\n### ")[0]
+        if not (kind and name == "kind"):
+            assert f"| `{name}` | " in part, (dotted, kind)
+        assert " ".join((info.description or "").split()) in part.replace("\\|", "|"), (dotted, kind)
+    assert "| `min_p` | `float = 0.0` | ≥ 0, < 1 |" in text
+    assert "## [runtime]\n\n| setting" in text, "its kind is a setting like any other"
+    assert 'without it, `kind = "async"`' in text and "## [policy]\n\nLeft out by default." in text

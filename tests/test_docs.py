@@ -15,7 +15,7 @@ from slipstream.cli import parser, split_overrides
 from slipstream.config.file import fields, parse
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SETTING = re.compile(r"(?<![\w-])--([a-z_]+(?:\.[a-z_]+)+)")
 SHELLS = {"", "sh", "bash", "shell", "console", "text"}

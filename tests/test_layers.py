@@ -36,6 +36,7 @@ LOADS = {
     "records": "numpy",
     "config": "pydantic",
     "config.file": "pydantic pydantic_core",
+    "vocabulary": "",
     "metrics": "",
     "runlog": "",
     "estimators": "torch numpy",
@@ -118,6 +119,12 @@ def test_the_pipeline_sees_engines_through_their_protocols_only(part: str) -> No
         "engines.base",
         "engines.asked",
     }
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("pipeline")])
+def test_the_pipeline_reads_time_through_the_event_loop_only(part: str) -> None:
+    found = {name.partition(".")[0] for name in imports(PARTS[part], loaded_only=False)}
+    assert not found & {"time", "datetime", "threading"}
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if place(part, LOADS) is not None])

@@ -6,7 +6,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from slipstream.config.schema import Config
 
@@ -34,3 +39,40 @@ if __name__ == "__main__":
     for extra, requirements in project["optional-dependencies"].items():
         names = {re.split(r"[<>=]", requirement)[0].replace("-", "_") for requirement in requirements}
         assert not names & loaded, f"an ordinary run needs {names & loaded} of the extra {extra}"
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()]
+    required = [Requirement(line) for line in lines if line]
+    return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in required}
+
+
+def brought(name: str) -> set[str]:
+    """What a package asks for on this machine, but for what it pins itself, as torch does the packages of CUDA."""
+    try:
+        asked = [Requirement(line) for line in requires(name) or []]
+    except PackageNotFoundError:
+        return set()
+    here = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return {canonicalize_name(each.name) for each in here if not str(each.specifier).startswith("==")}
+
+
+def test_everything_that_is_installed_is_pinned() -> None:
+    pinned, direct = pins("constraints.txt"), pins("requirements-dev.txt")
+    assert {name: pinned.get(name) for name in direct} == direct
+    found, new = set[str](), set(direct)
+    while new:
+        found |= new
+        new = set[str]().union(*map(brought, new)) - found
+    assert sorted(found - set(pinned)) == []
+    assert not any("+" in version for version in pinned.values()), "a build for one machine only"
+
+
+def test_the_hooks_before_a_commit_are_the_checks_of_make_lint_and_download_nothing() -> None:
+    (source,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert source["repo"] == "local" and {hook["language"] for hook in source["hooks"]} == {"system"}
+    checks = re.search(r"^lint: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    assert checks is not None
+    made = [line.replace("$(BIN)", ".venv/bin").replace(" --check", "") for line in checks[1].split("\n")]
+    made = [line.partition(" src ")[0].strip() for line in made if line]
+    assert [hook["entry"] for hook in source["hooks"]] == made

@@ -1,4 +1,4 @@
-"""The run directory: the only contract between a run and the tools that read it.
+"""The run directory: the only contract between a run and the tools that read it. Guarantor of invariant 10.
 
 config.toml    the resolved configuration          metrics.jsonl   one line per update (and per evaluation)
 meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.pipeline.admission import Admission
+from slipstream.vocabulary import label
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -91,17 +92,15 @@ def readings(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
     """The few numbers worth a look at every update."""
     found = []
     if "train/loss" in numbers:
-        found.append(("loss", f"{numbers['train/loss']:.4f}"))
-    found += [
-        (name.removeprefix("reward/"), f"{value:.1%}") for name, value in numbers.items() if name.startswith("reward/")
-    ]
+        found.append((label("loss"), f"{numbers['train/loss']:.4f}"))
+    found += [(label(name), f"{value:.1%}") for name, value in numbers.items() if name.startswith("reward/")]
     if "lag/mean" in numbers:
-        found.append(("lag", f"{numbers['lag/mean']:.1f} (max {numbers['lag/max']:.0f})"))
+        found.append((label("lag/mean"), f"{numbers['lag/mean']:.1f} (max {numbers['lag/max']:.0f})"))
     if "train/tokens_per_s" in numbers:
-        found.append(("tok/s", f"{numbers['train/tokens_per_s']:,.0f}"))
-        found.append(("samples/s", f"{numbers['train/samples_per_s']:,.1f}"))
+        found.append((label("tokens_per_s"), f"{numbers['train/tokens_per_s']:,.0f}"))
+        found.append((label("samples_per_s"), f"{numbers['train/samples_per_s']:,.1f}"))
     if "eval/accuracy" in numbers:
-        found.append(("held-out accuracy", f"{numbers['eval/accuracy']:.1%}"))
+        found.append((label("accuracy"), f"{numbers['eval/accuracy']:.1%}"))
     return found
 
 

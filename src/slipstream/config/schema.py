@@ -1,7 +1,7 @@
 """The configuration: one schema, one set of defaults, unknown keys fail.
 
 The text under each field is its help, printed by `slipstream config`. A section that needs other settings for another
-kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the business of `config_file.py`.
+kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the business of `file.py`.
 """
 
 from __future__ import annotations

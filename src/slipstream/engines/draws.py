@@ -1,7 +1,8 @@
 """Which token is drawn: a pure function of (seed, position, column) and the distribution.
 
 The random numbers are counter-based: nothing is consumed, so a response does not depend on its neighbours in the batch,
-and the extra draws do not disturb the emitted token.
+and the extra draws do not disturb the emitted token. Guarantor of invariant 4: a log-prob is that of the distribution
+which was drawn from, after temperature, top-p, top-k and min-p.
 
 Shapes: N rows, M draws, V vocabulary.
 """

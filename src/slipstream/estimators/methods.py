@@ -17,7 +17,7 @@ class Method:
     function: str
     """module.name, under slipstream.estimators."""
     scope: Scope
-    """What the loss of one token may depend on besides that token; DESIGN, invariant 5."""
+    """What the loss of one token may depend on besides that token; invariant 5 of docs/design.md."""
     caches: tuple[Cache, ...]
     """What the teacher may have scored (config `teacher.cache`)."""
     unit: str

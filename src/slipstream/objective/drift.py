@@ -32,7 +32,7 @@ class Seen:
 
 
 def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
-    """The metrics of spec 3 for the current policy against the one that drew, by lag too."""
+    """Those of `estimators.drift`, of the current policy against the one that drew, by lag too."""
     if not samples:
         return {}
     lag_BT = (version - padded([sample.version_T for sample in samples])).clamp(min=0)

@@ -1,7 +1,9 @@
 """What is decided about a batch before its first gradient, and then stays: masks, advantages, weights.
 
 Everything here is small (some numbers per token), on the CPU and in float64, so ranks exchange it and each decides the
-same about the whole batch. Shapes: B samples, T positions (of one sample, or of the longest).
+same about the whole batch. Guarantor of invariant 6: what is rejected here is in no loss, denominator or baseline.
+
+Shapes: B samples, T positions (of one sample, or of the longest).
 """
 
 from __future__ import annotations

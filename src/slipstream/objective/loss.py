@@ -2,7 +2,8 @@
 
 Losses of token scope, at the temperature of the distillation loss, ride on the fused head. A policy loss that must see
 whole rows, or is at another temperature, has a pass of its own. Metrics are divided by the counts like the losses, so
-those of micro-batches add up.
+those of micro-batches add up. Guarantor of invariant 5: every loss is a sum divided by counts that it
+was given, so how a batch is cut, and in which order its parts come, changes nothing.
 
 Shapes: N predicted tokens, C rows of a chunk, M cached actions, K support, V vocabulary, D teacher's hidden size,
 B samples, T positions.

@@ -302,7 +302,7 @@ async def unbroken(flow: Flow, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def watch(flow: Flow, patience: float) -> None:
-    """The bound on every wait: when nothing moves for so long, the run stops and says why."""
+    """When nothing moves for so long, the run stops and says why. Guarantor of invariant 9: every wait has a bound."""
     while True:
         await asyncio.sleep(patience / 10)
         if flow.trace.now() - flow.moved > patience:

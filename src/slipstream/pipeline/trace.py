@@ -2,6 +2,7 @@
 
 trace.json is in Chrome's format (a list of events that need not be closed) and opens in ui.perfetto.dev: one track per
 worker, one slice per busy interval, an arrow from the rollout of every group to the update that learned from it.
+Guarantor of invariant 8: whoever in the pipeline wants to know the time asks `Trace.now`, the event loop's clock.
 """
 
 from __future__ import annotations

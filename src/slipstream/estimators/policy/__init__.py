@@ -1,7 +1,7 @@
 """Policy losses by name: one door.
 
 The door floors log-probs, silences masked positions, weighs and sums; what is between is a formula for the loss of each
-token (`policy_token`, `policy_row`, `policy_batch`). Which there are and when to use them: `policy_table`.
+token (`token`, `row`, `batch`). Which there are and when to use them: `table`.
 
 Shapes: B rows, T positions.
 """

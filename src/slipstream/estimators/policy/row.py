@@ -1,4 +1,4 @@
-"""Policy losses of row scope: a token's loss depends on the other tokens of its row. See `policy_token` for the terms.
+"""Policy losses of row scope: a token's loss depends on the other tokens of its row. See `token` for the terms.
 
 Shapes: B rows, T positions. `mask` is bool.
 """

@@ -3,7 +3,8 @@
 A request is a group: it waits until `group` slots are free, shares one prefill, and leaves when its last response ends.
 Active rows always fill slots 0..n−1; when rows end, the last ones move into the holes. All state belongs to one thread:
 the event loop only appends to `waiting` and `publishing` and cancels the futures that answer them, and the thread looks
-at those between two tokens, so weights change, and requests go, exactly at a token boundary.
+at those between two tokens, so weights change, and requests go, exactly at a token boundary. Guarantor of invariant 3:
+every token knows its version, exactly at the token at which weights changed.
 
 Shapes: N rows of a step, Q prompt positions, M draws, V vocabulary; those of the tape are in its own file.
 """

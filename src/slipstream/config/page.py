@@ -1,0 +1,67 @@
+"""Every setting on one page, made from the schema: it cannot say anything else.
+
+python -m slipstream.config.page > docs/config.md
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from pydantic.fields import FieldInfo
+
+from slipstream.config.file import describe, fields
+from slipstream.config.schema import Config
+
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+INTRODUCTION = """# Every setting
+
+Made from the code by `python -m slipstream.config.page`; `slipstream config` prints the same.
+
+A config is a TOML file. What it leaves out has the default that stands here, and a key that does not stand here is an
+error; `none` means left out. On the command line `--learner.lr 1e-5` replaces a setting of the file, and
+`slipstream config CONFIG` shows what a file comes to. A section of several kinds has the settings of its own kind."""
+
+
+def markdown() -> str:
+    sections: dict[str, dict[str, list[tuple[str, FieldInfo]]]] = {}
+    for dotted, info, kind in fields():
+        section, _, name = dotted.rpartition(".")
+        sections.setdefault(section, {}).setdefault(kind, []).append((name, info))
+    lines = [INTRODUCTION]
+    for section, by_kind in sections.items():
+        lines += ["", *heading(section, several=len(by_kind) > 1)]
+        for kind, settings in by_kind.items():
+            lines += ["", *of_kind(section, kind, dict(settings))]
+    return "\n".join(lines) + "\n"
+
+
+def heading(section: str, *, several: bool) -> list[str]:
+    if not section:
+        return ["## The run", "", "At the top of the file, before any section."]
+    first, *rest = section.removesuffix(".NAME").split(".")
+    default = reduce(getattr, rest, Config.model_fields[first].default)
+    if several:
+        return [f"## [{section}]", "", f'Of several kinds; without it, `kind = "{default.kind}"`.']
+    return [f"## [{section}]", *(["", "Left out by default."] if default is None else [])]
+
+
+def of_kind(section: str, kind: str, settings: dict[str, FieldInfo]) -> list[str]:
+    lines = list[str]()
+    if kind:
+        lines += [f'### {section}.kind = "{kind}"', "", settings.pop("kind").description or "", ""]
+    if not settings:
+        return [*lines, "It has no settings."]
+    lines += ["| setting | type and default | | what it is |", "| --- | --- | --- | --- |"]
+    return lines + [row(name, info) for name, info in settings.items()]
+
+
+def row(name: str, info: FieldInfo) -> str:
+    known = [(sign, getattr(each, key, None)) for each in info.metadata for key, sign in BOUNDS.items()]
+    bounds = [f"{sign} {value:g}" for sign, value in known if value is not None]
+    cells = [f"`{name}`", f"`{describe(info)}`", ", ".join(bounds), " ".join((info.description or "").split())]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

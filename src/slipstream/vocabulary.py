@@ -1,0 +1,250 @@
+"""Every name in metrics.jsonl, once: what it means, what is healthy, and who computes it. No other name is written.
+
+docs/metrics.md is made from it, and the progress line takes its labels from it:
+python -m slipstream.vocabulary > docs/metrics.md
+
+A word in capitals stands for whatever its line in WORDS says. A band is a rule of thumb: a person looks again
+outside of it, and nothing is decided by it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+WORDS = {
+    "N": (r"\d+", "a number"),
+    "LAGS": (r"\d+(-\d+)?", "the lags 0, 1, 2-3, 4-7 …"),
+    "STAGE": (r"rollout|score|learn", "rollout, score, learn"),
+    "WORKER": (r"(sampler|scorer|learner)(-\w+)*", "a worker, as trace.json calls it"),
+    "TEACHER": (r"\w+", "a teacher's name in the config"),
+    "REWARD": (r"\w+", "a reward: task.reward, timeout, crash"),
+    "MODE": (r"(token|seq_sum|seq_mean|seq_max)_(k[123]|kl)|negative_seq", "a rejection mode of correction.rs"),
+    "REASON": (r"[a-z_ ]+", "why a group was dropped, as the ledger has it"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    names: str
+    """One or several that mean the same, each of its own pair or at its own moment; between them a space."""
+    meaning: str
+    healthy: str
+    source: str
+    """Where it is computed, below src/slipstream."""
+    label: str = ""
+    """What the progress line calls it, if it shows it."""
+
+
+LEARNER, LOSS, FROZEN = "engines/native/learning/learner.py", "objective/loss.py", "objective/frozen.py"
+PASSES, METRICS, ACCOUNT = "engines/native/learning/passes.py", "metrics.py", "pipeline/account.py"
+SURROGATE, POLICY, BATCH = "estimators/surrogate.py", "estimators/policy/__init__.py", "estimators/policy/batch.py"
+DRIFT, RATIO, CORRECTION = "estimators/drift.py", "estimators/ratio.py", "estimators/correction.py"
+STAGES, PUBLISH = "pipeline/stages.py", "pipeline/publish.py"
+
+
+def gap(name: str, meaning: str, healthy: str = "–") -> Term:
+    return Term(f"drift/{name} mismatch/{name}", meaning, healthy, DRIFT)
+
+
+VOCABULARY: dict[str, tuple[Term, ...]] = {
+    "The loss": (
+        Term("loss", "what was minimised, all parts with their weights", "falls, or stays with RL", LOSS, "loss"),
+        Term("grad_norm", "of the gradient, before it is clipped", "mostly below learner.clip_norm, no jumps", LEARNER),
+        Term("lr", "learning rate of the update", "–", LEARNER),
+        Term("distill/loss", "distillation loss per trained token, without its weight", "falls", LOSS),
+        Term("distill/loss_abs", "its size, whatever the sign", "–", LOSS),
+        Term("distill/loss_min distill/loss_max", "its extremes over tokens", "no jumps", LOSS),
+        Term("distill/ratio", "mean p_current / p_behaviour of the draws", "near 1", SURROGATE),
+        Term("distill/ratio_max", "the largest of them", "below 10", SURROGATE),
+        Term("distill/advantage", "mean log q − log p of the draws", "rises towards 0", SURROGATE),
+        Term("distill/clip_fraction", "draws at which loss.clip or loss.ratio_cap acts", "below 0.2", SURROGATE),
+        Term(
+            "distill/student_mass distill/student_mass_min distill/student_mass_max",
+            "the student's mass on the teacher's top-k: mean, least, most",
+            "mean above 0.9, or loss.k is too small",
+            "estimators/divergence.py",
+        ),
+        Term(
+            "distill/teacher_mass distill/teacher_mass_min distill/teacher_mass_max",
+            "the teacher's mass on its own top-k",
+            "mean above 0.9, or loss.k is too small",
+            "estimators/divergence.py",
+        ),
+        Term("teacher/TEACHER/loss", "distillation loss on the tokens that this teacher scored", "falls", LOSS),
+        Term("teacher/TEACHER/share", "its share of the trained tokens", "that of its prompts", LOSS),
+        Term("teacher/TEACHER/tokens", "response tokens that it scored", "–", METRICS),
+        Term(
+            "reference/kl", "KL to the student as it was at the start", "as far as the run may go", "estimators/kl.py"
+        ),
+    ),
+    "Task rewards": (
+        Term("reward/REWARD", "mean over responses", "rises; timeout and crash near 0", METRICS, "REWARD"),
+        Term("policy/loss", "the policy loss, without its weight", "–", POLICY),
+        Term("policy/reward", "mean reward that advantages were made of", "rises", FROZEN),
+        Term("policy/rows_moved", "responses whose advantage is not 0: elsewhere a group agrees", "above 0.2", FROZEN),
+        Term("policy/kl", "mean log p_old − log p of the tokens", "near 0", POLICY),
+        Term("policy/ratio", "mean p / p_old", "near 1", POLICY),
+        Term("policy/ratio_max", "the largest of them", "below 10", POLICY),
+        Term("policy/clip_fraction", "tokens at which the trust region acts", "below 0.2, and not rising", POLICY),
+        Term("policy/cov_candidates", "tokens that clip_cov drew from", "–", BATCH),
+        Term(
+            "policy/second_moment policy/second_moment_before", "mean (log ratio)², after m2po and before", "–", BATCH
+        ),
+        Term("policy/masked_fraction", "tokens that m2po took out", "below 0.1", BATCH),
+        Term("policy/budget_missed", "1 where m2po could not meet its budget", "0", BATCH),
+    ),
+    "Drift: the learner against what drew (drift), the learner at a token's version against what drew (mismatch)": (
+        gap("kl", "mean log p_behaviour − log p: estimates the KL, noisily", "below 0.02; from 0.05 on look"),
+        gap("k3_kl", "the same KL, never negative", "below 0.02; 1e-3 at lag 0 in float32"),
+        Term("drift/kl/lag_LAGS", "kl over the tokens of one lag", "grows with the lag, near 0 at lag 0", DRIFT),
+        Term("drift/chi2_token/lag_LAGS", "chi2_token over the tokens of one lag", "as chi2_token", DRIFT),
+        gap("chi2_token", "variance that token weights would have", "below 0.3; above 1 filter before weighing"),
+        gap("chi2_seq", "variance that sequence weights would have", "bounded"),
+        gap("ess", "effective sample size of token weights, as a share", "above 0.5"),
+        gap("tv", "total variation, estimated: bounds the bias of token-wise losses"),
+        gap("probs_pearson", "correlation of the two policies' probabilities", "above 0.99; below 0.95 engines differ"),
+        gap("probs_diff_mean", "mean difference of the probabilities"),
+        gap("probs_diff_max", "the largest of them", "no jumps"),
+        gap("training_ppl", "perplexity of responses under the learner", "–"),
+        gap("training_log_ppl", "its logarithm", "–"),
+        gap("rollout_ppl", "perplexity of responses under what drew them", "–"),
+        gap("rollout_log_ppl", "its logarithm", "–"),
+        gap("ppl_ratio", "perplexity under the learner over that under what drew, by response", "near 1"),
+        gap("log_ppl_diff", "mean log-prob of a response under what drew it, less the learner's", "near 0"),
+        gap("log_ppl_abs_diff", "its size", "near 0"),
+        gap("log_ppl_diff_min", "its least over responses", "no jumps"),
+        gap("log_ppl_diff_max", "its largest over responses", "no jumps"),
+        Term("drift/kl_first drift/kl_last", "kl at the first and last step of an update", "close together", METRICS),
+        Term("drift/k3_kl_first drift/k3_kl_last", "k3_kl at the same", "close together", METRICS),
+        Term(
+            "drift/rollout_kl",
+            "exact KL over the vocabulary to what drew, where that version is kept",
+            "below 0.02",
+            "engines/native/learning/first_look.py",
+        ),
+        Term(
+            "drift/rollout_kl_coverage",
+            "tokens whose version is kept",
+            "1, or more learner.snapshots",
+            "engines/native/learning/first_look.py",
+        ),
+        Term("old_logp_missing", "tokens whose version is gone: what drew stands for it", "0", FROZEN),
+        Term("kl_missing", "tokens of which seq_max_kl knows no exact KL", "0", FROZEN),
+    ),
+    "Corrections": (
+        Term("correction/ess", "effective sample size of the weights, or of ratios without", "above 0.5", CORRECTION),
+        Term("correction/rollout_rs_masked_fraction", "tokens rejected", "below 0.1; from 0.25 on mend", CORRECTION),
+        Term("correction/rollout_rs_seq_masked_fraction", "responses that lost any token", "below 0.1", CORRECTION),
+        Term("correction/rollout_rs_MODE_masked_fraction", "tokens that this mode rejects", "below 0.1", CORRECTION),
+        Term("correction/rollout_rs_MODE_seq_masked_fraction", "responses from which it rejects", "–", CORRECTION),
+        Term("correction/rollout_is_mean", "mean weight, truncated", "near 1", RATIO),
+        Term("correction/rollout_is_std", "its standard deviation over tokens", "below 1", RATIO),
+        Term("correction/rollout_is_min correction/rollout_is_max", "its extremes", "–", RATIO),
+        Term("correction/rollout_is_ratio_fraction_high", "ratios above the threshold", "below 0.05", RATIO),
+        Term("correction/rollout_is_ratio_fraction_low", "ratios below its inverse", "below 0.05", RATIO),
+        Term("correction/rollout_is_batch_norm_factor", "what is_normalize divided by", "near 1", CORRECTION),
+    ),
+    "Age": (
+        Term(
+            "lag/mean", "updates between a token and the one that learns from it", "about tau or less", METRICS, "lag"
+        ),
+        Term("lag/max", "the oldest", "within the schedule's bound", METRICS),
+        Term("lag/tokens_N", "trained tokens of this lag", "–", METRICS),
+        Term("version", "of the weights, after the update", "–", ACCOUNT),
+    ),
+    "Samples": (
+        Term("samples", "responses of the update", "learner.batch_size", METRICS),
+        Term("tokens", "their tokens", "–", METRICS),
+        Term("length/mean length/max", "tokens of a response", "mean steady: + 20 % in 100 updates is a sign", METRICS),
+        Term("truncated", "responses that ended at sampler.max_tokens", "below 0.1", METRICS),
+        Term(
+            "accuracy", "of held-out prompts: mean reward (eval)", "rises", "pipeline/evaluate.py", "held-out accuracy"
+        ),
+    ),
+    "Speed": (
+        Term("tokens_per_s", "response tokens learned from, per second", "steady", ACCOUNT, "tok/s"),
+        Term("samples_per_s", "responses, per second", "steady", ACCOUNT, "samples/s"),
+        Term("tokens_per_s/STAGE", "tokens that the stage finished, per second", "alike", ACCOUNT),
+        Term("overlap/stages", "time of the three stages over wall clock", "above 1 where they overlap", METRICS),
+        Term("overlap/busy", "the same of all that keeps workers busy", "above 1 where they overlap", METRICS),
+        Term("stage/STAGE", "share of the time in which the stage did its own work", "–", METRICS),
+        Term("busy/STAGE", "share in which it was at anything", "the dearest stage near 1", METRICS),
+        Term("idle/WORKER", "share in which a worker had nothing to do", "near 0 for the dearest", METRICS),
+        Term("rows/filled", "learner's rows that are not padding", "above 0.9", PASSES),
+        Term("saved/prompt", "tokens that learner.shared_prompt saved", "–", PASSES),
+        Term("time", "seconds since the run began", "–", ACCOUNT),
+    ),
+    "Waits": (
+        Term("seconds/update", "wall clock since the update before", "steady", ACCOUNT),
+        Term("seconds/data", "the learner waited for scored groups", "near 0; else more samplers", STAGES),
+        Term("seconds/turn", "it waited for order or age", "near 0; else a wider bound", STAGES),
+        Term("seconds/learn", "it learned", "most of seconds/update", STAGES),
+        Term("seconds/weights", "it waited for a publish", "near 0", STAGES),
+        Term("seconds/publish", "a publish took, into all samplers at the same time", "below seconds/update", STAGES),
+        Term("publish/wait", "until running requests stood still", "a token, or with drain a response", PUBLISH),
+        Term("publish/load", "copying weights, and their fingerprint", "–", PUBLISH),
+        Term("publish/rebuild", "running prefixes through the new weights", "–", PUBLISH),
+    ),
+    "Where groups are, and what was lost": (
+        Term("groups/rolling", "being rolled out", "most of them", ACCOUNT),
+        Term("groups/waiting groups/scoring", "waiting for a scorer, and with one", "few; else more scorers", ACCOUNT),
+        Term("groups/ready", "scored, and not yet learned from", "few; else the learner is the slowest", ACCOUNT),
+        Term("credits", "in use", "all of them, until the end", ACCOUNT),
+        Term("dropped", "groups so far that ended without being trained on", "0", ACCOUNT),
+        Term("dropped/REASON", "of these, for this reason", "0", ACCOUNT),
+        Term("restarted", "groups so far that became too old and began again", "few", ACCOUNT),
+        Term("thrown_tokens", "tokens so far of responses that were not learned from", "few", ACCOUNT),
+    ),
+}
+
+
+def terms() -> list[Term]:
+    return [term for section in VOCABULARY.values() for term in section]
+
+
+@cache
+def patterns() -> list[tuple[re.Pattern[str], Term]]:
+    def pattern(name: str) -> re.Pattern[str]:
+        parts = re.split(r"([A-Z]+)", name)
+        return re.compile("".join(f"(?:{WORDS[part][0]})" if part.isupper() else re.escape(part) for part in parts))
+
+    return [(pattern(name), term) for term in terms() for name in term.names.split()]
+
+
+def find(name: str) -> list[Term]:
+    """What a name of metrics.jsonl means: one term, or none if it is not of the vocabulary."""
+    return [term for pattern, term in patterns() if pattern.fullmatch(name)]
+
+
+def label(name: str) -> str:
+    """What the progress line calls it."""
+    (term,) = find(name)
+    return name.rpartition("/")[2] if term.label.isupper() else term.label
+
+
+def markdown() -> str:
+    shown = ", ".join(f"`{term.names}`" for term in terms() if term.label)
+    lines = [
+        "# Metrics",
+        "",
+        "Made from the code by `python -m slipstream.vocabulary`. A line of `metrics.jsonl` has `kind` (`train`, "
+        "`eval`), `update`, and numbers under these names and no others; each is there when what it tells of is there. "
+        "Trackers get the same, with `train/` before names that have no `/`, and `eval/` before those of evaluations.",
+        "",
+        f"The progress line shows {shown}. *Healthy* is a rule of thumb: outside of it, look again. Words in capitals:",
+        "",
+        *(f"- `{word}`: {meaning}" for word, (_, meaning) in WORDS.items()),
+    ]
+    for section, members in VOCABULARY.items():
+        lines += ["", f"## {section}", "", "| name | meaning | healthy | from |", "| --- | --- | --- | --- |"]
+        for term in members:
+            names = ", ".join(f"`{name}`" for name in term.names.split())
+            source = f"[`{term.source}`](../src/slipstream/{term.source})"
+            lines.append(f"| {names} | {term.meaning} | {term.healthy} | {source} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,204 @@
+"""Every name that a run writes is in the vocabulary once, and nothing is in it that no run writes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream import vocabulary
+from slipstream.config.file import parse
+from slipstream.config.schema import Config
+from slipstream.engines import toy
+from slipstream.engines.asked import cache_of
+from slipstream.engines.base import Engines, Graded, Sampling, Unscored
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.estimators.correction import RS_MODES
+from slipstream.estimators.drift import METRICS
+from slipstream.objective.method import method_of
+from slipstream.pipeline.run import Run
+from slipstream.pipeline.tries import GivenUp
+from slipstream.records import Group, Handle, Prompt
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import virtual
+from slipstream.runtimes.build import snapshots_of
+from slipstream.tasks.data import Prompts, Row
+from tiny import EOS, VOCAB, make_model, wrap
+
+ROOT = Path(__file__).parents[1]
+TOY_VOCAB = 6
+
+TREE: dict[str, Any] = {
+    "student": "tiny",
+    "updates": 2,
+    "teachers": {"main": {"model": "tiny"}},
+    "sampler": {"max_tokens": 6, "group": 2, "slots": 8},
+    "loss": {"m": 2},
+    "learner": {"batch_size": 8, "lr": 1e-3},
+    "schedule": {"kind": "sync"},
+    "task": {"reward": "exact"},
+}
+REWARDED = {"teachers": {}, "loss": {"weight": 0.0}}
+MINIATURES: dict[str, dict[str, Any]] = {
+    "the default, beside an evaluation": {
+        "schedule": {"kind": "async", "tau": 1.0},
+        "eval": {"every": 1, "prompts": 2},
+        "data": {"eval": "held-out"},
+    },
+    "two teachers, periodic": {
+        "teachers": {"a": {"model": "tiny"}, "b": {"model": "tiny"}},
+        "schedule": {"kind": "periodic"},
+    },
+    "top-k, in several steps, drift measured exactly": {
+        "loss": {"kind": "forward_kl", "k": 3},
+        "learner": {"minibatches": 2, "exact_drift": True},
+    },
+    "hidden states, shared prompts": {"loss": {"kind": "jsd"}, "learner": {"shared_prompt": True}},
+    "weights of stale answers": {
+        **REWARDED,
+        "policy": {"loss": "vanilla"},
+        "correction": {"preset": "decoupled_token_is", "is_normalize": True, "rs": {"seq_mean_k1": [0.5, 2.0]}},
+        "reference": {"weight": 0.1},
+        "schedule": {"kind": "step_off"},
+    },
+    "rejection in bypass": {
+        **REWARDED,
+        "policy": {"loss": "reinforce"},
+        "correction": {"preset": "bypass_pg_geo_rs", "rs": {"seq_max_kl": 9.0, "negative_seq": 9.0}},
+    },
+    "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
+    "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}},
+}
+
+
+class Exact:
+    """Rewards every other answer."""
+
+    async def grade(self, group: Group) -> list[Handle]:
+        return [Handle(replace(h.header, rewards={"exact": float(h.header.index % 2)}), h.body) for h in group]
+
+
+def prompts(config: Config) -> Prompts:
+    rng, teachers = np.random.default_rng(0), sorted(config.teachers) or [""]
+    tokens = [rng.integers(2, VOCAB, rng.integers(1, 9)).astype(np.int32) for _ in range(8)]
+    rows = [Row(id=str(i), prompt="x") for i in range(8)]
+    return Prompts(rows, tokens, seed=0, shuffle=False, teachers=[teachers[i % len(teachers)] for i in range(8)])
+
+
+def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Sections are completed, and teachers replaced."""
+    both = {name: {**tree[name], **changes[name]} for name in changes if name in tree and name != "teachers"}
+    if changes.get("loss", {}).get("kind"):
+        both["loss"] = changes["loss"]
+    return tree | changes | both
+
+
+def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The lines of a run of two updates, all of it real and tiny."""
+    config = parse(merged(TREE, changes))
+    student, teacher = wrap(make_model(seed=1)), make_model(seed=2)
+    cache, k = cache_of(config)
+    learner = NativeLearner(
+        wrap(student.model),
+        method=method_of(config),
+        config=config.learner,
+        updates=config.updates,
+        teacher_head=wrap(teacher).head if cache == "hidden" else None,
+        snapshots=snapshots_of(config),
+    )
+    sampler = NativeSampler(student, slots=8, stop_ids={EOS})
+    scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
+    engines = Engines(
+        samplers=(Graded(sampler, Exact()),),
+        scorers=scorers or {"": (Unscored(),)},
+        learner=learner,
+        close=lambda: None,
+    )
+    made = prompts(config)
+    with RunLog.create(config, path) as log:
+        held_out = [made.at(i) for i in range(config.eval.prompts)] if config.eval.every else []
+        asyncio.run(Run(config, engines, made, log, held_out=held_out).train())
+    for engine in (sampler, learner, *(each for pair in scorers.values() for each in pair)):
+        engine.close()
+    return read_lines(path / "metrics.jsonl")
+
+
+class Failing(toy.ToySampler):
+    """Cannot answer every fifth prompt."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        if prompt.number % 5 == 1:
+            raise GivenUp("not this one")
+        return await super().generate(prompt, sampling)
+
+
+def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old."""
+    tree = {**TREE, "updates": 8, "schedule": schedule, "task": {}}
+    config, student = parse(tree), toy.random_table(TOY_VOCAB, seed=0)
+    tokens = [np.array([1 + i % (TOY_VOCAB - 1)], np.int32) for i in range(8)]
+    engines = Engines(
+        samplers=(Graded(Failing(student, seconds=0.5), toy.ToyGrader()),),
+        scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
+        learner=toy.ToyLearner(student, cost=lambda _: 0.1),
+        close=lambda: None,
+    )
+    made = Prompts([Row(id=str(i), prompt="x") for i in range(8)], tokens, seed=0, shuffle=True)
+    with RunLog.create(config, path) as log:
+        virtual.run(Run(config, engines, made, log, say=lambda _: None).train())
+    return read_lines(path / "metrics.jsonl")
+
+
+def names_of(lines: list[dict[str, Any]]) -> set[str]:
+    return {name for line in lines for name in line} - {"kind", "update"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The names that every miniature writes."""
+    path = tmp_path_factory.mktemp("runs")
+    found = {name: names_of(native(changes, path / name)) for name, changes in MINIATURES.items()}
+    late = {"kind": "async", "tau": 2.0, "max_lag": 1, "on_old": "drop"}
+    return found | {"drops": names_of(dropping(late, path / "drops"))}
+
+
+def test_no_other_name_is_ever_written(written: dict[str, set[str]]) -> None:
+    assert {
+        miniature: strange
+        for miniature, names in written.items()
+        if (strange := {name for name in names if len(vocabulary.find(name)) != 1})
+    } == {}
+
+
+def test_every_name_of_the_vocabulary_is_written_by_some_run(written: dict[str, set[str]]) -> None:
+    names = set[str]().union(*written.values())
+    assert [p.pattern for p, _ in vocabulary.patterns() if not any(p.fullmatch(name) for name in names)] == []
+
+
+def test_what_is_computed_elsewhere_under_a_list_of_names_is_here() -> None:
+    named = [f"{pair}/{name}" for pair in ("drift", "mismatch") for name in METRICS]
+    named += [f"correction/rollout_rs_{mode}{rows}_masked_fraction" for mode in RS_MODES for rows in ("", "_seq")]
+    assert [name for name in named if len(vocabulary.find(name)) != 1] == []
+
+
+def test_every_term_says_what_it_means_and_where_it_is_from() -> None:
+    for term in vocabulary.terms():
+        assert term.meaning and term.healthy, term
+        assert (ROOT / "src" / "slipstream" / term.source).is_file(), term
+
+
+def test_the_page_in_the_documentation_is_the_one_that_the_code_makes() -> None:
+    page = ROOT / "docs" / "metrics.md"
+    assert page.read_text("utf-8") == vocabulary.markdown(), "python -m slipstream.vocabulary > docs/metrics.md"
+
+
+def test_labels_are_for_names_that_are_known() -> None:
+    assert (vocabulary.label("loss"), vocabulary.label("reward/math")) == ("loss", "math")
+    with pytest.raises(ValueError, match="not enough values"):
+        vocabulary.label("los")
