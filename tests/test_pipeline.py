@@ -117,6 +117,59 @@ def test_failed_rollouts_are_counted_and_their_credits_return(tmp_path: Path) ->
     assert run.admission.in_use == 0
 
 
+class Careless(toy.ToySampler):
+    """One member of every third group fails, and has no record."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        group = await super().generate(prompt, sampling)
+        if prompt.number % 3 == 0:
+            bad = prompt.number % 2
+            group[bad] = Handle(replace(group[bad].header, finish="error"), None)
+        return group
+
+
+def test_a_failed_member_ends_alone_and_is_counted(tmp_path: Path) -> None:
+    run = train(tmp_path, toy_engines(sampler=Careless(toy.random_table(VOCAB, seed=0))))
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    assert [entry["end"] for entry in ledger] == ["trained"] * 20 and run.admission.dropped.total() == 0
+    for entry in ledger:
+        failed = [entry["number"] % 2] if entry["number"] % 3 == 0 else []
+        assert entry.get("failed", []) == failed
+        assert len(entry["tokens"]) == len(entry["lag"]) == 2 - len(failed)
+        assert all("ended" in rewards for rewards in entry["rewards"])
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["failed_samples"] for line in lines] == [2.0, 3.0, 4.0, 6.0, 7.0]
+    assert [line["samples"] for line in lines] == [6.0, 7.0, 7.0, 6.0, 7.0]
+    assert sum(sum(entry["tokens"]) for entry in ledger) == sum(line["tokens"] for line in lines)
+
+
+def test_a_failed_member_is_not_graded() -> None:
+    class Strict(toy.ToyGrader):
+        async def grade(self, group: Group) -> list[Handle]:
+            assert group and all(handle.body is not None for handle in group)
+            return await super().grade(group)
+
+    prompt = Prompt(id="p", number=3, tokens=np.array([3], np.int32))
+    table = toy.random_table(VOCAB, seed=0)
+    one, two = asyncio.run(Graded(Careless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
+    assert (one.header.index, two.header.index, two.header.rewards) == (0, 1, {}) and "ended" in one.header.rewards
+    asyncio.run(Graded(Useless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
+
+
+def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:
+    class Kind:
+        async def grade(self, group: Group) -> list[Handle]:
+            return [Handle(replace(handle.header, rewards={"exact": 1.0}), handle.body) for handle in group]
+
+    held_out = [Prompt(id="held out", number=-3, tokens=np.array([3], np.int32))]
+    engines = replace(toy_engines(), samplers=(Graded(Careless(toy.random_table(VOCAB, seed=0)), Kind()),))
+    settings = config(updates=1, task={"reward": "exact"}, data={"eval": "x"}, eval={"every": 1, "n": 2})
+    with RunLog.create(settings, tmp_path) as log:
+        virtual.run(Run(settings, engines, prompts(), log, held_out=held_out).train())
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
+    assert [(line["accuracy"], line["samples"]) for line in lines] == [(1.0, 1.0)] * 2
+
+
 class Deaf(toy.ToySampler):
     """Ignores the weights of version 2 and says truthfully what it runs."""
 
