@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,22 @@ def test_toy_rollouts_carry_the_exact_log_probs_of_the_table(seed: int) -> None:
         expected = logp.gather(1, torch.from_numpy(rollout.actions).long()).numpy()
         np.testing.assert_allclose(rollout.action_logp, expected, atol=1e-12)
         assert (rollout.finish == "eos") == (rollout.tokens[-1] == toy.EOS)
+
+
+@given(st.integers(0, 2**31), st.lists(st.integers(1, 11), min_size=1, max_size=2, unique=True).map(sorted))
+def test_a_toy_response_made_in_several_calls_is_the_same_to_the_bit(seed: int, cuts: list[int]) -> None:
+    sampler = toy.ToySampler(toy.random_table(VOCAB, seed=1))
+    prompt = Prompt(id="p", number=0, tokens=np.array([3], np.int32), seed=seed)
+    sampling = Sampling(max_tokens=12, group=3, draws=4)
+    for handle in asyncio.run(sampler.generate(prompt, sampling)):
+        rollout, parts = handle.body, list[Any]()
+        for start, stop in pairwise([0, *cuts, 12]):
+            if start < len(rollout.tokens):
+                tokens = np.concatenate([prompt.tokens, rollout.tokens[:start]])
+                asked = replace(prompt, tokens=tokens, offset=start, first=rollout.index)
+                (part,) = asyncio.run(sampler.generate(asked, replace(sampling, max_tokens=stop - start, group=1)))
+                parts.append(part.body)
+        assert {part.index for part in parts} == {rollout.index}
+        for name in ("tokens", "actions", "logp", "action_logp", "versions"):
+            whole = np.concatenate([getattr(part, name) for part in parts])
+            np.testing.assert_array_equal(whole, getattr(rollout, name))

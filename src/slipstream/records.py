@@ -50,6 +50,10 @@ class Prompt:
     teacher: str = ""
     """Name of the teacher that will score the answers; none without teachers."""
     seed: int = 0
+    offset: int = 0
+    """Tokens of the response that earlier calls drew, and that are among `tokens` now: draws go on from there."""
+    first: int = 0
+    """Index of the first response in its group; one that is continued keeps its own."""
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -123,8 +123,8 @@ class ToySampler:
         """The next token of a response, if it has not ended; returns whether it has now."""
         if row.last == EOS and row.actions:
             return True
-        seed_N = torch.tensor([derive_seed(prompt.seed, index)])
-        uniform_NM = uniforms(seed_N, torch.tensor([len(row.actions)]), sampling.draws)
+        seed_N = torch.tensor([derive_seed(prompt.seed, prompt.first + index)])
+        uniform_NM = uniforms(seed_N, torch.tensor([prompt.offset + len(row.actions)]), sampling.draws)
         ids_NM, logp_NM = draw(process(self.table[row.last][None], sampling), uniform_NM)
         row.actions.append(ids_NM[0].numpy().astype(np.int32))
         row.logps.append(logp_NM[0].numpy())
@@ -136,7 +136,7 @@ class ToySampler:
         tokens_TM, logp_TM = np.stack(row.actions), np.stack(row.logps)
         return Rollout(
             prompt=prompt,
-            index=index,
+            index=prompt.first + index,
             tokens=tokens_TM[:, 0],
             versions=np.array(row.versions, np.int32),
             logp=logp_TM[:, 0],
