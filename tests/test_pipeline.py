@@ -21,7 +21,7 @@ from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.pipeline.run import Run
-from slipstream.records import Group, Handle, Prompt
+from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
@@ -169,6 +169,31 @@ def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:
         virtual.run(Run(settings, engines, prompts(), log, held_out=held_out).train())
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
     assert [(line["accuracy"], line["samples"]) for line in lines] == [(1.0, 1.0)] * 2
+
+
+class Observing(toy.ToySampler):
+    """The second token of every response was not drawn, and nothing of every third one was."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        return [self._seen(handle.body) for handle in await super().generate(prompt, sampling)]
+
+    def _seen(self, rollout: Rollout) -> Handle:
+        mask = np.arange(len(rollout.tokens)) != 1
+        if (rollout.prompt.number + rollout.index) % 3 == 0:
+            mask[:] = False
+        actions, junk = rollout.actions.copy(), np.where(mask, rollout.logp, np.nan)
+        actions[~mask, 1:] = -5
+        logp = np.where(mask[:, None], rollout.action_logp, np.nan)
+        versions = np.where(mask, rollout.versions, -1)
+        found = replace(rollout, versions=versions, loss_mask=mask, actions=actions, logp=junk, action_logp=logp)
+        return Handle(header_of(found), found)
+
+
+def test_what_was_not_drawn_has_no_age_and_no_part_in_the_loss(tmp_path: Path) -> None:
+    run = train(tmp_path, toy_engines(sampler=Observing(toy.random_table(VOCAB, seed=0))), schedule=Async(tau=1))
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert run.admission.version == 5 and all(np.isfinite(line["loss"]) for line in lines)
+    assert all(0 <= line["lag/max"] <= 5 for line in lines)
 
 
 class Deaf(toy.ToySampler):

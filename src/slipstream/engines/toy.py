@@ -157,7 +157,7 @@ class ToyScorer:
 
     def _mark(self, handle: Handle) -> Handle:
         rollout = replace(handle.body, rewards=handle.header.rewards)
-        actions_TM = torch.from_numpy(rollout.actions.astype(np.int64))
+        actions_TM = torch.from_numpy(np.where(rollout.loss_mask[:, None], rollout.actions, 0).astype(np.int64))
         logq_TM = self.logq_VV[previous(rollout)].gather(1, actions_TM).numpy()
         scored = Scored(rollout=rollout, teacher="toy", teacher_logp=logq_TM[:, 0], teacher_action_logp=logq_TM)
         return Handle(header_of(rollout, teacher="toy"), scored)
@@ -183,13 +183,17 @@ class ToyLearner:
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await asyncio.sleep(self.cost(sum(header.tokens for header in batch.headers)))
         samples = [self.samples[header.number, header.index] for header in batch.headers]
-        state_N = torch.cat([previous(sample.rollout) for sample in samples])
-        actions_NM = torch.from_numpy(np.concatenate([sample.rollout.actions for sample in samples]).astype(np.int64))
-        behavior_NM = torch.from_numpy(np.concatenate([sample.rollout.action_logp for sample in samples]))
-        logq_NM = torch.from_numpy(np.concatenate([sample.teacher_action_logp for sample in samples]))
-        logp_NM = self.table.log_softmax(-1)[state_N].gather(1, actions_NM)
+        mask_N = np.concatenate([sample.rollout.loss_mask for sample in samples])
+        state_N = torch.cat([previous(sample.rollout) for sample in samples])[mask_N]
+        actions_NM, behavior_NM, logq_NM = (
+            torch.from_numpy(np.concatenate(arrays)[mask_N])
+            for arrays in zip(
+                *((s.rollout.actions, s.rollout.action_logp, s.teacher_action_logp) for s in samples), strict=True
+            )
+        )
+        logp_NM = self.table.log_softmax(-1)[state_N].gather(1, actions_NM.long())
         loss_N, _ = mc_reverse_kl(logp_NM, behavior_NM, logq_NM)
-        loss = loss_N.sum() / counts.n_tokens
+        loss = loss_N.sum() / max(counts.n_tokens, 1)
         if not loss.isfinite():
             raise NonFiniteError(f"the loss is {loss.item()}")
         loss.backward()  # type: ignore[no-untyped-call]

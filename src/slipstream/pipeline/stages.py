@@ -161,7 +161,8 @@ async def roll(flow: Flow, number: int) -> None:
         flow.drop(number, "rollout failed", str(failure))
     else:
         flow.held[number] = group
-        flow.admission.rolled(number, min(handle.header.oldest for handle in group))
+        trained = [handle.header.oldest for handle in group if handle.header.trained_tokens]
+        flow.admission.rolled(number, min(trained, default=flow.admission.live[number].version))
     flow.running.pop(number, None)
     flow.advance()
 
