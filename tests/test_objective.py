@@ -34,7 +34,7 @@ from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.frozen import Evidence, freeze
 from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total
-from tiny import EOS, make_model, make_prompts, wrap
+from tiny import EOS, littered, make_model, make_prompts, wrap
 
 T = TypeVar("T")
 DTYPE = torch.float64
@@ -288,6 +288,49 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(case: Case, nam
         learner.close()
 
 
+LITTERED = {
+    **{name: METHODS[name] for name in METHODS if name in policy.LOSSES or " on rewards" in name},
+    **{name: METHODS[name] for name in ("everything", "two temperatures by row", "reference in the reward")},
+    "drift and regions": replace(
+        method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": 0.05})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LITTERED)
+def test_what_stands_in_masked_rows_changes_not_a_bit(case: Case, name: str) -> None:
+    """Not the loss, a gradient, a metric, or which passes are made. One response is masked as a whole."""
+    groups = [list(group) for group in case.groups]
+    last = groups[0][0].body
+    groups[0][0] = Handle(
+        groups[0][0].header, replace(last, rollout=replace(last.rollout, loss_mask=last.rollout.loss_mask & False))
+    )
+    found = []
+    for litter in (False, True):
+        handles = [
+            [
+                Handle(header_of(sample.rollout), sample)
+                for handle in group
+                for sample in [littered(handle.body, seed=handle.header.index) if litter else handle.body]
+            ]
+            for group in groups
+        ]
+        learner = make_learner(case, LITTERED[name], token_budget=40, exact_drift=True)
+        batch = Batch(tuple(handles), 3)
+
+        async def work(learner: NativeLearner = learner, batch: Batch = batch) -> Any:
+            counts = total(await learner.prepare(batch))
+            await learner.accumulate(batch, counts)
+            gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
+            return counts, dict(learner.passes.tokens), learner.sums["loss"].item(), gradients, await learner.step()
+
+        found.append(run(work()))
+        learner.close()
+    (*plain, gradients, metrics), (*other, its_gradients, its_metrics) = found
+    assert plain == other and metrics == its_metrics
+    assert gradients and all(torch.equal(a, b) for a, b in zip(gradients, its_gradients, strict=True))
+
+
 def test_drift_is_that_of_the_learner_to_what_drew_its_tokens_by_lag(case: Case) -> None:
     learner, samples = make_learner(case, method(SOME)), case.samples
     batch = Batch(tuple(case.groups), 3)
@@ -397,7 +440,7 @@ def test_tokens_whose_version_is_gone_are_corrected_by_what_drew_them_and_counte
     assert noted["old_logp_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in case.samples) > 0
     for sample in case.samples:
         frozen = learner.frozen[sample.rollout.prompt.number, sample.rollout.index]
-        zero = torch.from_numpy(sample.rollout.versions == 0)
+        zero = torch.from_numpy((sample.rollout.versions == 0) & sample.rollout.loss_mask)
         assert torch.equal(frozen.old_T[zero], torch.from_numpy(sample.rollout.logp).double()[zero])
 
 

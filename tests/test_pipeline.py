@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.pipeline.run import Run
-from slipstream.records import Group, Handle, Prompt
+from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
@@ -115,6 +116,84 @@ def test_failed_rollouts_are_counted_and_their_credits_return(tmp_path: Path) ->
     assert {entry["reason"] for entry in dropped} == {"rollout failed"}
     assert len(ledger) - len(dropped) == 20 == run.admission.target
     assert run.admission.in_use == 0
+
+
+class Careless(toy.ToySampler):
+    """One member of every third group fails, and has no record."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        group = await super().generate(prompt, sampling)
+        if prompt.number % 3 == 0:
+            bad = prompt.number % 2
+            group[bad] = Handle(replace(group[bad].header, finish="error"), None)
+        return group
+
+
+def test_a_failed_member_ends_alone_and_is_counted(tmp_path: Path) -> None:
+    run = train(tmp_path, toy_engines(sampler=Careless(toy.random_table(VOCAB, seed=0))))
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    assert [entry["end"] for entry in ledger] == ["trained"] * 20 and run.admission.dropped.total() == 0
+    for entry in ledger:
+        failed = [entry["number"] % 2] if entry["number"] % 3 == 0 else []
+        assert entry.get("failed", []) == failed
+        assert len(entry["tokens"]) == len(entry["lag"]) == 2 - len(failed)
+        assert all("ended" in rewards for rewards in entry["rewards"])
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert [line["failed_samples"] for line in lines] == [2.0, 3.0, 4.0, 6.0, 7.0]
+    assert [line["samples"] for line in lines] == [6.0, 7.0, 7.0, 6.0, 7.0]
+    assert sum(sum(entry["tokens"]) for entry in ledger) == sum(line["tokens"] for line in lines)
+
+
+def test_a_failed_member_is_not_graded() -> None:
+    class Strict(toy.ToyGrader):
+        async def grade(self, group: Group) -> list[Handle]:
+            assert group and all(handle.body is not None for handle in group)
+            return await super().grade(group)
+
+    prompt = Prompt(id="p", number=3, tokens=np.array([3], np.int32))
+    table = toy.random_table(VOCAB, seed=0)
+    one, two = asyncio.run(Graded(Careless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
+    assert (one.header.index, two.header.index, two.header.rewards) == (0, 1, {}) and "ended" in one.header.rewards
+    asyncio.run(Graded(Useless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
+
+
+def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:
+    class Kind:
+        async def grade(self, group: Group) -> list[Handle]:
+            return [Handle(replace(handle.header, rewards={"exact": 1.0}), handle.body) for handle in group]
+
+    held_out = [Prompt(id="held out", number=-3, tokens=np.array([3], np.int32))]
+    engines = replace(toy_engines(), samplers=(Graded(Careless(toy.random_table(VOCAB, seed=0)), Kind()),))
+    settings = config(updates=1, task={"reward": "exact"}, data={"eval": "x"}, eval={"every": 1, "n": 2})
+    with RunLog.create(settings, tmp_path) as log:
+        virtual.run(Run(settings, engines, prompts(), log, held_out=held_out).train())
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
+    assert [(line["accuracy"], line["samples"]) for line in lines] == [(1.0, 1.0)] * 2
+
+
+class Observing(toy.ToySampler):
+    """The second token of every response was not drawn, and nothing of every third one was."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        return [self._seen(handle.body) for handle in await super().generate(prompt, sampling)]
+
+    def _seen(self, rollout: Rollout) -> Handle:
+        mask = np.arange(len(rollout.tokens)) != 1
+        if (rollout.prompt.number + rollout.index) % 3 == 0:
+            mask[:] = False
+        actions, junk = rollout.actions.copy(), np.where(mask, rollout.logp, np.nan)
+        actions[~mask, 1:] = -5
+        logp = np.where(mask[:, None], rollout.action_logp, np.nan)
+        versions = np.where(mask, rollout.versions, -1)
+        found = replace(rollout, versions=versions, loss_mask=mask, actions=actions, logp=junk, action_logp=logp)
+        return Handle(header_of(found), found)
+
+
+def test_what_was_not_drawn_has_no_age_and_no_part_in_the_loss(tmp_path: Path) -> None:
+    run = train(tmp_path, toy_engines(sampler=Observing(toy.random_table(VOCAB, seed=0))), schedule=Async(tau=1))
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert run.admission.version == 5 and all(np.isfinite(line["loss"]) for line in lines)
+    assert all(0 <= line["lag/max"] <= 5 for line in lines)
 
 
 class Deaf(toy.ToySampler):
@@ -267,3 +346,22 @@ def test_toy_rollouts_carry_the_exact_log_probs_of_the_table(seed: int) -> None:
         expected = logp.gather(1, torch.from_numpy(rollout.actions).long()).numpy()
         np.testing.assert_allclose(rollout.action_logp, expected, atol=1e-12)
         assert (rollout.finish == "eos") == (rollout.tokens[-1] == toy.EOS)
+
+
+@given(st.integers(0, 2**31), st.lists(st.integers(1, 11), min_size=1, max_size=2, unique=True).map(sorted))
+def test_a_toy_response_made_in_several_calls_is_the_same_to_the_bit(seed: int, cuts: list[int]) -> None:
+    sampler = toy.ToySampler(toy.random_table(VOCAB, seed=1))
+    prompt = Prompt(id="p", number=0, tokens=np.array([3], np.int32), seed=seed)
+    sampling = Sampling(max_tokens=12, group=3, draws=4)
+    for handle in asyncio.run(sampler.generate(prompt, sampling)):
+        rollout, parts = handle.body, list[Any]()
+        for start, stop in pairwise([0, *cuts, 12]):
+            if start < len(rollout.tokens):
+                tokens = np.concatenate([prompt.tokens, rollout.tokens[:start]])
+                asked = replace(prompt, tokens=tokens, offset=start, first=rollout.index)
+                (part,) = asyncio.run(sampler.generate(asked, replace(sampling, max_tokens=stop - start, group=1)))
+                parts.append(part.body)
+        assert {part.index for part in parts} == {rollout.index}
+        for name in ("tokens", "actions", "logp", "action_logp", "versions"):
+            whole = np.concatenate([getattr(part, name) for part in parts])
+            np.testing.assert_array_equal(whole, getattr(rollout, name))

@@ -48,8 +48,10 @@ def rollout_fields(length: int = 4, draws: int = 3, seed: int = 0) -> Fields:
     }
 
 
-def scored_fields(cache: str = "none", length: int = 4, draws: int = 3, k: int = 2, seed: int = 0) -> Fields:
-    rollout = Rollout(**rollout_fields(length, draws, seed))
+def scored_fields(
+    cache: str = "none", length: int = 4, draws: int = 3, k: int = 2, seed: int = 0, mask: np.ndarray | None = None
+) -> Fields:
+    rollout = Rollout(**rollout_fields(length, draws, seed) | ({} if mask is None else {"loss_mask": mask}))
     rng = np.random.default_rng(seed + 1)
     logp = -rng.random(length, dtype=np.float32)
     fields: Fields = {"rollout": rollout, "teacher": "main", "teacher_logp": logp}
@@ -139,9 +141,51 @@ def test_a_rollout_with_nothing_in_it_or_the_wrong_type_is_rejected(changes: Fie
         Rollout(**rollout_fields() | changes)
 
 
+@pytest.mark.parametrize(
+    ("field", "at", "value", "named"),
+    [
+        ("tokens", 2, -1, "tokens holds a negative id, which no sampler draws"),
+        ("actions", (2, 1), -100, "actions holds a negative id, which no sampler draws"),
+        ("action_logp", (2, 1), -np.inf, "actions holds [37], whose log-prob is -inf: no sampler draws it"),
+    ],
+)
+def test_ids_that_no_sampler_can_draw_are_rejected(field: str, at: Any, value: float, named: str) -> None:
+    fields = rollout_fields() | {"loss_mask": np.array([True, True, True, False])}
+    fields["actions"][2, 1] = 37
+    fields[field][at] = value
+    fields["actions"][:, 0] = fields["tokens"]
+    with pytest.raises(ValueError, match=f"^{ROLLOUT}: {re.escape(named)}$"):
+        Rollout(**fields)
+    if field != "tokens":  # masked, it was not drawn
+        assert Rollout(**fields | {"loss_mask": np.array([True, True, False, True])})
+
+
+@pytest.mark.parametrize("field", ["tokens", "actions"])
+def test_ids_are_integers(field: str) -> None:
+    fields = rollout_fields()
+    fields[field] = fields[field].astype(np.float32)
+    with pytest.raises(ValueError, match=f"^{ROLLOUT}: {field} is float32, must be integers$"):
+        Rollout(**fields)
+
+
+@pytest.mark.parametrize("cache", ["sampled", "teacher_topk"])
+def test_masked_rows_hold_anything(cache: str) -> None:
+    """But tokens, which the others see, and column 0 of the draws, which is them."""
+    masked = np.array([True, False, True, False])
+    fields, scores = rollout_fields() | {"loss_mask": masked}, scored_fields(cache)
+    fields["logp"][1], fields["action_logp"][1], fields["actions"][1, 1:] = np.nan, -np.inf, -7
+    scores["rollout"] = Rollout(**fields)
+    for name, garbage in (("teacher_logp", np.inf), ("teacher_action_logp", np.nan), ("teacher_topk_logp", 3.0)):
+        if name in scores:
+            scores[name][1] = garbage
+    if cache == "teacher_topk":
+        scores["teacher_ids"][1] = fields["tokens"][1]
+    assert Scored(**scores)
+
+
 @given(length=st.integers(2, 12), draws=sizes, seed=seeds, by=st.integers(1, 11))
 def test_a_rollout_with_shifted_rows_is_rejected(length: int, draws: int, seed: int, by: int) -> None:
-    fields = rollout_fields(length, draws, seed)
+    fields = rollout_fields(length, draws, seed) | {"loss_mask": np.ones(length, np.bool_)}
     by = 1 + (by - 1) % (length - 1)
     shifted = np.roll(fields["actions"], by, axis=0)
     with pytest.raises(ValueError, match=rf"^{ROLLOUT}: actions\[:, 0\] is not the emitted token"):
@@ -153,11 +197,12 @@ def test_a_rollout_with_shifted_rows_is_rejected(length: int, draws: int, seed: 
 
 @given(length=st.integers(2, 12), seed=seeds)
 def test_teacher_log_probs_with_shifted_rows_are_rejected(length: int, seed: int) -> None:
-    sampled = scored_fields("sampled", length, seed=seed)
+    mask = np.ones(length, np.bool_)
+    sampled = scored_fields("sampled", length, seed=seed, mask=mask)
     sampled["teacher_action_logp"] = np.roll(sampled["teacher_action_logp"], 1, axis=0)
     with pytest.raises(ValueError, match=rf"^{SCORED}: teacher_action_logp\[:, 0\] is not teacher_logp"):
         Scored(**sampled)
-    topk = scored_fields("teacher_topk", length, seed=seed)
+    topk = scored_fields("teacher_topk", length, seed=seed, mask=mask)
     topk["teacher_topk_logp"] = np.roll(topk["teacher_topk_logp"], 1, axis=0)
     with pytest.raises(ValueError, match=rf"^{SCORED}: teacher_topk_logp is not teacher_logp on the emitted token"):
         Scored(**topk)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -74,6 +75,26 @@ def test_tokens_do_not_depend_on_neighbours_slots_or_draws() -> None:
     for rollout in crowd[::5]:
         alone = generate(model, [rollout.prompt], [Sampling(max_tokens=20, group=2, draws=6)], slots=2)[rollout.index]
         assert alone.tokens.tolist() == rollout.tokens.tolist()
+
+
+@pytest.mark.parametrize("cuts", [(7,), (3, 11)])
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_a_response_made_in_several_calls_is_the_same_response(name: str, cuts: tuple[int, ...]) -> None:
+    """Every draw. Log-probs to the rounding: a later call reads at once what an earlier one wrote token by token."""
+    model, (prompt,), length = make_model(name, dtype=torch.float64), make_prompts(1), 20
+    sampling = Sampling(max_tokens=length, group=6, draws=4, top_p=0.9)
+    whole = [r for r in generate(model, [prompt], [sampling]) if len(r.tokens) > cuts[-1]]
+    assert len(whole) >= 2, "what ended before a cut was never continued"
+    for rollout in whole:
+        parts = list[Rollout]()
+        for start, stop in pairwise([0, *cuts, length]):
+            tokens = np.concatenate([prompt.tokens, rollout.tokens[:start]])
+            asked = replace(prompt, tokens=tokens, offset=start, first=rollout.index)
+            parts += generate(model, [asked], [replace(sampling, max_tokens=stop - start, group=1)])
+        assert {part.index for part in parts} == {rollout.index}
+        np.testing.assert_array_equal(np.concatenate([part.actions for part in parts]), rollout.actions)
+        logp = np.concatenate([part.action_logp for part in parts])
+        np.testing.assert_allclose(logp, rollout.action_logp, rtol=0, atol=1e-12)
 
 
 def test_members_of_a_group_differ_and_keep_their_order() -> None:

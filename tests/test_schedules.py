@@ -388,6 +388,8 @@ class ChaoticSampler(SleepSampler):
             raise OSError("crash after")
         if self.chaos.strike():
             return [Handle(replace(handle.header, finish="error"), None) for handle in group]
+        if self.chaos.strike():
+            return [*group[:-1], Handle(replace(group[-1].header, finish="error"), None)]
         return group
 
 
@@ -462,7 +464,8 @@ def test_whatever_happens_a_run_ends_and_keeps_its_promises(
     trained = [entry for entry in run.ledger if entry["end"] == "trained"]
     for entry in trained:
         prompt = Prompt(id="", number=entry["number"], tokens=np.array([1]))
-        assert entry["tokens"] == [length(prompt, index) for index in range(group)]
+        left = [index for index in range(group) if index not in entry.get("failed", [])]
+        assert entry["tokens"] == [length(prompt, index) for index in left]
     assert sum(line["tokens"] for line in run.lines) == sum(sum(entry["tokens"]) for entry in trained)
     if admission.schedule.bound is not None:
         assert max(line["lag/max"] for line in run.lines) <= admission.schedule.bound

@@ -30,8 +30,8 @@ from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.method import Method
-from slipstream.records import ONE, Batch, Handle, Scored, total
-from tiny import EOS, VOCAB, make_model, make_prompts, wrap
+from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
+from tiny import EOS, VOCAB, littered, make_model, make_prompts, wrap
 
 T = TypeVar("T")
 
@@ -215,6 +215,53 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
     assert found == pytest.approx(expected.item(), rel=1e-10)
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(learner.lm.model.get_parameter(name).grad, parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_what_stands_in_masked_rows_is_neither_scored_nor_learned_from(loss: LossConfig) -> None:
+    """Not a bit of the teacher's rows, the loss or a gradient; and a micro-batch of nothing else is nothing."""
+    student, teacher = make_model(seed=1), make_model(seed=2)
+    options: dict[str, Any] = {"temperature": loss.temperature}
+    if isinstance(loss, ForwardKL):
+        options |= {"cache": loss.cache, "k": loss.k}
+    rolled = [handle for group in roll_out(make_model(seed=0)) for handle in group]
+    for number, handle in enumerate(rolled):
+        mask = handle.body.loss_mask
+        mask[number % 2 : (number % 2) + 2] = False
+        mask[:] &= number != 3
+    found = []
+    for litter in (False, True):
+        bodies = [littered(Scored(rollout=h.body), seed=i).rollout if litter else h.body for i, h in enumerate(rolled)]
+        ((*scored,),) = score(teacher, [[Handle(header_of(body), body) for body in bodies]], **options)
+        if litter:
+            scored = [Handle(handle.header, littered(handle.body, seed=i)) for i, handle in enumerate(scored)]
+        learner = NativeLearner(
+            wrap(student),
+            method=Method(loss=loss),
+            config=LearnerConfig(token_budget=20),
+            updates=1,
+            teacher_head=wrap(teacher).head,
+        )
+        batch = Batch((tuple(scored),), 1)
+
+        async def work(learner: NativeLearner = learner, batch: Batch = batch) -> Any:
+            await learner.accumulate(batch, total(await learner.prepare(batch)))
+            gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
+            return gradients, learner.sums["loss"].item(), await learner.step(), await learner.compare(batch)
+
+        found.append((scored, run(work())))
+        learner.close()
+    (plain, (gradients, *numbers)), (other, (its_gradients, *its_numbers)) = found
+    assert numbers == its_numbers
+    assert gradients and all(torch.equal(a, b) for a, b in zip(gradients, its_gradients, strict=True))
+    for one, two in zip(plain, other, strict=True):
+        trained = one.body.rollout.loss_mask
+        for name in ("teacher_logp", "teacher_action_logp", "teacher_ids", "teacher_topk_logp", "teacher_hidden"):
+            a, b = getattr(one.body, name), getattr(two.body, name)
+            assert (a is None) == (b is None)
+            if a is not None:
+                np.testing.assert_array_equal(a[trained], b[trained])
+                assert not a[~trained].any(), "nothing is scored there"
 
 
 def make_learner(**config: Any) -> NativeLearner:

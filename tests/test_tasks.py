@@ -59,6 +59,45 @@ def test_a_jsonl_row_is_text_or_messages_with_an_answer_and_a_source(tmp_path: P
     ]
 
 
+CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CONVERSATION = [
+    USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "3", "tool_call_id": "call_1", "name": "add"},
+]
+
+
+def test_fields_of_tools_are_kept_and_a_call_needs_no_text(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "a.jsonl", {"messages": [*CONVERSATION, ANSWER], "tools": [ADD]}, {"messages": [USER]})
+    with_tools, without = load_rows(source)
+    assert with_tools.prompt == CONVERSATION and with_tools.tools == [ADD] and with_tools.meta == {}
+    assert without.tools is None
+
+
+def test_parquet_gives_a_message_no_field_that_only_others_have(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": CONVERSATION}]), path)
+    (row,) = load_rows(str(path))
+    assert row.prompt == CONVERSATION
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": [USER], "tools": "add"}, "'tools' must be a list of objects, the JSON schemas of functions"),
+        ({"messages": [USER], "tools": ["add"]}, "'tools' must be a list of objects, the JSON schemas of functions"),
+        ({"prompt": "Hi", "tools": [ADD]}, "'tools' are for a chat template: write the prompt as a list of messages"),
+    ],
+)
+def test_tools_that_no_template_could_be_told_of_are_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    source = jsonl(tmp_path / "a.jsonl", fields)
+    with pytest.raises(DataError, match=f"^{re.escape(f'{source}:1: {message}')}$"):
+        load_rows(source)
+
+
 def test_empty_lines_are_skipped_but_counted(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
     assert [row.id for row in load_rows(str(tmp_path / "a.jsonl"))] == [f"{tmp_path}/a.jsonl:{n}" for n in (2, 4)]
@@ -283,6 +322,20 @@ def test_a_prompt_longer_than_the_tokenizer_likes_is_encoded_without_a_word(
     (ids,) = encode_rows([Row("r", "a" * 500)], tokenizer, DataConfig())
     assert len(ids) == 501 > tokenizer.model_max_length
     assert capfd.readouterr() == ("", "")
+
+
+TOOL_TEMPLATE = """{% for tool in tools or [] %}{{ tool.function.name + "?" }}{% endfor %}\
+{% for message in messages %}{% if message.tool_calls is defined %}\
+{% for call in message.tool_calls %}{{ call.id + "=" + call.function.name + call.function.arguments }}{% endfor %}\
+{% elif message.role == "tool" %}{{ message.name + "#" + message.tool_call_id + message.content }}\
+{% else %}{{ message.content }}{% endif %}{% endfor %}"""
+
+
+def test_tools_their_calls_and_their_results_reach_the_chat_template(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(template=TOOL_TEMPLATE)
+    rows = load_rows(jsonl(tmp_path / "a.jsonl", {"messages": CONVERSATION, "tools": [ADD]}, {"messages": [USER]}))
+    texts = [tokenizer.decode(ids) for ids in encode_rows(rows, tokenizer, DataConfig())]
+    assert texts == ['add?Hicall_1=add{"a": 1, "b": 2}add#call_13', "Hi"]
 
 
 def test_messages_without_a_template_are_an_error_that_says_so() -> None:

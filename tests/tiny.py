@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +19,7 @@ from transformers import (
 )
 
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.records import Prompt, derive_seed
+from slipstream.records import Prompt, Scored, derive_seed
 
 VOCAB, EOS = 31, 1
 SHAPE = {
@@ -66,3 +68,26 @@ def make_prompts(count: int, *, longest: int = 12, seed: int = 0) -> list[Prompt
         )
         for i in range(count)
     ]
+
+
+def littered(sample: Scored, *, seed: int) -> Scored:
+    """The same record with garbage in every masked row of every field, but for the tokens, which the others see."""
+    rng, rollout = np.random.default_rng(seed), sample.rollout
+    masked = ~rollout.loss_mask
+
+    def spoilt(array: Any) -> Any:
+        if array is None or not masked.any():
+            return array
+        junk = array.copy()
+        if np.issubdtype(array.dtype, np.floating):
+            junk[masked] = rng.choice([np.nan, np.inf, -np.inf, 1e30, -7.0], size=junk[masked].shape)
+        else:
+            junk[masked] = rng.integers(-100, 100, size=junk[masked].shape)
+        return junk
+
+    actions = spoilt(rollout.actions)
+    actions[:, 0] = rollout.tokens
+    names = ("versions", "logp", "action_logp")
+    rollout = replace(rollout, actions=actions, **{name: spoilt(getattr(rollout, name)) for name in names})
+    names = ("teacher_logp", "teacher_action_logp", "teacher_ids", "teacher_topk_logp", "teacher_hidden")
+    return replace(sample, rollout=rollout, **{name: spoilt(getattr(sample, name)) for name in names})

@@ -50,6 +50,10 @@ class Prompt:
     teacher: str = ""
     """Name of the teacher that will score the answers; none without teachers."""
     seed: int = 0
+    offset: int = 0
+    """Tokens of the response that earlier calls drew, and that are among `tokens` now: draws go on from there."""
+    first: int = 0
+    """Index of the first response in its group; one that is continued keeps its own."""
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +66,8 @@ class Rollout:
 
     `logp` is the behaviour log-prob of the emitted token, under the processed distribution that drew it, as the engine
     computed it then. `actions` and `action_logp` are the cache that the teacher scores: `draws`, M i.i.d. draws of that
-    same distribution, column 0 being the emitted token.
+    same distribution, column 0 being the emitted token. Tokens are ids, masked or not; what else stands in a masked row
+    is nobody's.
     """
 
     prompt: Prompt
@@ -88,8 +93,16 @@ class Rollout:
         _require(self.action_logp.shape == self.actions.shape, who, "action_logp and actions differ in shape")
         aligned = np.array_equal(self.actions[:, 0], self.tokens)
         _require(aligned, who, "actions[:, 0] is not the emitted token (a shifted row?)")
-        same = np.array_equal(self.action_logp[:, 0], self.logp, equal_nan=True)
+        trained = self.loss_mask
+        same = np.array_equal(self.action_logp[trained, 0], self.logp[trained], equal_nan=True)
         _require(same, who, "action_logp[:, 0] is not logp (a shifted row?)")
+        for name, ids in (("tokens", self.tokens), ("actions", self.actions[trained])):
+            _require(np.issubdtype(ids.dtype, np.integer), who, f"{name} is {ids.dtype}, must be integers")
+            _require(ids.size == 0 or ids.min() >= 0, who, f"{name} holds a negative id, which no sampler draws")
+        impossible = self.actions[trained][np.isneginf(self.action_logp[trained])]
+        _require(
+            len(impossible) == 0, who, f"actions holds {impossible[:1]}, whose log-prob is -inf: no sampler draws it"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -110,7 +123,7 @@ class Scored:
 
     def __post_init__(self) -> None:
         rollout = self.rollout
-        who, n = f"scored {rollout.prompt.id}/{rollout.index}", len(rollout.tokens)
+        who, n, trained = f"scored {rollout.prompt.id}/{rollout.index}", len(rollout.tokens), rollout.loss_mask
         caches = [self.teacher_action_logp, self.teacher_topk_logp, self.teacher_hidden]
         _require(sum(cache is not None for cache in caches) <= 1, who, "holds more than one teacher cache")
         if self.teacher_logp is None:
@@ -121,7 +134,8 @@ class Scored:
         if self.teacher_action_logp is not None:
             same_shape = self.teacher_action_logp.shape == rollout.actions.shape
             _require(same_shape, who, "teacher_action_logp and actions differ in shape")
-            same = np.array_equal(self.teacher_action_logp[:, 0], self.teacher_logp, equal_nan=True)
+            emitted = self.teacher_action_logp[trained, 0]
+            same = np.array_equal(emitted, self.teacher_logp[trained], equal_nan=True)
             _require(same, who, "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)")
         paired = (self.teacher_ids is None) == (self.teacher_topk_logp is None)
         _require(paired, who, "teacher_ids and teacher_topk_logp need each other")
@@ -129,7 +143,7 @@ class Scored:
             _require(_rows_of(self.teacher_ids, n), who, f"teacher_ids must be [{n}, K]")
             same_shape = self.teacher_topk_logp.shape == self.teacher_ids.shape
             _require(same_shape, who, "teacher_topk_logp and teacher_ids differ in shape")
-            hit = self.teacher_ids == rollout.tokens[:, None]
+            hit = (self.teacher_ids == rollout.tokens[:, None]) & trained[:, None]
             agree = np.where(hit, self.teacher_topk_logp == self.teacher_logp[:, None], True).all()
             _require(bool(agree), who, "teacher_topk_logp is not teacher_logp on the emitted token (a shifted row?)")
         if self.teacher_hidden is not None:

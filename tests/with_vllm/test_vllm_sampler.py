@@ -418,3 +418,11 @@ def test_weights_that_come_in_halves_are_the_end(
     failures = asyncio.run(asyncio.wait_for(work(), 60))
     assert len(failures) == 6 and all(isinstance(failure, EngineError) for failure in failures)
     assert "could not load version 1" in str(failures[0])
+
+
+def test_a_response_that_another_call_began_is_refused(sampler: VllmSampler) -> None:
+    """vLLM draws from a generator of its own, which begins anew with every request."""
+    (prompt,) = make_prompts(1)
+    for change in ({"offset": 3}, {"first": 1}):
+        with pytest.raises(EngineError, match=r"^prompt p0 continues a response, .*write sampler.engine = 'native'$"):
+            generate(sampler, [replace(prompt, **change)], Sampling(max_tokens=2))

@@ -147,13 +147,16 @@ class Grader(Protocol):
 
 
 class Graded:
-    """A sampler whose responses come with their rewards."""
+    """A sampler whose responses come with their rewards; one that failed has none, which is not a reward of 0."""
 
     def __init__(self, sampler: Sampler, grader: Grader) -> None:
         self.sampler, self.grader, self.publish = sampler, grader, sampler.publish
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        return await self.grader.grade(await self.sampler.generate(prompt, sampling))
+        group = await self.sampler.generate(prompt, sampling)
+        answered = [handle for handle in group if handle.header.finish != "error"]
+        graded = {handle.header.index: handle for handle in (await self.grader.grade(answered) if answered else ())}
+        return [graded.get(handle.header.index, handle) for handle in group]
 
 
 def of_teacher(found: Mapping[str, T], teacher: str) -> T:

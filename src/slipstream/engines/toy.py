@@ -123,8 +123,8 @@ class ToySampler:
         """The next token of a response, if it has not ended; returns whether it has now."""
         if row.last == EOS and row.actions:
             return True
-        seed_N = torch.tensor([derive_seed(prompt.seed, index)])
-        uniform_NM = uniforms(seed_N, torch.tensor([len(row.actions)]), sampling.draws)
+        seed_N = torch.tensor([derive_seed(prompt.seed, prompt.first + index)])
+        uniform_NM = uniforms(seed_N, torch.tensor([prompt.offset + len(row.actions)]), sampling.draws)
         ids_NM, logp_NM = draw(process(self.table[row.last][None], sampling), uniform_NM)
         row.actions.append(ids_NM[0].numpy().astype(np.int32))
         row.logps.append(logp_NM[0].numpy())
@@ -136,7 +136,7 @@ class ToySampler:
         tokens_TM, logp_TM = np.stack(row.actions), np.stack(row.logps)
         return Rollout(
             prompt=prompt,
-            index=index,
+            index=prompt.first + index,
             tokens=tokens_TM[:, 0],
             versions=np.array(row.versions, np.int32),
             logp=logp_TM[:, 0],
@@ -157,7 +157,7 @@ class ToyScorer:
 
     def _mark(self, handle: Handle) -> Handle:
         rollout = replace(handle.body, rewards=handle.header.rewards)
-        actions_TM = torch.from_numpy(rollout.actions.astype(np.int64))
+        actions_TM = torch.from_numpy(np.where(rollout.loss_mask[:, None], rollout.actions, 0).astype(np.int64))
         logq_TM = self.logq_VV[previous(rollout)].gather(1, actions_TM).numpy()
         scored = Scored(rollout=rollout, teacher="toy", teacher_logp=logq_TM[:, 0], teacher_action_logp=logq_TM)
         return Handle(header_of(rollout, teacher="toy"), scored)
@@ -183,13 +183,17 @@ class ToyLearner:
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await asyncio.sleep(self.cost(sum(header.tokens for header in batch.headers)))
         samples = [self.samples[header.number, header.index] for header in batch.headers]
-        state_N = torch.cat([previous(sample.rollout) for sample in samples])
-        actions_NM = torch.from_numpy(np.concatenate([sample.rollout.actions for sample in samples]).astype(np.int64))
-        behavior_NM = torch.from_numpy(np.concatenate([sample.rollout.action_logp for sample in samples]))
-        logq_NM = torch.from_numpy(np.concatenate([sample.teacher_action_logp for sample in samples]))
-        logp_NM = self.table.log_softmax(-1)[state_N].gather(1, actions_NM)
+        mask_N = np.concatenate([sample.rollout.loss_mask for sample in samples])
+        state_N = torch.cat([previous(sample.rollout) for sample in samples])[mask_N]
+        actions_NM, behavior_NM, logq_NM = (
+            torch.from_numpy(np.concatenate(arrays)[mask_N])
+            for arrays in zip(
+                *((s.rollout.actions, s.rollout.action_logp, s.teacher_action_logp) for s in samples), strict=True
+            )
+        )
+        logp_NM = self.table.log_softmax(-1)[state_N].gather(1, actions_NM.long())
         loss_N, _ = mc_reverse_kl(logp_NM, behavior_NM, logq_NM)
-        loss = loss_N.sum() / counts.n_tokens
+        loss = loss_N.sum() / max(counts.n_tokens, 1)
         if not loss.isfinite():
             raise NonFiniteError(f"the loss is {loss.item()}")
         loss.backward()  # type: ignore[no-untyped-call]

@@ -54,14 +54,15 @@ def sharpness(samples: Sequence[Seen]) -> Metrics:
 
 
 def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
-    """Student and teacher on the emitted tokens: where they differ most, and whether the teacher's rows are in place.
+    """Student and teacher on the trained tokens: where they differ most, and whether the teacher's rows are in place.
 
     What is hard to guess for one is hard for the other, so their log-probs correlate best unshifted.
     """
     pairs = [
-        (torch.tensor(sample.teacher_logp).double(), logp_T.double())
+        (torch.tensor(sample.teacher_logp[trained]).double(), logp_T[torch.tensor(trained)].double())
         for sample, logp_T in zip(samples, logp, strict=True)
-        if sample.teacher_logp is not None
+        for trained in [sample.rollout.loss_mask]
+        if sample.teacher_logp is not None and trained.any()
     ]
     if not pairs:
         return {}

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from slipstream.estimators.kl import kl_reward
 from slipstream.estimators.policy import LOSSES
 from slipstream.estimators.policy import prepare as choose
 from slipstream.objective.method import Method
-from slipstream.records import derive_seed
+from slipstream.records import Scored, derive_seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,12 @@ class Frozen:
     reference_T: Tensor | None = None
     positive: bool = False
     """Its advantages, as they are used, sum to more than 0."""
+
+
+def behavior_of(sample: Scored) -> Tensor:
+    """Log-probs of its trained tokens under what drew them, [T]; 0 where a token is masked, whatever stands there."""
+    rollout = sample.rollout
+    return torch.from_numpy(np.where(rollout.loss_mask, rollout.logp, 0))
 
 
 def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[list[Frozen], Metrics]:

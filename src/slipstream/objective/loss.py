@@ -5,7 +5,7 @@ whole rows, or is at another temperature, has a pass of its own. Metrics are div
 those of micro-batches add up. Guarantor of invariant 5: every loss is a sum divided by counts that it
 was given, so how a batch is cut, and in which order its parts come, changes nothing.
 
-Shapes: N predicted tokens, C rows of a chunk, M cached actions, K support, V vocabulary, D teacher's hidden size,
+Shapes: N trained tokens, C rows of a chunk, M cached actions, K support, V vocabulary, D teacher's hidden size,
 B samples, T positions.
 """
 
@@ -27,7 +27,7 @@ from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.objective.frozen import Frozen
+from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.method import Method
 from slipstream.records import Counts, Scored
 
@@ -100,11 +100,11 @@ class Objective:
 
     def _distillation(self, samples: Sequence[Scored], terms: Terms) -> tuple[Tensor | None, LossOfRows]:
         """The ids whose log-probs the loss needs, the emitted token's first (None: all), and the loss given those."""
-        device, dtype, loss = terms.device, terms.dtype, self.method.loss
+        trained, dtype, loss = terms.trained, terms.dtype, self.method.loss
         match loss:
             case ReverseKLMC():
-                behavior_NM = joined([s.rollout.action_logp for s in samples], device, dtype)
-                logq_NM = joined([_present(s.teacher_action_logp) for s in samples], device, dtype)
+                behavior_NM = trained([s.rollout.action_logp for s in samples], dtype)
+                logq_NM = trained([_present(s.teacher_action_logp) for s in samples], dtype)
 
                 def reverse(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
                     return mc_reverse_kl(
@@ -117,10 +117,10 @@ class Objective:
                         ratio_cap=loss.ratio_cap,
                     )
 
-                return joined([s.rollout.actions for s in samples], device, torch.int64), reverse
+                return trained([s.rollout.actions for s in samples], torch.int64), reverse
             case ForwardKL(cache="teacher_topk") | JSD(cache="teacher_topk"):
-                ids_NK = joined([_present(s.teacher_ids) for s in samples], device, torch.int64)
-                logq_NK = joined([_present(s.teacher_topk_logp) for s in samples], device, dtype)
+                ids_NK = trained([_present(s.teacher_ids) for s in samples], torch.int64)
+                logq_NK = trained([_present(s.teacher_topk_logp) for s in samples], dtype)
 
                 def on_support(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
                     logp_CK = logp_CM[:, 1:]
@@ -139,7 +139,7 @@ class Objective:
         """The teacher's head is applied here, to a chunk at a time: both whole distributions, and no N×V tensor."""
         teacher, loss = self.teacher_head, self.method.loss
         assert teacher is not None, "the hidden cache needs the teacher's head"
-        hidden_ND = _hidden([_present(s.teacher_hidden) for s in samples]).to(terms.device)
+        hidden_ND = _hidden(terms.of_trained([_present(s.teacher_hidden) for s in samples])).to(terms.device)
         kinds = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
         beta = loss.beta if isinstance(loss, JSD) else 0.5
 
@@ -153,7 +153,7 @@ class Objective:
 
 
 class Terms:
-    """The samples of a micro-batch, joined to tensors over N, and the losses of those."""
+    """The samples of a micro-batch, their trained tokens joined to tensors over N, and the losses of those."""
 
     def __init__(
         self,
@@ -165,19 +165,25 @@ class Terms:
         dtype: torch.dtype,
     ) -> None:
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
-        self.tokens_N = joined([sample.rollout.tokens for sample in samples], device, torch.int64)
+        self.masks = [sample.rollout.loss_mask for sample in samples]
+        self.tokens_N = self.trained([sample.rollout.tokens for sample in samples], torch.int64)
         self.teachers = [sample.teacher for sample in samples]
         self.mask_N, self.behavior_N = self._joined("mask_T", torch.bool), self._joined("behavior_T", dtype)
         present = [each.name for each in fields(Frozen) if isinstance(getattr(frozen[0], each.name), Tensor)]
         self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
-        lengths_B = torch.tensor([len(each.mask_T) for each in frozen])
-        self.shape = len(frozen), int(lengths_B.max())
-        self.row_N = torch.repeat_interleave(torch.arange(len(frozen)), lengths_B).to(device)
-        starts_N = torch.repeat_interleave(lengths_B.cumsum(0) - lengths_B, lengths_B).to(device)
-        self.position_N = torch.arange(len(starts_N), device=device) - starts_N
+        trained_BT = padded([torch.from_numpy(mask_T) for mask_T in self.masks])
+        self.shape = trained_BT.shape
+        self.row_N, self.position_N = trained_BT.nonzero().to(device).unbind(1)
+
+    def of_trained(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
+        """Of every sample its trained rows."""
+        return [array[mask_T] for array, mask_T in zip(arrays, self.masks, strict=True)]
+
+    def trained(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
+        return joined(self.of_trained(arrays), self.device, dtype)
 
     def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
-        return torch.cat([getattr(each, name) for each in self.frozen]).to(self.device, dtype)
+        return self.trained([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
 
     def rows(self, x_N: Tensor) -> Tensor:
         """One row for each sample, [B, T]."""

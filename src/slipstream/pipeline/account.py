@@ -17,11 +17,14 @@ class Account:
         self.log, self.trace, self.admission = log, trace, admission
         self.thrown = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and not learned from."""
+        self.failed_samples = round(log.last.get("failed_samples", 0))
+        """Members that an engine could not answer, of groups that went on without them."""
         self.publish: Numbers = {}
         """Of the publish since the last update."""
         self._tokens = Counter[str]()
 
-    def trained(self, groups: Iterable[Group], *, update: int, version: int) -> None:
+    def trained(self, groups: Iterable[Group], *, update: int, version: int, size: int) -> None:
+        """`size` is how many members a group had when it was submitted."""
         self.log.ledger(*(
             {
                 "number": group[0].header.number,
@@ -33,9 +36,13 @@ class Account:
                 "mean_lag": [round(mean_lag(handle.header, version), 4) for handle in group],
                 "tokens": [handle.header.tokens for handle in group],
                 "rewards": [handle.header.rewards for handle in group],
+                **({"failed": missing} if (missing := _missing(group, size)) else {}),
             }
             for group in groups
         ))  # fmt: skip
+
+    def failed(self, members: int) -> None:
+        self.failed_samples += members
 
     def dropped(self, number: int, reason: str, cause: str = "") -> None:
         entry = {"number": number, "end": "dropped", "reason": reason, "version": self.admission.version}
@@ -67,6 +74,7 @@ class Account:
             **{f"dropped/{reason}": float(count) for reason, count in sorted(admission.dropped.items())},
             "restarted": float(admission.restarted),
             "thrown_tokens": float(self.thrown),
+            "failed_samples": float(self.failed_samples),
             "version": float(batch.update),
             "time": self.trace.now(),
         }
@@ -80,3 +88,8 @@ class Account:
         found = Counter({stage: tokens[stage] - self._tokens[stage] for stage in tokens})
         self._tokens = tokens
         return found
+
+
+def _missing(group: Group, size: int) -> list[int]:
+    """The indices of members that failed."""
+    return sorted(set(range(size)) - {handle.header.index for handle in group})

@@ -16,16 +16,16 @@ from typing import NoReturn
 
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
-from slipstream.engines.base import Engines, Sampling
+from slipstream.engines.base import Engines, Sampler, Sampling
 from slipstream.errors import NonFiniteError, Stalled
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
-from slipstream.pipeline.pool import Pool, scorer_name
+from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.pipeline.stages import Flow, Passes, learn, roll, watch
+from slipstream.pipeline.stages import Flow, Passes, answered, learn, roll, watch
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Handle, Prompt
 from slipstream.runlog import RunLog
@@ -153,8 +153,10 @@ class Run:
             return
 
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
-            call = f"held-out prompt {prompt.number}"
-            group = await flow.samplers.call(call, lambda worker: worker.engine.generate(prompt, sampling))
+            async def answer(worker: Worker[Sampler]) -> list[Handle]:
+                return answered(await worker.engine.generate(prompt, sampling))
+
+            group = await flow.samplers.call(f"held-out prompt {prompt.number}", answer)
             flow.moved = flow.trace.now()
             return group
 

@@ -148,9 +148,9 @@ async def roll(flow: Flow, number: int) -> None:
     prompt = flow.prompt(number)
 
     async def generate(worker: Worker[Sampler]) -> list[Handle]:
-        group = await worker.engine.generate(prompt, flow.sampling)
-        if any(handle.header.finish == "error" for handle in group):
-            raise GivenUp("the engine could not answer it")
+        rolled = await worker.engine.generate(prompt, flow.sampling)
+        group = answered(rolled)
+        flow.account.failed(len(rolled) - len(group))
         worker.track.tokens += sum(handle.header.tokens for handle in group)
         flow.trace.leaves(worker.track, number)
         return group
@@ -161,9 +161,18 @@ async def roll(flow: Flow, number: int) -> None:
         flow.drop(number, "rollout failed", str(failure))
     else:
         flow.held[number] = group
-        flow.admission.rolled(number, min(handle.header.oldest for handle in group))
+        trained = [handle.header.oldest for handle in group if handle.header.trained_tokens]
+        flow.admission.rolled(number, min(trained, default=flow.admission.live[number].version))
     flow.running.pop(number, None)
     flow.advance()
+
+
+def answered(group: Group) -> list[Handle]:
+    """Without the members that the engine could not answer: they end here, and the others go on. GivenUp if all are."""
+    found = [handle for handle in group if handle.header.finish != "error"]
+    if not found:
+        raise GivenUp("the engine could not answer it")
+    return found
 
 
 async def mark(flow: Flow, number: int) -> None:
@@ -270,7 +279,7 @@ async def finish(flow: Flow, update: Update) -> None:
     version = flow.admission.version
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
-    flow.account.trained(update.groups, update=update.number, version=version)
+    flow.account.trained(update.groups, update=update.number, version=version, size=flow.sampling.group)
     flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
 
 

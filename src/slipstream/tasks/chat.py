@@ -55,10 +55,9 @@ def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
     messages = list(row.prompt)
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
+    options = data.template_args | ({} if row.tools is None else {"tools": row.tools})
     try:
-        return str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **data.template_args)
-        )
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
     except Exception as error:  # a template is a program, and may raise anything
         raise DataError(f"{row.id}: the chat template refuses these messages: {first_line(error)}") from None
 

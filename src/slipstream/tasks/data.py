@@ -1,7 +1,7 @@
 """Rows of a dataset, and the endless sequence of prompts that a run draws from them.
 
 A row has `prompt` (text, or a list of messages) or `messages`; optionally `data_source`, and `ground_truth` or
-`answer`.
+`answer`; beside messages, `tools`, the JSON schemas of what the student may call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.errors import DataError, did_you_mean, first_line
 from slipstream.records import Ints, Prompt, derive_seed
 from slipstream.tasks import arithmetic
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
 ARITHMETIC_ROWS = 20_000
 """Rows of builtin:arithmetic when no limit is given."""
@@ -32,6 +32,8 @@ class Row:
     data_source: str = "default"
     ground_truth: Any = None
     meta: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    """What the chat template is told of tools."""
 
 
 def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> list[Row]:
@@ -125,7 +127,12 @@ def _row(where: str, fields: Any) -> Row:
         prompt = _messages(where, prompt)
     if not prompt:
         raise DataError(f"{where}: the prompt is empty; {EXPECTED}")
-    known = ("prompt", "messages", "data_source", "ground_truth", "answer", "id")
+    tools = fields.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: 'tools' must be a list of objects, the JSON schemas of functions")
+    if tools is not None and isinstance(prompt, str):
+        raise DataError(f"{where}: 'tools' are for a chat template: write the prompt as a list of messages")
+    known = ("prompt", "messages", "data_source", "ground_truth", "answer", "id", "tools")
     truth = fields.get("ground_truth") if fields.get("ground_truth") is not None else fields.get("answer")
     return Row(
         id=str(fields["id"]) if fields.get("id") is not None else where,
@@ -133,20 +140,27 @@ def _row(where: str, fields: Any) -> Row:
         data_source=str(fields.get("data_source") or "default"),
         ground_truth=truth,
         meta={key: value for key, value in fields.items() if key not in known},
+        tools=tools,
     )
 
 
 def _messages(where: str, messages: Any) -> Messages:
-    """A conversation up to the turn that the student will write: trailing answers are cut off."""
-    good = isinstance(messages, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
-    )
-    if not good:
+    """A conversation up to the turn that the student will write, with every field: trailing answers are cut off.
+
+    A message that calls tools may have no text. Tables have every column in every message: what is None is not there.
+    """
+    if not (isinstance(messages, list) and all(isinstance(m, dict) and _is_message(m) for m in messages)):
         raise DataError(f"{where}: a message must have 'role' and 'content', both text; {EXPECTED}")
     kept = list(messages)
     while kept and kept[-1]["role"] == "assistant":
         kept.pop()
-    return [{"role": m["role"], "content": m["content"]} for m in kept]
+    return [{name: value for name, value in m.items() if value is not None or name == "content"} for m in kept]
+
+
+def _is_message(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    silent = content is None and bool(message.get("tool_calls"))
+    return isinstance(message.get("role"), str) and (isinstance(content, str) or silent)
 
 
 class Prompts:

@@ -12,7 +12,7 @@ micro-batches by their cost, which for long rows is mostly attention and not the
 A model that cannot keep items apart takes one sample a row, right-padded: with causal attention no real token ever sees
 a pad, and no mask is needed.
 
-Shapes: B rows, L positions, N predicted tokens.
+Shapes: B rows, L positions.
 """
 
 from __future__ import annotations

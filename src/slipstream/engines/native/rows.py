@@ -9,7 +9,7 @@ On the CPU, queries go in blocks, each with only those keys that any of its quer
 little is computed to be masked away. On CUDA, FlexAttention does the same from the same three index tensors.
 
 Shapes: R rows, L positions, Q queries of a block, K keys of a block, H heads, J key/value heads, D head size,
-N predicted tokens.
+N trained tokens: only what predicts one of them is ever looked at.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Rows:
                 ids_RL[r, start:stop] = _tokens_of(item, rollouts)
                 tree_RL[r, start:stop] = tree
                 branch_RL[r, start:stop], position_RL[r, start:stop] = _branches(item)
-                predict.append(r * length + start + _predictors(item))
+                trained = np.concatenate([rollouts[i].loss_mask for i in item.members])
+                predict.append(r * length + start + _predictors(item)[trained])
                 start = stop
         self.packed = batch.packed
         self.ids_RL, self.position_RL, self.branch_RL, self.tree_RL, self.predict_N = (
@@ -75,7 +76,7 @@ class Rows:
         self.block_masks: dict[Reach, BlockMask] = {}
 
     def hidden(self, backbone: nn.Module) -> Tensor:
-        """The hidden states that predict the response tokens, sample after sample as in `members`."""
+        """The hidden states that predict the trained tokens, sample after sample as in `members`."""
         assert not self.packed or _attention(backbone) == NAME, "packed rows for a model that use_rows has not seen"
         # where every row is one sequence, its positions go without saying: not every model takes them
         options: dict[str, Any] = {"position_ids": self.position_RL} if self.packed else {}
@@ -151,6 +152,16 @@ def _predictors(item: Item) -> Ints:
     before = np.arange(item.prompt, item.tokens) - 1
     before[np.cumsum([0, *item.responses[:-1]])] = item.prompt - 1
     return before
+
+
+def by_sample(x_N: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """What was found for trained tokens, [T, …] of each sample; 0 where a token is masked."""
+    masks = [torch.from_numpy(rollout.loss_mask).to(x_N.device) for rollout in rollouts]
+    parts = torch.split(x_N, [int(mask_T.sum()) for mask_T in masks])
+    return [
+        x_N.new_zeros(len(mask_T), *x_N.shape[1:]).index_put((mask_T,), part)
+        for mask_T, part in zip(masks, parts, strict=True)
+    ]
 
 
 def _attention(backbone: nn.Module) -> Any:

@@ -2,7 +2,7 @@
 
 Calls that arrive while a pass runs are scored together in the next one.
 
-Shapes: N predicted tokens, C rows of a chunk, M cached actions, K top-k, D hidden, V vocabulary.
+Shapes: N trained tokens, C rows of a chunk, M cached actions, K top-k, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.engines.asked import Cache
 from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
-from slipstream.engines.native.rows import Rows, use_rows
+from slipstream.engines.native.rows import Rows, by_sample, use_rows
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.numerics import joined
@@ -124,16 +124,16 @@ class NativeScorer:
         return [Handle(header_of(rollouts[i], teacher=self.name), scored[i]) for i in range(len(handles))]
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[Scored]:
-        """What the cache holds, for every sample of a micro-batch."""
+        """What the cache holds, for every sample of a micro-batch; 0 where a token is masked."""
         device = hidden_ND.device
         found: dict[str, Tensor] = {}
         if self.cache == "sampled":
             found["teacher_action_logp"] = self._logp(
-                hidden_ND, joined([r.actions for r in rollouts], device, torch.int64)
+                hidden_ND, joined([r.actions[r.loss_mask] for r in rollouts], device, torch.int64)
             )
             found["teacher_logp"] = found["teacher_action_logp"][:, 0]
         else:
-            tokens_N = joined([rollout.tokens for rollout in rollouts], device, torch.int64)
+            tokens_N = joined([r.tokens[r.loss_mask] for r in rollouts], device, torch.int64)
             found["teacher_logp"] = self._logp(hidden_ND, tokens_N[:, None])[:, 0]
         if found["teacher_logp"].isnan().any():
             prompts = f"{rollouts[0].prompt.id} … {rollouts[-1].prompt.id}"
@@ -142,9 +142,8 @@ class NativeScorer:
             found |= self._topk(hidden_ND, tokens_N, found["teacher_logp"])
         if self.cache == "hidden":
             found["teacher_hidden"] = hidden_ND
-        edges = np.cumsum([len(rollout.tokens) for rollout in rollouts])[:-1].tolist()
         parts: dict[str, list[Any]] = {
-            name: [_numpy(part) for part in value.tensor_split(edges)] for name, value in found.items()
+            name: [_numpy(part) for part in by_sample(value, rollouts)] for name, value in found.items()
         }
         return [
             Scored(

@@ -109,6 +109,11 @@ class VllmSampler:
             raise EngineError(
                 f"vLLM does not draw at temperature {sampling.temperature}: write 0, or at least {COLDEST}"
             )
+        if prompt.offset or prompt.first:
+            raise EngineError(
+                f"prompt {prompt.id} continues a response, whose draws vLLM would begin again: write "
+                "sampler.engine = 'native'"
+            )
         return await self.core.call(self._group(prompt, sampling))
 
     async def _group(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:

@@ -24,7 +24,7 @@ ROLLOUT = Rollout(
     actions=np.zeros((1, 1), np.int64),
     action_logp=np.zeros((1, 1)),
     finish="length",
-    loss_mask=np.zeros(1, np.bool_),
+    loss_mask=np.ones(1, np.bool_),
 )
 ITEM = Item(prompt=1, responses=(1,), members=(0,))
 

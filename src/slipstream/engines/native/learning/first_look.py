@@ -12,9 +12,14 @@ from slipstream.engines.base import Metrics
 from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots
 from slipstream.engines.native.ranks import Ranks
-from slipstream.objective.frozen import Evidence
+from slipstream.objective.frozen import Evidence, behavior_of
 from slipstream.objective.method import Method
 from slipstream.records import Scored
+
+
+def drawn_by(version: int, sample: Scored) -> Tensor:
+    """Its trained tokens of this version, [T]."""
+    return torch.from_numpy((sample.rollout.versions == version) & sample.rollout.loss_mask)
 
 
 class FirstLook:
@@ -24,7 +29,7 @@ class FirstLook:
         self.method, self.passes, self.snapshots, self.ranks = method, passes, snapshots, ranks
 
     def evidence(self, samples: Sequence[Scored], version: int) -> list[Evidence]:
-        """The log-probs of the emitted tokens under every policy that the method asks for."""
+        """The log-probs of the trained tokens under every policy that the method asks for; 0 where one is masked."""
         method, drawn = self.method, self._drawn(samples)
         asked = method.current_first or (method.decoupled and version in drawn)
         current = self.passes.log_probs(samples) if asked else None
@@ -43,7 +48,7 @@ class FirstLook:
                 group=sample.rollout.prompt.number,
                 reward=sample.rollout.rewards.get(method.reward, 0.0),
                 mask_T=torch.tensor(sample.rollout.loss_mask),
-                behavior_T=torch.tensor(sample.rollout.logp).double(),
+                behavior_T=behavior_of(sample).double(),
                 old_T=old[i] if old is not None else None,
                 current_T=current[i] if current is not None else None,
                 reference_T=reference[i] if reference is not None else None,
@@ -54,28 +59,28 @@ class FirstLook:
         ]
 
     def _drawn(self, samples: Sequence[Scored]) -> list[int]:
-        """The versions that drew any of these tokens, or of those that other ranks have."""
-        mine = {int(version) for sample in samples for version in sample.rollout.versions}
+        """The versions that drew any of these trained tokens, or of those that other ranks have."""
+        mine = {int(version) for sample in samples for version in sample.rollout.versions[sample.rollout.loss_mask]}
         return sorted(set().union(*self.ranks.gathered(mine)))
 
     def _at_own_version(
         self, samples: Sequence[Scored], known: dict[int, list[Tensor]], drawn: Sequence[int]
     ) -> tuple[list[Tensor], list[int]]:
         """Each token under the weights that drew it; where those are gone, what the sampler said of it."""
-        old = [torch.tensor(sample.rollout.logp).double() for sample in samples]
+        old = [behavior_of(sample).double() for sample in samples]
         left = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
         for version in drawn:
             if version not in known and version not in self.snapshots:
                 continue
-            chosen = [i for i, sample in enumerate(samples) if (sample.rollout.versions == version).any()]
+            here = [drawn_by(version, sample) for sample in samples]
+            chosen = [i for i, here_T in enumerate(here) if here_T.any()]
             found = (
                 [known[version][i] for i in chosen]
                 if version in known
                 else self.passes.log_probs([samples[i] for i in chosen], self.snapshots, version)
             )
             for i, logp_T in zip(chosen, found, strict=True):
-                here_T = torch.from_numpy(samples[i].rollout.versions == version)
-                old[i], left[i] = torch.where(here_T, logp_T, old[i]), left[i] & ~here_T
+                old[i], left[i] = torch.where(here[i], logp_T, old[i]), left[i] & ~here[i]
         return old, [int(left_T.sum()) for left_T in left]
 
     def _kl_to_own_version(
@@ -86,19 +91,20 @@ class FirstLook:
         `reverse` is KL(as it is ‖ as it was), exact over the vocabulary; what the engines disagree on is not in it.
         """
         kl = [torch.zeros(len(sample.rollout.tokens), dtype=torch.float64) for sample in samples]
-        known = [torch.tensor(sample.rollout.versions == version) for sample in samples]  # the same policy: 0
+        # of the same policy it is 0
+        known = [drawn_by(version, sample) | ~torch.tensor(sample.rollout.loss_mask) for sample in samples]
         for drew in drawn:
             if drew == version or drew not in self.snapshots:
                 continue
-            chosen = [i for i, sample in enumerate(samples) if (sample.rollout.versions == drew).any()]
+            here = [drawn_by(drew, sample) for sample in samples]
+            chosen = [i for i, here_T in enumerate(here) if here_T.any()]
             found = self.passes.rollout_kl([samples[i] for i in chosen], self.snapshots, drew, kind=kind)
             for i, kl_T in zip(chosen, found, strict=True):
-                here_T = torch.from_numpy(samples[i].rollout.versions == drew)
-                kl[i], known[i] = torch.where(here_T, kl_T.double(), kl[i]), known[i] | here_T
+                kl[i], known[i] = torch.where(here[i], kl_T.double(), kl[i]), known[i] | here[i]
         return kl, known
 
     def rollout_drift(self, samples: Sequence[Scored], version: int) -> Metrics:
-        """Mean KL to the policy that drew each token, over the tokens whose version is still there."""
+        """Mean KL to the policy that drew each token, over the trained tokens whose version is still there."""
         found, known = self._kl_to_own_version(samples, version, self._drawn(samples), kind="reverse")
         masks = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
         mine = (

@@ -28,11 +28,12 @@ from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Sn
 from slipstream.engines.native.learning.storage import restore, save
 from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint
 from slipstream.engines.native.ranks import Ranks
+from slipstream.engines.native.rows import by_sample
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
 from slipstream.objective.drift import Seen, against_teacher, drift_metrics, sharpness
-from slipstream.objective.frozen import Frozen, freeze
+from slipstream.objective.frozen import Frozen, behavior_of, freeze
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of
@@ -144,7 +145,9 @@ class NativeLearner:
         """Each rank does it all: the batch is small, and nothing is exchanged."""
         logp = self.passes.log_probs(samples)
         seen = [Seen.of(sample, as_it_is(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
-        drift = drift_metrics(seen, version=int(max(sample.rollout.versions.max() for sample in samples)))
+        drift = drift_metrics(
+            seen, version=max(int(v) for s in samples for v in s.rollout.versions[s.rollout.loss_mask])
+        )
         return drift | sharpness(seen) | against_teacher(samples, logp)
 
     def _counts(self, group: Group) -> Counts:
@@ -157,7 +160,7 @@ class NativeLearner:
         samples, frozen = [self.samples[key] for key in keys], [self.frozen[key] for key in keys]
         total = torch.zeros((), dtype=torch.float64, device=self.lm.device)
         for rows, members in self.passes.micro_batches(samples):
-            if not members:
+            if not len(rows.predict_N) or not members:
                 with self.passes.precision():
                     empty = self.passes.student(rows, nothing)
                 empty.backward()
@@ -177,8 +180,8 @@ class NativeLearner:
             raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
 
     def _note(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
-        lengths = [len(sample.rollout.tokens) for sample in samples]
-        for sample, each, logp_T in zip(samples, frozen, torch.split(logp_N, lengths), strict=True):
+        found = by_sample(logp_N, [sample.rollout for sample in samples])
+        for sample, each, logp_T in zip(samples, frozen, found, strict=True):
             self.seen.append(Seen.of(sample, each, logp_T))
 
     def _step(self, counts: Counts) -> Metrics:
@@ -262,8 +265,7 @@ def scored(handle: Handle) -> Scored:
 
 def as_it_is(sample: Scored) -> Frozen:
     """Nothing is rejected, and nothing weighed."""
-    rollout = sample.rollout
-    return Frozen(mask_T=torch.tensor(rollout.loss_mask), behavior_T=torch.tensor(rollout.logp))
+    return Frozen(mask_T=torch.tensor(sample.rollout.loss_mask), behavior_T=behavior_of(sample))
 
 
 def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:

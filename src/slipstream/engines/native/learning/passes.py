@@ -18,12 +18,12 @@ from slipstream.engines.native.learning.snapshots import Snapshots
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
-from slipstream.engines.native.rows import Rows, use_rows
+from slipstream.engines.native.rows import Rows, by_sample, use_rows
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.numerics import joined
-from slipstream.records import Scored
+from slipstream.records import Rollout, Scored
 
 T = TypeVar("T")
 
@@ -98,10 +98,13 @@ class Passes:
     def log_probs(
         self, samples: Sequence[Scored], snapshots: Snapshots | None = None, version: int | str | None = None
     ) -> list[Tensor]:
-        """Of the emitted tokens, at sampling temperature, by the weights as they are or as a snapshot has them."""
+        """Of the emitted tokens, at sampling temperature, by the weights as they are or as a snapshot has them.
 
-        def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Scored]) -> Tensor:
-            ids_N1 = joined([s.rollout.tokens for s in chosen], hidden_NH.device, torch.int64)[:, None]
+        0 where a token is masked.
+        """
+
+        def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
+            ids_N1 = joined([r.tokens[r.loss_mask] for r in chosen], hidden_NH.device, torch.int64)[:, None]
             hidden_NH, weight, bias = head.inputs(hidden_NH)
             return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.temperature, **head.bend)[:, 0]
 
@@ -111,19 +114,18 @@ class Passes:
                 if not members:
                     self.student(rows, nothing)
                     continue
-                chosen = [samples[i] for i in members]
+                chosen = [samples[i].rollout for i in members]
                 logp_N = self.student(rows, lambda h, head, chosen=chosen: at_tokens(h, head, chosen))
-                lengths = [len(sample.rollout.tokens) for sample in chosen]
-                found |= zip(members, torch.split(logp_N.cpu().double(), lengths), strict=True)
+                found |= zip(members, by_sample(logp_N.cpu().double(), chosen), strict=True)
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
     def rollout_kl(
         self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kind: Literal["forward", "reverse"]
     ) -> list[Tensor]:
-        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round, at every token.
+        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round, at trained tokens.
 
-        Exact, over the whole vocabulary.
+        Exact, over the whole vocabulary; 0 where a token is masked.
         """
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
@@ -154,8 +156,8 @@ class Passes:
                 if not members:
                     self.student(rows, nothing)
                     continue
-                lengths = [len(samples[i].rollout.tokens) for i in members]
-                kl |= zip(members, torch.split(self.student(rows, kl_to).cpu(), lengths), strict=True)
+                chosen = [samples[i].rollout for i in members]
+                kl |= zip(members, by_sample(self.student(rows, kl_to).cpu(), chosen), strict=True)
         return [kl[i] for i in range(len(samples))]
 
 

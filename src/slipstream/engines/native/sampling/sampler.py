@@ -233,7 +233,7 @@ class NativeSampler:
             if len(kinds) > 1:
                 pick = torch.tensor([i for i, row in enumerate(rows) if row.request.sampling == sampling])
             at = torch.arange(start, stop, device=t_N.device)[pick]
-            uniform_NM = uniforms(tape.seed_S[at], t_N[pick], sampling.draws)
+            uniform_NM = uniforms(tape.seed_S[at], tape.offset_S[at] + t_N[pick], sampling.draws)
             ids_NM, logp_NM = draw(process(logits_NV[pick], sampling), uniform_NM)
             tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM
             tape.logp_STM[at, t_N[pick], : sampling.draws] = logp_NM

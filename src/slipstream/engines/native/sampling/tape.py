@@ -18,6 +18,8 @@ class Tape:
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.seed_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.offset_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        """Tokens of the response that earlier calls drew."""
         self.prompt_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self.last_S = torch.zeros(slots, dtype=torch.int64, device=device)
         """Position of the newest token, which no forward pass has seen yet."""
@@ -34,8 +36,8 @@ class Tape:
         at = slice(start, start + sampling.group)
         self.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
         self.prompt_S[at], self.last_S[at], self.limit_S[at] = q, q - 1, q - 1 + sampling.max_tokens
-        seeds = [derive_seed(prompt.seed, index) for index in range(sampling.group)]
-        self.seed_S[at] = torch.tensor(seeds, device=device)
+        seeds = [derive_seed(prompt.seed, prompt.first + index) for index in range(sampling.group)]
+        self.seed_S[at], self.offset_S[at] = torch.tensor(seeds, device=device), prompt.offset
 
     def _widen(self, length: int, tokens: int, draws: int, dtype: torch.dtype) -> None:
         self.ids_SL = _grown(self.ids_SL, length)
@@ -53,7 +55,7 @@ class Tape:
         logp_TM = self.logp_STM[slot, :tokens, :draws].cpu().numpy().copy()
         return Rollout(
             prompt=prompt,
-            index=index,
+            index=prompt.first + index,
             tokens=actions_TM[:, 0],
             versions=self.version_ST[slot, :tokens].cpu().numpy().astype(np.int32),
             logp=logp_TM[:, 0],
