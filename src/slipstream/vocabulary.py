@@ -196,6 +196,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("dropped/REASON", "of these, for this reason", "0", ACCOUNT),
         Term("restarted", "groups so far that became too old and began again", "few", ACCOUNT),
         Term("thrown_tokens", "tokens so far of responses that were not learned from", "few", ACCOUNT),
+        Term("failed_samples", "members that an engine could not answer, of groups that went on without", "0", ACCOUNT),
     ),
 }
 
