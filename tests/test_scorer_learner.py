@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
 
-from slipstream.config.objective import ForwardKL, LossConfig, ReverseKLMC
+from slipstream.config.objective import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner, learning_rate
-from slipstream.engines.native.model import export_weights, fingerprint, load_model, load_weights
+from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint, load_model, load_weights, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
@@ -31,7 +31,7 @@ from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
-from tiny import EOS, VOCAB, littered, make_model, make_prompts, wrap
+from tiny import EOS, SHAPE, VOCAB, littered, make_model, make_prompts, wrap
 
 T = TypeVar("T")
 
@@ -449,3 +449,44 @@ def test_a_model_whose_weights_are_missing_is_refused(tmp_path: Path) -> None:
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"1 weights are missing or of another shape, model.layers.1.mlp.down_proj"):
         load_model(str(tmp_path), dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward"])
+def test_a_teacher_that_caps_its_logits_is_whole_in_the_hidden_cache(kind: str) -> None:
+    """Student and teacher scale and cap what their heads say: the exact divergence is that of their distributions."""
+
+    def capped(seed: int) -> LanguageModel:
+        torch.manual_seed(seed)
+        config = Gemma2Config(**SHAPE, final_logit_softcapping=1.5, attn_logit_softcapping=2.0)
+        return split("capped", AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval())
+
+    student, teacher = capped(0), capped(1)
+    groups = roll_out(student.model)
+
+    async def work() -> tuple[float, list[Scored]]:
+        scorer = NativeScorer(copy.deepcopy(teacher), cache="hidden")
+        scored = [await scorer.score(group) for group in groups]
+        loss = ReverseKL() if kind == "reverse" else ForwardKL(cache="hidden")
+        learner = NativeLearner(
+            copy.deepcopy(student),
+            method=Method(loss=loss),
+            config=LearnerConfig(),
+            updates=1,
+            teacher_head=teacher.head,
+        )
+        batch = Batch(tuple(scored), 1)
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        return (await learner.step())["loss"], [handle.body for group in scored for handle in group]
+
+    found, samples = run(work())
+    kl = []
+    with torch.no_grad():
+        for sample in samples:
+            ids = np.concatenate([sample.rollout.prompt.tokens, sample.rollout.tokens]).astype(np.int64)
+            first = len(sample.rollout.prompt.tokens) - 1
+            p, q = (
+                lm.model(torch.from_numpy(ids)[None]).logits[0, first:-1].log_softmax(-1) for lm in (student, teacher)
+            )
+            one, other = (p, q) if kind == "reverse" else (q, p)
+            kl.append((one.exp() * (one - other)).sum(-1))
+    assert found == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)

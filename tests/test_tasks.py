@@ -26,7 +26,7 @@ from slipstream.config.schema import DataConfig
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.records import Handle, Prompt, Rollout, header_of
 from slipstream.tasks import arithmetic
-from slipstream.tasks.chat import check_fits, check_same_vocabulary, encode_rows, load_tokenizer, stop_ids
+from slipstream.tasks.chat import check_fits, check_ids, check_same_vocabulary, encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.data import Prompts, Row, load_rows
 from slipstream.tasks.rewards import PoolGrader, exact, grade_texts, math
 
@@ -336,6 +336,20 @@ def test_tools_their_calls_and_their_results_reach_the_chat_template(tmp_path: P
     rows = load_rows(jsonl(tmp_path / "a.jsonl", {"messages": CONVERSATION, "tools": [ADD]}, {"messages": [USER]}))
     texts = [tokenizer.decode(ids) for ids in encode_rows(rows, tokenizer, DataConfig())]
     assert texts == ['add?Hicall_1=add{"a": 1, "b": 2}add#call_13', "Hi"]
+
+
+def test_a_template_that_raises_whatever_it_likes_is_told_in_a_line() -> None:
+    tokenizer = build_tokenizer(template="{{ messages[0].content + 1 }}")
+    with pytest.raises(DataError, match="^r: the chat template refuses these messages: can only concatenate str"):
+        encode_rows([Row("r", [USER])], tokenizer, DataConfig())
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_named() -> None:
+    rows = [Row("first", "a"), Row("second", "z")]
+    tokens = [np.array([1, 2]), np.array([3, 40])]
+    check_ids(rows, tokens, "tiny", 41)
+    with pytest.raises(ModelError, match="^second: token 40 of its prompt is beyond the 40 embeddings of tiny: "):
+        check_ids(rows, tokens, "tiny", 40)
 
 
 def test_messages_without_a_template_are_an_error_that_says_so() -> None:
