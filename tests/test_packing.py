@@ -31,8 +31,8 @@ from slipstream.engines.native.packing import Item, MicroBatch, best_fit, cost, 
 from slipstream.engines.native.rows import Rows, attend, by_flex, reading, reread, use_rows
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError
-from slipstream.records import Handle, Prompt, Rollout, header_of
-from tiny import CONFIGS, SHAPE, VOCAB, make_model, wrap
+from slipstream.records import Handle, Rollout, header_of
+from tiny import CONFIGS, SHAPE, VOCAB, make_model, random_rollouts, wrap
 
 CPU = torch.device("cpu")
 GROUPS = [(7, [20, 1, 9]), (1, [5, 3]), (19, [2]), (3, [13, 13, 1, 8]), (12, [6, 11])]
@@ -45,26 +45,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def make_rollouts(groups: Sequence[tuple[int, Sequence[int]]] = GROUPS) -> list[Rollout]:
-    """A group for each (prompt, responses), by their lengths; the groups take turns."""
-    rng = np.random.default_rng(0)
-    rollouts = []
-    for number, (length, responses) in enumerate(groups):
-        prompt = Prompt(id=f"p{number}", number=number, tokens=rng.integers(2, VOCAB, length))
-        for index, count in enumerate(responses):
-            tokens, logp = rng.integers(2, VOCAB, count), np.zeros(count)
-            rollout = Rollout(
-                prompt=prompt,
-                index=index,
-                tokens=tokens,
-                versions=np.zeros(count, np.int64),
-                logp=logp,
-                actions=tokens[:, None],
-                action_logp=logp[:, None],
-                finish="length",
-                loss_mask=np.ones(count, np.bool_),
-            )
-            rollouts.append(rollout)
-    return sorted(rollouts, key=lambda rollout: rollout.index)
+    """The groups take turns."""
+    return sorted(random_rollouts(groups), key=lambda rollout: rollout.index)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

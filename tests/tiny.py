@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.records import Prompt, Scored, derive_seed
+from slipstream.records import Prompt, Rollout, Scored, derive_seed
 
 VOCAB, EOS = 31, 1
 SHAPE = {
@@ -68,6 +69,29 @@ def make_prompts(count: int, *, longest: int = 12, seed: int = 0) -> list[Prompt
         )
         for i in range(count)
     ]
+
+
+def random_rollouts(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Rollout]:
+    """A group for each (prompt, responses), by their lengths, of random tokens."""
+    rng, found = np.random.default_rng(0), []
+    for number, (length, responses) in enumerate(groups):
+        prompt = Prompt(id=f"p{number}", number=number, tokens=rng.integers(2, VOCAB, length))
+        for index, count in enumerate(responses):
+            tokens, logp = rng.integers(2, VOCAB, count), np.zeros(count)
+            found.append(
+                Rollout(
+                    prompt=prompt,
+                    index=index,
+                    tokens=tokens,
+                    versions=np.zeros(count, np.int64),
+                    logp=logp,
+                    actions=tokens[:, None],
+                    action_logp=logp[:, None],
+                    finish="length",
+                    loss_mask=np.ones(count, np.bool_),
+                )
+            )
+    return found
 
 
 def littered(sample: Scored, *, seed: int) -> Scored:

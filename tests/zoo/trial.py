@@ -31,6 +31,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError, ModelError
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
+from tiny import random_rollouts
 from zoo.families import EOS, VOCAB
 
 LONGEST = 40
@@ -51,30 +52,7 @@ def nudged(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     return later
 
 
-def rollouts_of(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Rollout]:
-    """Random responses: a group for each (prompt, responses), by their lengths."""
-    rng, found = np.random.default_rng(0), []
-    for number, (length, responses) in enumerate(groups):
-        prompt = Prompt(id=f"p{number}", number=number, tokens=rng.integers(2, VOCAB, length))
-        for index, count in enumerate(responses):
-            tokens, logp = rng.integers(2, VOCAB, count), np.zeros(count)
-            found.append(
-                Rollout(
-                    prompt=prompt,
-                    index=index,
-                    tokens=tokens,
-                    versions=np.zeros(count, np.int64),
-                    logp=logp,
-                    actions=tokens[:, None],
-                    action_logp=logp[:, None],
-                    finish="length",
-                    loss_mask=np.ones(count, np.bool_),
-                )
-            )
-    return found
-
-
-SAMPLES = rollouts_of([(7, [20, 1, 9]), (1, [5, 3]), (19, [2, 21])])
+SAMPLES = random_rollouts([(7, [20, 1, 9]), (1, [5, 3]), (19, [2, 21])])
 
 
 def plain(lm: LanguageModel, rollout: Rollout, sampling: Sampling | None = None) -> Tensor:
