@@ -220,8 +220,10 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     print(to_toml(config), end="")
     if args.check:
         from slipstream.launch import prepare
+        from slipstream.runtimes.build_vllm import with_vllm
         from slipstream.runtimes.placement import needs
 
+        config = with_vllm(config, note)
         job = prepare(config)
         print(f"# {job.method}")
         for need in needs(config, longest=job.longest):
