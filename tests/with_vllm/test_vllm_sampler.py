@@ -17,13 +17,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from against_vllm import assert_exact, full_forward, generate, grown, replaced
 from slipstream.engines.base import Mode, Sampling, WeightsRef
-from slipstream.engines.draws import process
 from slipstream.engines.native.model import export_weights, fingerprint
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError
-from slipstream.records import Prompt, Rollout
+from slipstream.records import Rollout
 from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts
 
 DRAWS, CONTEXT = 8, SHAPE["max_position_embeddings"]
@@ -59,34 +59,6 @@ def sampler(engine: VllmSampler) -> VllmSampler:
     return engine
 
 
-def generate(sampler: VllmSampler, prompts: Sequence[Prompt], *samplings: Sampling) -> list[Rollout]:
-    """One sampling for each prompt, or one for all."""
-
-    async def work() -> list[Rollout]:
-        each = samplings if len(samplings) > 1 else samplings * len(prompts)
-        groups = await asyncio.gather(*[sampler.generate(p, s) for p, s in zip(prompts, each, strict=True)])
-        return [handle.body for group in groups for handle in group]
-
-    return asyncio.run(work())
-
-
-@torch.no_grad()
-def full_forward(model: PreTrainedModel, rollout: Rollout, sampling: Sampling) -> torch.Tensor:
-    """Processed log-probs [T, V] at every response position."""
-    ids = np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64)
-    logits = model(torch.from_numpy(ids)[None]).logits[0, len(rollout.prompt.tokens) - 1 : -1]
-    return process(logits, sampling)
-
-
-def assert_exact(rollout: Rollout, sampling: Sampling) -> None:
-    """All draws' log-probs equal a full forward under the weights of that token's version."""
-    for version in np.unique(rollout.versions):
-        at = rollout.versions == version
-        full = full_forward(MODELS[version], rollout, sampling)
-        expected = full.gather(1, torch.from_numpy(rollout.actions).long()).numpy()
-        np.testing.assert_allclose(rollout.action_logp[at], expected[at], rtol=0, atol=5e-5)
-
-
 # --- what is drawn ---------------------------------------------------------------------------------------------------
 
 
@@ -110,7 +82,7 @@ def test_logp_equals_a_full_forward_whatever_is_asked_for(sampler: VllmSampler) 
         sampling = samplings[rollout.prompt.number]
         assert rollout.actions.shape == (len(rollout.tokens), sampling.draws)
         assert set(rollout.versions) == {0}
-        assert_exact(rollout, sampling)
+        assert_exact(MODELS, rollout, sampling)
     assert {rollout.finish for rollout in rollouts} == {"eos", "length"}
     for rollout in rollouts:
         assert (rollout.finish == "eos") == (rollout.tokens[-1] == EOS) and EOS not in rollout.tokens[:-1]
@@ -176,7 +148,7 @@ def test_a_response_as_long_as_the_context(sampler: VllmSampler) -> None:
     prompt = make_prompts(1)[0]
     (rollout,) = generate(sampler, [prompt], Sampling(max_tokens=CONTEXT - len(prompt.tokens)))
     assert len(rollout.tokens) == CONTEXT - len(prompt.tokens) and rollout.finish == "length"
-    assert_exact(rollout, Sampling(max_tokens=1))
+    assert_exact(MODELS, rollout, Sampling(max_tokens=1))
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------
@@ -203,15 +175,8 @@ def publish_into(
 
     rollouts, thrown = asyncio.run(work())
     for rollout in rollouts:
-        assert_exact(rollout, LONG)
+        assert_exact(MODELS, rollout, LONG)
     return rollouts, untouched, thrown
-
-
-async def grown(sampler: VllmSampler, tokens: int) -> None:
-    """Until a running response has so many tokens."""
-    states = sampler.core.llm.output_processor.request_states
-    while all(state.detokenizer.num_output_tokens() < tokens for state in list(states.values())):
-        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 30])
@@ -272,28 +237,6 @@ def test_what_runs_has_the_fingerprint_of_what_was_learned_and_a_load_that_was_s
     assert asyncio.run(sampler.publish(WEIGHTS[1], 5, "keep")).fingerprint == fingerprint(MODELS[1], "float32")
 
 
-class replaced:
-    """Other weights get to vLLM than those that were sent."""
-
-    def __init__(self, sampler: VllmSampler, patch: pytest.MonkeyPatch, weights: WeightsRef, folder: Path) -> None:
-        self.llm, self.patch, self.weights, self.path = sampler.core.llm, patch, weights, folder / "weights"
-
-    def __enter__(self) -> None:
-        real = self.llm.update_weights
-        self.weights.body.tofile(self.path)
-
-        async def other(request: Any) -> None:
-            request.update_info["path"] = str(self.path)
-            kept = {spec.name for spec in self.weights.manifest}
-            request.update_info["manifest"] = [s for s in request.update_info["manifest"] if s[0] in kept]
-            await real(request)
-
-        self.patch.setattr(self.llm, "update_weights", other)
-
-    def __exit__(self, *_: object) -> None:
-        self.patch.undo()
-
-
 def test_the_tied_head_and_the_embeddings_are_new_too(sampler: VllmSampler) -> None:
     """Fingerprints are of projections only: here nothing else changes but what they do not see."""
     other = make(0)
@@ -333,7 +276,7 @@ def test_a_publish_whose_caller_is_gone_holds_nothing_up(sampler: VllmSampler) -
         return [handle.body for group in [*await asyncio.gather(*running), later] for handle in group]
 
     for rollout in asyncio.run(asyncio.wait_for(work(), 60)):
-        assert_exact(rollout, LONG)
+        assert_exact(MODELS, rollout, LONG)
 
 
 # --- failures --------------------------------------------------------------------------------------------------------
@@ -397,7 +340,7 @@ def test_a_student_that_has_diverged_is_told_as_such(sampler: VllmSampler) -> No
 )
 def test_arguments_that_are_wrong(engine: VllmSampler, args: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        VllmSampler(Settings(engine.model, "float32", 4, args), stop_ids={EOS})
+        VllmSampler(Settings(engine.settings.model, "float32", 4, args), stop_ids={EOS})
 
 
 def test_weights_that_come_in_halves_are_the_end(

@@ -21,6 +21,8 @@ from slipstream.tasks.chat import Tokenizer, stop_ids
 
 SCORED = 64
 """Responses that a teacher scores at a time."""
+UNPUBLISHED = {"gpt_oss"}
+"""Families to which vLLM gives their weights once, by loaders that do not know of later ones."""
 
 
 def build_vllm_sampler(config: Config, tokenizer: Tokenizer) -> VllmSampler:
@@ -124,7 +126,10 @@ def with_draws(config: Config, say: Callable[[str], None]) -> Config:
     if config.sampler.engine != "vllm":
         return config
     check_installed("sampler.engine")
-    check_args(sampler_settings(config))
+    settings = sampler_settings(config)
+    check_args(settings)
+    if load_config(config.student).model_type in UNPUBLISHED:
+        raise ConfigError(f"{settings.named}: vLLM takes no new weights for it while it runs; {settings.instead}")
     for field, temperature in ("sampler", config.sampler.temperature), ("eval", config.eval.temperature):
         if 0 < temperature < COLDEST:
             raise ConfigError(

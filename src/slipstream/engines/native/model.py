@@ -84,6 +84,12 @@ def load_config(name: str) -> Any:
         raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
 
 
+def empty_model(name: str) -> PreTrainedModel:
+    """Its modules, without weights: nothing is loaded."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(name))
+
+
 def load_model(name: str, *, dtype: str, device: str = "auto", longest: int | None = None) -> LanguageModel:
     """`longest`: the longest sequence it will see, which chooses among its position factors where it has several."""
     try:
@@ -203,13 +209,18 @@ def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> N
         target.copy_(staged)
 
 
-FINGERPRINTED = ("o_proj", "down_proj", ".lora_")
+OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2", "experts"}
+"""How families name the last projection of an attention or a feed-forward layer; of experts all weights count."""
+
+
+def is_fingerprinted(name: str) -> bool:
+    return is_adapter(name) or not OUTPUTS.isdisjoint(name.split("."))
 
 
 def fingerprint(
     model: nn.Module, dtype: str, *, exported: WeightsRef | None = None, still: dict[str, int] | None = None
 ) -> Fingerprint:
-    """A hash of what really runs: every layer's output projections and all adapters as `dtype`, or all weights.
+    """A hash of what really runs, as `dtype`: the output projections of layers, experts and adapters, or all weights.
 
     Samplers stand still while it is taken, and it guards against accidents only: so a CRC-32 of each tensor (twice as
     fast as SHA-256 in hardware), and a hash of those. A single wrong tensor goes unseen once in 2^32.
@@ -218,7 +229,7 @@ def fingerprint(
     change, for the next time.
     """
     parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    chosen = [pair for pair in parameters if any(part in pair[0] for part in FINGERPRINTED)] or parameters
+    chosen = [pair for pair in parameters if is_fingerprinted(pair[0])] or parameters
     specs = {spec.name: spec for spec in exported.manifest} if exported else {}
     still, digest = {} if still is None else still, hashlib.blake2b(digest_size=8)
     for name, tensor in chosen:

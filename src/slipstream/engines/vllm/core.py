@@ -13,12 +13,13 @@ import threading
 from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from slipstream.assets import model_path
-from slipstream.engines.native.model import context_length, load_config
+from slipstream.engines.native.model import load_config
 from slipstream.engines.vllm import VERSION
+from slipstream.engines.vllm.report import Report
 from slipstream.errors import ConfigError, EngineError, WorkerDied, did_you_mean, first_line
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ CPU_CACHE = 4 << 30
 """Most bytes of a KV cache on a CPU, unless engine_args.kv_cache_memory_bytes says otherwise."""
 BLOCK = 128
 """Tokens of a block of it."""
+IMPLIED = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
 GRACE = 8.0
 """Seconds that vLLM's processes have to end by themselves: it takes them some four."""
 
@@ -85,6 +87,15 @@ class Settings:
     device: str = "auto"
     seed: int = 0
 
+    @property
+    def named(self) -> str:
+        return f"{self.model} ({load_config(self.model).model_type})"
+
+    @property
+    def instead(self) -> str:
+        """What to write where vLLM cannot."""
+        return f"write {self.where.removesuffix('.engine_args')}.engine = 'native'"
+
 
 class Core:
     def __init__(
@@ -92,11 +103,12 @@ class Core:
     ) -> None:
         """`own` are the arguments that its use asks for."""
         check_args(settings)
+        self.report = Report()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
         self.thread.start()
         try:
-            self.llm: Any = self.wait(_start(settings, own, environment or {}))
+            self.llm: Any = self.wait(_start(settings, self.report, own, environment or {}))
         except BaseException:
             self._stop()
             raise
@@ -113,7 +125,7 @@ class Core:
         try:
             return await asyncio.wrap_future(self.submit(work))
         except Exception as error:
-            raise told(error) from error
+            raise self.told(error) from error
 
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """A method of every worker."""
@@ -131,35 +143,46 @@ class Core:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
         self.loop.close()
+        self.report.close()
+
+    def told(self, error: Exception) -> Exception:
+        """A dead engine, a request that it refuses, or the error that it wraps."""
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        match error:
+            case EngineDeadError():
+                return WorkerDied(f"vLLM's engine process has ended: {self.report.cause()}")
+            case VLLMClientError():
+                return EngineError(f"vLLM refuses a request: {first_line(error)}")
+            case EngineGenerateError(__cause__=Exception() as cause):
+                return cause
+            case _:
+                return error
 
 
-def told(error: Exception) -> Exception:
-    """A dead engine, a request that it refuses, or the error that it wraps."""
-    from vllm.exceptions import VLLMClientError
-    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-
-    match error:
-        case EngineDeadError():
-            return WorkerDied("vLLM's engine process has ended; the reason is in what it printed")
-        case VLLMClientError():
-            return EngineError(f"vLLM refuses a request: {first_line(error)}")
-        case EngineGenerateError(__cause__=Exception() as cause):
-            return cause
-        case _:
-            return error
+def failed(settings: Settings, report: Report, error: Exception) -> EngineError:
+    """Where it never ran."""
+    cause = report.cause(otherwise=_reason(error))
+    return EngineError(f"vLLM cannot run {settings.named} here: {cause}; {settings.instead}")
 
 
-async def _start(settings: Settings, own: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
-    with environment_of(unless_chosen(QUIET)):
+async def _start(settings: Settings, report: Report, own: Mapping[str, Any], environment: Mapping[str, str]) -> Any:
+    quiet = {**QUIET, **report.environment}
+    with environment_of(unless_chosen(quiet)):
         on_cpu = is_cpu(settings.device)
-    environment = {**QUIET, **environment, **(on_the_cpu(settings.threads) if on_cpu else {})}
+    environment = {**quiet, **environment, **(on_the_cpu(settings.threads) if on_cpu else {})}
     with environment_of(unless_chosen(environment)):
+        from vllm.config.logging import LoggingConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.logger import configure_logging
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        configure_logging(LoggingConfig())
         known = AsyncEngineArgs.__dataclass_fields__
         for name in settings.args.keys() - known.keys():
-            raise ConfigError(f"{settings.where}.{name} is no argument of vLLM's engine; {did_you_mean(name, known)}")
+            hint = did_you_mean(name, known)
+            raise ConfigError(f"{settings.where}.{name} is no argument of vLLM's engine; {hint}")
         try:
             asked = AsyncEngineArgs(
                 model=model_path(settings.model),
@@ -170,13 +193,20 @@ async def _start(settings: Settings, own: Mapping[str, Any], environment: Mappin
                 generation_config="vllm",
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
-                **{**own, **(for_a_cpu(settings) if on_cpu else {}), **settings.args},
+                hf_overrides=implied(load_config(settings.model)),
+                **{**own, **settings.args},
             )
-            return AsyncLLM.from_engine_args(asked)
+            if on_cpu:
+                asked = replace(asked, **{**for_a_cpu(settings, asked.create_model_config()), **settings.args})
+            with report.listening():
+                return AsyncLLM.from_engine_args(asked)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"vLLM refuses {settings.model} with {settings.where}: {_reason(error)}") from error
+            given, reason = f" with {settings.where}" if settings.args else "", _reason(error)
+            if "check the logs" in reason:
+                reason = report.cause(otherwise=reason)
+            raise ConfigError(f"vLLM refuses {settings.named}{given}: {reason}; {settings.instead}") from error
         except RuntimeError as error:
-            raise EngineError(f"vLLM did not start, and printed why: {_reason(error)}") from error
+            raise failed(settings, report, error) from error
 
 
 def check_args(settings: Settings) -> None:
@@ -188,7 +218,13 @@ def check_args(settings: Settings) -> None:
 def _reason(error: Exception) -> str:
     """The first line, or of pydantic, which begins with a count, the first error."""
     found = (line.strip() for line in str(error).splitlines() if "[type=" in line)
-    return next(found, first_line(error)).partition(" [type=")[0].removeprefix("Value error, ")
+    reason = next(found, first_line(error)).partition(" [type=")[0].removeprefix("Value error, ")
+    return reason.partition(" Supported architectures:")[0].removesuffix(".")
+
+
+def implied(config: Any) -> dict[str, Any]:
+    """What vLLM reads in a config, and transformers takes for granted where it is missing."""
+    return {name: value for name, value in IMPLIED.get(config.model_type, {}).items() if not hasattr(config, name)}
 
 
 def is_cpu(device: str) -> bool:
@@ -202,19 +238,27 @@ def is_cpu(device: str) -> bool:
     return here
 
 
-def for_a_cpu(settings: Settings) -> dict[str, Any]:
-    """Nothing is compiled, prompts go in whole (vLLM cannot cut those of seeded requests), and the cache suffices."""
-    config = load_config(settings.model).get_text_config()
-    context = int(settings.args.get("max_model_len") or context_length(config))
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    block = 2 * config.num_hidden_layers * heads * width * BLOCK * (4 if settings.dtype == "float32" else 2)
-    each = -(-context // BLOCK)
+def for_a_cpu(settings: Settings, model: Any) -> dict[str, Any]:
+    """Nothing is compiled, prompts go in whole (vLLM cannot cut those of seeded requests), and the cache suffices.
+
+    vLLM's own rotation of queries reads past its positions where they have an axis for the heads, so torch's is taken;
+    and recurrent states could only be kept for later prompts if prompts were cut.
+    """
+    context = int(model.max_model_len)
+    if model.has_inner_state:
+        cache = {"enable_prefix_caching": False, "kv_cache_memory_bytes": CPU_CACHE}
+    else:
+        width = model.get_head_size() * (1 if model.use_mla else 2 * model.get_total_num_kv_heads())
+        block = width * model.get_total_num_hidden_layers() * BLOCK * model.dtype.itemsize
+        each = -(-context // BLOCK)
+        blocks = max(2 * each, min((settings.slots + 1) * each, CPU_CACHE // block))
+        cache = {"kv_cache_memory_bytes": block * blocks}
     return {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(context, settings.slots),
-        "kv_cache_memory_bytes": block * max(2 * each, min((settings.slots + 1) * each, CPU_CACHE // block)),
+        "compilation_config": {"custom_ops": ["-rotary_embedding"]},
+        **cache,
     }
 
 

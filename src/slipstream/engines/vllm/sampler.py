@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.native.model import FINGERPRINTED, load_config
-from slipstream.engines.vllm.core import Core, Settings, known, version
+from slipstream.engines.native.model import empty_model, is_fingerprinted
+from slipstream.engines.vllm.core import Core, Settings, failed, known, version
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.records import Finish, Handle, Prompt, Rollout, derive_seed, header_of
 
@@ -54,11 +55,9 @@ class Open:
 
 class VllmSampler:
     def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1) -> None:
-        self.model, self.draws, self.stop_ids = settings.model, draws, sorted(stop_ids)
-        self.shapes = shapes_of(self.model)
-        self.checked = [name for name in self.shapes if any(part in name for part in FINGERPRINTED)]
-        if not self.checked:
-            raise ModelError(f"{self.model}: vLLM's weights could not be checked; write sampler.engine = 'native'")
+        self.settings, self.draws, self.stop_ids = settings, draws, sorted(stop_ids)
+        self.shapes = shapes_of(settings.model)
+        self.checked = list(filter(is_fingerprinted, self.shapes)) or list(self.shapes)
         # the draws are made in the V1 runner, which vLLM no longer chooses by itself on GPUs
         self.core = Core(settings, arguments(draws), environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {})
         self.open: set[Open] = set()
@@ -76,10 +75,10 @@ class VllmSampler:
         """`counted` is set but while a restart counts what it throws away."""
         self.counted.set()
         for found in await self.core.rpc("slipstream_ready", names=self.checked, hook=known(version())):
-            if found["missing"]:
+            if found["unchecked"]:
                 raise ModelError(
-                    f"{self.model}: vLLM keeps {found['missing'][0]} elsewhere, so what runs could not be checked; "
-                    "write sampler.engine = 'native'"
+                    f"{self.settings.named}: {found['unchecked']}, so what runs could not be checked; "
+                    f"{self.settings.instead}"
                 )
             if self.draws > 1 and not found["hooked"]:
                 raise EngineError(
@@ -89,7 +88,7 @@ class VllmSampler:
         try:  # what it cannot run is told before a run begins
             await self._group(Prompt(id="first", number=-1, tokens=np.zeros(1, np.int32)), Sampling(max_tokens=1))
         except Exception as error:
-            raise EngineError(f"vLLM cannot run {self.model} here, and printed why") from error
+            raise failed(self.settings, self.core.report, error) from error
         await self.core.llm.update_weight_version("0")
 
     def close(self) -> None:
@@ -202,11 +201,9 @@ class VllmSampler:
                 await llm.start_weight_update()
                 await llm.update_weights(WeightTransferUpdateRequest({"path": file.name, "manifest": manifest}))
                 await llm.finish_weight_update(weight_version=str(version))
-                found = await self.core.rpc(
-                    "slipstream_checksums", names=self.checked, path=file.name, manifest=manifest
-                )
+                found = await self.core.rpc("slipstream_checksums", path=file.name, manifest=manifest)
             except Exception as error:
-                self.failure = EngineError(f"vLLM could not load version {version}: {error}")
+                self.failure = EngineError(f"vLLM could not load version {version}: {raised_in(error)}")
                 await llm.abort(list(llm.output_processor.request_states), internal=True)
                 raise self.failure from error
         digests = {combined([checksums[name] for name in self.checked]) for checksums in found}
@@ -233,6 +230,11 @@ async def finished(task: asyncio.Future[Any]) -> Any:
         raise
 
 
+def raised_in(error: Exception) -> str:
+    """What a worker raised, without what vLLM puts around it."""
+    return re.sub(r".*Worker failed with error '(.*)', please check .*", r"\1", str(error), flags=re.DOTALL)
+
+
 def combined(checksums: Sequence[int]) -> Fingerprint:
     digest = hashlib.blake2b(digest_size=8)
     for checksum in checksums:
@@ -246,13 +248,8 @@ def shared_memory() -> Path | None:
 
 
 def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
-    """Of all weights under their HF names, tied ones once, as a learner exports them. Nothing is loaded."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(load_config(model))
-    return {name: tuple(parameter.shape) for name, parameter in empty.named_parameters()}
+    """Of all weights, tied ones once, as a learner exports them."""
+    return {name: tuple(parameter.shape) for name, parameter in empty_model(model).named_parameters()}
 
 
 def check_fits(weights: WeightsRef, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -14,28 +14,28 @@ Shapes: N requests of a step, M draws, V vocabulary, K inputs of a linear layer.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from slipstream.engines.draws import draw, uniforms
+from slipstream.engines.vllm.layers import Place, as_saved, checksum, place_of, twin_of
 
 BACKEND = "slipstream"
-PROBED = 256
-"""Most columns of a packed weight that are compared with what was loaded."""
 Spec = tuple[str, str, list[int], int, int]
 """name, dtype, shape, offset and number of bytes."""
 
@@ -54,7 +54,7 @@ class File(WeightTransferUpdateInfo):  # type: ignore[misc]
     manifest: list[Spec]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Under their HF names, as views of the file: nothing is read before it is used, and nothing written."""
+        """Under a learner's names, as views of the file: nothing is read before it is used, and nothing written."""
         flat = torch.from_numpy(np.memmap(self.path, np.uint8, mode="c"))
         for name, dtype, shape, offset, nbytes in self.manifest:
             yield name, flat[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
@@ -68,13 +68,34 @@ class FileTransfer(WeightTransferEngine[NoInfo, File]):  # type: ignore[misc]
         pass
 
     def start_weight_update(self) -> None:
+        if current_platform.is_cpu():
+            for layer in self.model.modules():
+                if isinstance(layer, RoutedExperts):
+                    # experts are packed for a CPU where their kernel is made, and then never again
+                    layer.quant_method.moe_kernel = None
         initialize_layerwise_reload(self.model)
+        for layer in self.model.modules():
+            # buffers are not published, and in a layer that is loaded vLLM would leave in them what memory holds
+            kept = {name: buffer for name, buffer in layer.named_buffers(recurse=False) if buffer.is_meta}
+            if kept and layer._parameters:
+                _, running = get_layerwise_info(layer).kernel_tensors
+                layer._buffers.update({name: running[name].clone() for name in kept})
 
     def receive_weights(self, update_info: File) -> None:
         wanted = set(dict(self.model.named_parameters()))
-        loaded = self.model.load_weights(iter(update_info))
-        if missing := sorted(wanted - set(loaded) - self._tied()):
-            raise RuntimeError(f"the weights that came lack {len(missing)} of vLLM's, {missing[0]} first")
+        loaded = set(self.model.load_weights(as_saved(twin_of(self.model_config.model), update_info)))
+        constant = {name for name in wanted if name.rpartition(".")[2] in SKIP_LOAD_TENSORS}
+        if missing := sorted((wanted - loaded | self._untouched()) - constant - self._tied()):
+            raise RuntimeError(f"new weights do not get into {len(missing)} of vLLM's, {missing[0]} first")
+
+    def _untouched(self) -> set[str]:
+        """Weights of layers that nothing came for: loaders that copy by themselves write into the void here."""
+        found = set()
+        for path, layer in self.model.named_modules():
+            info = get_layerwise_info(layer)
+            if info.can_load() and not info.load_numel:
+                found |= {f"{path}.{name}" for name, _ in layer.named_parameters(recurse=False)}
+        return found
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -98,50 +119,31 @@ class Extension:
 
     model_runner: Any
     vllm_config: Any
+    slipstream_places: dict[str, Place]
 
     def slipstream_ready(self, names: list[str], hook: bool) -> dict[str, Any]:
-        """Hook the draws into the runner that they are for, and say what is here, and which weights are not."""
+        """Hook the draws into the runner that they are for; say what is here, and why a weight cannot be checked."""
         runner = self.model_runner
-        modules = dict(runner.get_model().named_modules())
+        with set_current_vllm_config(self.vllm_config):
+            twin = twin_of(self.vllm_config.model_config.model)
+        found = {name: place_of(name, runner.get_model(), twin) for name in names}
+        self.slipstream_places = {name: place for name, place in found.items() if isinstance(place, Place)}
         sampler: Any = getattr(runner, "sampler", None)
         hooked = hook and type(sampler) is Sampler and hasattr(runner, "input_batch") and hasattr(runner, "requests")
         if hooked:
             sampler.gather_logprobs = Draws(runner)
         return {
-            "missing": [name for name in names if not hasattr(modules.get(name.rpartition(".")[0]), "weight")],
+            "unchecked": next((why for why in found.values() if isinstance(why, str)), ""),
             "hooked": hooked,
             "runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
         }
 
     @torch.no_grad()
-    def slipstream_checksums(self, names: list[str], path: str, manifest: list[Spec]) -> dict[str, int]:
-        """CRC-32 of each of these weights as it really runs; the file is what it should be."""
-        model, chosen = self.model_runner.get_model(), set(names)
+    def slipstream_checksums(self, path: str, manifest: list[Spec]) -> dict[str, int]:
+        """CRC-32 of each fingerprinted weight as it really runs; the file is what it should be."""
+        places = self.slipstream_places
         with set_current_vllm_config(self.vllm_config):
-            return {
-                name: checksum(model.get_submodule(name.rpartition(".")[0]), loaded)
-                for name, loaded in File(path, manifest)
-                if name in chosen
-            }
-
-
-def checksum(layer: nn.Module, loaded: Tensor) -> int:
-    if isinstance(weight := layer.weight, Tensor) and weight.numel():
-        if get_tensor_model_parallel_world_size() > 1:  # o_proj and down_proj are sharded by their inputs
-            weight = tensor_model_parallel_all_gather(weight.contiguous(), dim=1)
-        running = weight.to("cpu", loaded.dtype)
-        return crc(running)
-    # CPUs run a packed copy: unit vectors bring its columns back
-    size = loaded.shape[1]
-    columns = torch.linspace(0, size - 1, min(size, PROBED)).long()
-    units_KK = torch.zeros(len(columns), size, dtype=loaded.dtype)
-    units_KK[torch.arange(len(columns)), columns] = 1
-    running = layer.cpu_linear(units_KK, layer.weight, None).t()  # type: ignore[operator]
-    return crc(loaded) if torch.equal(running, loaded[:, columns]) else crc(running.contiguous())
-
-
-def crc(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            return {name: checksum(places[name], loaded) for name, loaded in File(path, manifest) if name in places}
 
 
 # --- draws -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,162 @@
+"""Where vLLM keeps the weights that are fingerprinted, and whether they are what really runs. For vLLM 0.32.
+
+Weights have two kinds of names: those of transformers' modules, under which a learner publishes them, and those of
+checkpoints, which vLLM's loaders know. They differ where transformers fuses what checkpoints hold apart, as it does
+with experts.
+
+Shapes: E experts, F their inner width, H hidden, K inputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.pytorch_utils import Conv1D
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+from slipstream.engines.native.model import empty_model
+
+PROBED = 256
+"""Most columns of a packed weight that are compared with what was loaded."""
+EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
+PLAIN = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels whose layout of the experts is that of the checkpoint, but for what CPUs pack."""
+
+
+@cache
+def twin_of(name: str) -> PreTrainedModel:
+    """The model as transformers has it, without weights."""
+    return empty_model(name)
+
+
+def as_saved(twin: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """As a checkpoint holds them. Layer by layer, because what is split is copied."""
+    for _, layer in groupby(weights, key=lambda pair: _layer(pair[0])):
+        yield from revert_weight_conversion(twin, dict(layer)).items()
+
+
+def _layer(name: str) -> str:
+    """`model.layers.3` of whatever is in it, and nothing for all else."""
+    parts = name.split(".")
+    number = next((at for at, part in enumerate(parts) if part.isdigit()), -1)
+    return ".".join(parts[: number + 1])
+
+
+# --- where a weight is ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    layer: Any
+    attribute: str
+    turned: bool
+    """Whether transformers has inputs where vLLM has outputs."""
+
+
+def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Place | str:
+    """Where vLLM's model has what is `name` in transformers', or why that could not be checked."""
+    owner, attribute = name.rpartition(".")[::2]
+    module = twin.get_submodule(owner)
+    saved, _ = next(as_saved(twin, [(name, twin.get_parameter(name))]))
+    if attribute in EXPERTS:
+        found = _module(model, saved.partition(".experts.")[0] + ".experts") or _module(model, owner)
+        layer = next((m for m in found.modules() if isinstance(m, RoutedExperts)), None) if found else None
+        if layer is None:
+            return f"vLLM keeps {name} elsewhere"
+        method = layer.quant_method
+        if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend not in PLAIN:
+            return f"vLLM keeps {name} in a format of its kernel"
+        return Place(layer, EXPERTS[attribute], turned=getattr(module, "is_transposed", False))
+    layer = _module(model, saved.rpartition(".")[0])
+    if not isinstance(getattr(layer, attribute, None), Tensor):
+        return f"vLLM keeps {name} elsewhere"
+    return Place(layer, attribute, turned=isinstance(module, Conv1D) and attribute == "weight")
+
+
+def _module(model: nn.Module, name: str) -> nn.Module | None:
+    """Under its name in a checkpoint, which vLLM's modules on the way to it may change."""
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        prefix = f"{path}." if path else ""
+        if (mapper := getattr(module, "hf_to_vllm_mapper", None)) and name.startswith(prefix):
+            name = prefix + mapper.get_rename_mapper().map_name(name.removeprefix(prefix))
+    return modules.get(name)
+
+
+# --- what runs there -----------------------------------------------------------------------------------------
+
+
+def checksum(place: Place, loaded: Tensor) -> int:
+    """CRC-32 of a weight if this worker runs its part of it, otherwise of what it runs instead."""
+    layer, running = place.layer, getattr(place.layer, place.attribute)
+    expected = loaded.mT if place.turned else loaded
+    if isinstance(layer, RoutedExperts):
+        expected = _experts(layer, expected, running, inputs=place.attribute == "w2_weight")
+    else:
+        expected = _part(layer, expected)
+        if not running.numel():
+            running, expected = _unpacked(layer, expected)
+    running = running.to("cpu", loaded.dtype)
+    return crc(loaded if _same(running, expected) else running)
+
+
+def _part(layer: Any, loaded: Tensor) -> Tensor:
+    """What one worker has of a linear layer."""
+    if isinstance(layer, ColumnParallelLinear):
+        loaded = loaded.chunk(layer.tp_size, 0)[layer.tp_rank]
+    elif isinstance(layer, RowParallelLinear) and loaded.ndim == 2:
+        loaded = loaded.chunk(layer.tp_size, 1)[layer.tp_rank]
+    return loaded
+
+
+def _unpacked(layer: Any, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """CPUs run a packed copy: unit vectors bring columns of it back, to be compared with these."""
+    size = expected.shape[1]
+    columns = torch.linspace(0, size - 1, min(size, PROBED)).long()
+    units_KK = torch.zeros(len(columns), size, dtype=expected.dtype)
+    units_KK[torch.arange(len(columns)), columns] = 1
+    running, expected = layer.cpu_linear(units_KK, layer.weight, None).t(), expected[:, columns]
+    return running, expected + 0.0  # negative zeros come back as zeros
+
+
+def _experts(layer: Any, loaded: Tensor, running: Tensor, *, inputs: bool) -> Tensor:
+    """What one worker has of the experts, as its kernel has them: CPUs fill the inner width up, and pack."""
+    if layer.expert_map is not None:
+        loaded = loaded[layer.expert_map[: len(loaded)].cpu() >= 0]
+    size, rank = layer.moe_config.tp_size, layer.moe_config.tp_rank
+    pieces, axis = ((loaded,), 2) if inputs else (loaded.chunk(2, 1), 1)  # gate and up are cut apart
+    parts = [piece.chunk(size, axis)[rank] for piece in pieces]
+    missing = running.shape[axis] // len(parts) - parts[0].shape[axis]
+    expected = torch.cat([pad(part, (0, 0) * (2 - axis) + (0, missing)) for part in parts], axis)
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    if isinstance(kernel, CPUUnquantizedExperts) and not kernel._use_zentorch:
+        expected = cpu_prepack_moe_weight(expected, kernel.isa)
+    return expected
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """To the bit: weights that are not numbers are equal to themselves."""
+    return one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
+
+
+def crc(tensor: Tensor) -> int:
+    return zlib.crc32(_bytes(tensor).numpy().data)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
