@@ -80,7 +80,7 @@ def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Place | str:
             return f"vLLM keeps {name} elsewhere"
         method = layer.quant_method
         if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend not in PLAIN:
-            return f"vLLM keeps {name} in a format of its kernel"
+            return f"vLLM keeps {name} as its kernel likes it (engine_args.moe_backend = 'triton' leaves it as it is)"
         return Place(layer, EXPERTS[attribute], turned=getattr(module, "is_transposed", False))
     layer = _module(model, saved.rpartition(".")[0])
     if not isinstance(getattr(layer, attribute, None), Tensor):
