@@ -16,7 +16,7 @@ from slipstream.records import Prompt, Rollout
 
 ONE_TOKEN = np.zeros(1, np.int64)
 ROLLOUT = Rollout(
-    prompt=Prompt(id="company", number=-1, tokens=ONE_TOKEN),
+    prompt=Prompt(id="dummy", number=-1, tokens=ONE_TOKEN),
     index=0,
     tokens=ONE_TOKEN,
     versions=ONE_TOKEN,
@@ -29,7 +29,7 @@ ROLLOUT = Rollout(
 ITEM = Item(prompt=1, responses=(1,), members=(0,))
 
 
-def company(packed: bool, device: torch.device) -> Rows:
+def dummy_batch(packed: bool, device: torch.device) -> Rows:
     return Rows([ROLLOUT], MicroBatch(((ITEM,),), packed), device)
 
 

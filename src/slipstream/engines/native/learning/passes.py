@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Metrics
 from slipstream.engines.native.learning.dropout import deterministic, prepare
-from slipstream.engines.native.learning.dummy_batch import company, nothing
+from slipstream.engines.native.learning.dummy_batch import dummy_batch, nothing
 from slipstream.engines.native.learning.snapshots import Snapshots
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import MicroBatch, pack
@@ -68,7 +68,7 @@ class Passes:
         for batch in batches:
             yield Rows(rollouts, batch, self.lm.device), batch.members
         for _ in range(empty):
-            yield company(config.packing, self.lm.device), []
+            yield dummy_batch(config.packing, self.lm.device), []
 
     def economy(self) -> Metrics:
         """How much of the rows was not padding, and what sharing prompts saved, on all ranks since the last time."""
