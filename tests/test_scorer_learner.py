@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
 
 from slipstream.config.objective import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import LearnerConfig
@@ -490,3 +490,31 @@ def test_a_teacher_that_caps_its_logits_is_whole_in_the_hidden_cache(kind: str) 
             one, other = (p, q) if kind == "reverse" else (q, p)
             kl.append((one.exp() * (one - other)).sum(-1))
     assert found == pytest.approx(float(torch.cat(kl).mean()), rel=1e-4)
+
+
+def test_dropout_is_drawn_again_as_it_was_after_a_restore(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE, attention_dropout=0.5)).eval()
+    batch = score(make_model(seed=2), roll_out(model))
+
+    def learner() -> NativeLearner:
+        config = LearnerConfig(lr=1e-2, dropout=True)
+        return NativeLearner(wrap(model), method=Method(loss=ReverseKLMC(m=3)), config=config, updates=2)
+
+    async def update(one: NativeLearner, number: int) -> None:
+        groups = Batch(tuple(batch), number)
+        await one.accumulate(groups, total(await one.prepare(groups)))
+        await one.step()
+
+    async def work() -> tuple[NativeLearner, NativeLearner]:
+        first, second = learner(), learner()
+        await update(first, 1)
+        await first.save(tmp_path)
+        await second.restore(tmp_path)
+        await update(first, 2)
+        torch.rand(7)  # whatever else drew in between
+        await update(second, 2)
+        return first, second
+
+    for ours, theirs in zip(*(one.lm.model.parameters() for one in run(work())), strict=True):
+        assert torch.equal(ours, theirs)

@@ -36,7 +36,7 @@ from slipstream.objective.drift import Seen, against_teacher, drift_metrics, sha
 from slipstream.objective.frozen import Frozen, behavior_of, freeze
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed
 
 T = TypeVar("T")
 Key = tuple[int, int]
@@ -140,6 +140,8 @@ class NativeLearner:
     def _begin(self, update: int) -> None:
         """Let go of the update before."""
         self.samples, self.frozen, self.noted, self.update = {}, {}, [], update
+        if self.config.dropout:  # a run that goes on draws what it would have drawn
+            torch.manual_seed(derive_seed(self.method.seed, "dropout", update, self.ranks.index))
 
     def _compare(self, samples: Sequence[Scored]) -> Metrics:
         """Each rank does it all: the batch is small, and nothing is exchanged."""
