@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main
+from slipstream.config.losses import LOSSES as DISTILLATION
 from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.catalogue import Entry, catalogue, find, markdown
 from slipstream.estimators.correction import PRESETS
-from slipstream.estimators.methods import DISTILLATION
 from slipstream.estimators.policy.table import LOSSES
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import slipstream
 from slipstream.config import page
 from slipstream.config.file import describe, fields, load, parse, to_toml
-from slipstream.config.objective import ForwardKL, ReverseKLMC
+from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.schedule import Async
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError

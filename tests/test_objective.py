@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from slipstream.config.objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner

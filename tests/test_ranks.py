@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.config.objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Fingerprint, Learner, Metrics, Sampling, WeightsRef

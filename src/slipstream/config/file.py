@@ -107,9 +107,9 @@ def _explain(detail: ErrorDetails) -> str:
     dotted = ".".join(names)
     match detail["type"]:
         case "extra_forbidden" if holder:
-            return f"unknown key {dotted!r}; {did_you_mean(names[-1], holder.model_fields)}"
+            return f"unknown key {dotted!r}; {did_you_mean(names[-1], holder.settings())}"
         case "missing" if holder:
-            return f"{dotted!r} is missing: {holder.model_fields[names[-1]].description}"
+            return f"{dotted!r} is missing: {holder.settings()[names[-1]].description}"
         case "union_tag_invalid":
             kinds = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
             return f"{dotted}.kind: {did_you_mean(detail['ctx']['tag'], kinds)}"
@@ -130,11 +130,11 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
             names.append(part)
             here = members[0]
         elif len(members) > 1:
-            here = next(member for member in members if member.model_fields["kind"].default == part)
+            here = next(member for member in members if part in member.kinds())
         elif members:
             holder = members[0]
             names.append(part)
-            here = holder.model_fields[part].annotation if part in holder.model_fields else None
+            here = holder.settings()[part].annotation if part in holder.settings() else None
         else:
             holder = None
     return names, holder
@@ -149,7 +149,7 @@ def _members(annotation: Any) -> list[type[Section]]:
 
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
     """Every setting as (dotted name, field, which kind it belongs to), for help texts."""
-    for name, info in section.model_fields.items():
+    for name, info in section.settings().items():
         members = _members(info.annotation)
         dotted = f"{prefix}{name}"
         if get_origin(info.annotation) is dict and members:
@@ -157,7 +157,7 @@ def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[
         if not members:
             yield dotted, info, ""
         for member in members:
-            kind = member.model_fields["kind"].default if len(members) > 1 else ""
+            kind = " | ".join(member.kinds()) if len(members) > 1 else ""
             for inner, field, _ in fields(member, f"{dotted}."):
                 yield inner, field, kind
 

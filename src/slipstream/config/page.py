@@ -49,7 +49,8 @@ def heading(section: str, *, several: bool) -> list[str]:
 def of_kind(section: str, kind: str, settings: dict[str, FieldInfo]) -> list[str]:
     lines = list[str]()
     if kind:
-        lines += [f'### {section}.kind = "{kind}"', "", settings.pop("kind").description or "", ""]
+        named = " or ".join(f'"{name}"' for name in kind.split(" | "))
+        lines += [f"### {section}.kind = {named}", "", settings.pop("kind").description or "", ""]
     if not settings:
         return [*lines, "It has no settings."]
     lines += ["| setting | type and default | | what it is |", "| --- | --- | --- | --- |"]

@@ -27,6 +27,9 @@ class Sampling:
     max_tokens: int
     group: int = 1
     draws: int = 1
+    """At every position, the emitted token among them."""
+    best: int = 0
+    """How many of the likeliest ids are recorded at every position, beside the draws."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0

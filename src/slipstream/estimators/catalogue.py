@@ -5,15 +5,17 @@ python -m slipstream.estimators.catalogue > docs/estimators.md
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
+from slipstream.config.losses import LOSSES as DISTILLATION
 from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.correction import PRESETS, CorrectionPreset
-from slipstream.estimators.methods import DISTILLATION, Scope
 from slipstream.estimators.numerics import unknown
 from slipstream.estimators.policy import scope_of
 from slipstream.estimators.policy.table import ALIASES, LOSSES
+from slipstream.estimators.scope import Scope
 
 UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}
 COSTS: dict[Scope, str] = {"token": "–", "row": "rows stay whole", "batch": "one pass over the batch first"}
@@ -22,6 +24,7 @@ COSTS: dict[Scope, str] = {"token": "–", "row": "rows stay whole", "batch": "o
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     name: str
+    what: str
     unit: str
     scope: str
     trust_region: str
@@ -33,6 +36,7 @@ class Entry:
 
 TITLES = [
     "name",
+    "what it is",
     "unit",
     "scope",
     "trust region",
@@ -56,19 +60,22 @@ def catalogue() -> dict[str, list[Entry]]:
     distillation = [
         Entry(
             name=name,
-            unit=method.unit,
-            scope=method.scope,
-            trust_region=method.trust_region,
-            importance=method.importance,
-            targets=method.targets,
-            cost=method.cost,
-            use_when=method.use_when,
+            what=told.minimises,
+            unit=told.unit,
+            scope=row.scope,
+            trust_region=told.trust_region,
+            importance=told.importance,
+            targets=told.targets,
+            cost=told.cost,
+            use_when=told.use_when,
         )
-        for name, method in DISTILLATION.items()
+        for name, row in DISTILLATION.items()
+        for told in [row.told[name]]
     ]
     policy = [
         Entry(
             name=name,
+            what=_first_line(loss.loss),
             unit=UNITS[scope_of(name)],
             scope=scope_of(name),
             trust_region=loss.trust_region,
@@ -82,6 +89,7 @@ def catalogue() -> dict[str, list[Entry]]:
     advantages = [
         Entry(
             name=name,
+            what=_first_line(estimator.function),
             unit="token" if estimator.function.__module__.endswith(".token") else "sequence",
             scope=estimator.scope,
             trust_region="–",
@@ -120,6 +128,7 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
     stays = "the learner at the version that drew" if preset.mode == "decoupled" else "the policy that drew"
     return Entry(
         name=name,
+        what=_corrects(preset),
         unit=preset.is_level or ("sequence" if preset.rs else "–"),
         scope=preset.scope,
         trust_region=f"rejects outside {rejection}" if rejection else "none",
@@ -130,6 +139,15 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
         if preset.mode is None
         else f"{preset.mode}: the loss's old policy is {stays}; with {preset.loss or 'any loss'}{length}",
     )
+
+
+def _first_line(function: Callable[..., Any]) -> str:
+    return (function.__doc__ or "").split("\n")[0]
+
+
+def _corrects(preset: CorrectionPreset) -> str:
+    parts = ["weights"] * (preset.is_level is not None) + ["rejection"] * bool(preset.rs)
+    return " and ".join(parts).capitalize() + "." if parts else "Nothing is corrected."
 
 
 def _target(preset: CorrectionPreset) -> str:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.drift import floats
-from slipstream.estimators.methods import Scope
 from slipstream.estimators.numerics import RATIO_BOUND, floored, unknown
 from slipstream.estimators.ratio import (
     CTPO_CLIP,
@@ -37,6 +36,7 @@ from slipstream.estimators.ratio import (
     weight_metrics,
 )
 from slipstream.estimators.ratio import SCOPE as UNIT_SCOPE
+from slipstream.estimators.scope import Scope
 
 Bounds = Mapping[str, Threshold]
 """Rejection modes and their bounds; a sample must pass all of them."""

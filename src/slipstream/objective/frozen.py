@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,8 +22,19 @@ from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_reward
 from slipstream.estimators.policy import LOSSES
 from slipstream.estimators.policy import prepare as choose
-from slipstream.objective.method import Method
+from slipstream.objective.method import Method, formula
 from slipstream.records import Scored, derive_seed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Log-probs of all draws at the trained tokens, at the temperature of the distillation loss."""
+
+    current_NM: Tensor
+    behavior_NM: Tensor
+    teacher_NM: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +51,7 @@ class Evidence:
     reference_T: Tensor | None = None
     kl_T: Tensor | None = None
     """KL(what drew the token ‖ the learner as it is), over the vocabulary; infinite where that version is gone."""
+    draws: Draws | None = None
     missing: int = 0
     """Tokens whose version the learner no longer has: what drew them stands for it."""
 
@@ -57,6 +69,9 @@ class Frozen:
     """What a batch-scope method picked."""
     proximal_T: Tensor | None = None
     reference_T: Tensor | None = None
+    proximal_NM: Tensor | None = None
+    """Of all draws at its trained tokens: their log-probs as the batch came, and which of them a choice keeps."""
+    keep_NM: Tensor | None = None
     positive: bool = False
     """Its advantages, as they are used, sum to more than 0."""
 
@@ -91,7 +106,7 @@ def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[l
         if correction.weights is not None:
             found["weight_T"] = correction.weights
     if method.rejects("seq_max_kl"):
-        gone_BT = padded([_present(sample.kl_T) for sample in batch]).isinf() & (mask_BT != 0)
+        gone_BT = padded([present(sample.kl_T) for sample in batch]).isinf() & (mask_BT != 0)
         metrics["kl_missing"] = int(gone_BT.sum()) / max(int((mask_BT != 0).sum()), 1)
     positive_B = torch.zeros(len(batch), dtype=torch.bool)
     if method.policy is not None:
@@ -106,11 +121,17 @@ def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[l
                 policy.loss, _current(batch), old_BT, advantage_BT, kept_BT, **_options(method, update)
             )
             metrics |= {f"policy/{name}": float(value) for name, value in of_choice.items()}
+    keep: Sequence[Tensor | None] = [None] * len(batch)
+    if method.loss.weight and method.loss.asks.chooses:
+        keep, of_choice = _kept_draws(batch, method, kept_BT)
+        metrics |= {f"distill/{name}": float(value) for name, value in of_choice.items()}
     return [
         Frozen(
             mask_T=kept_BT[row, : len(sample.mask_T)].bool(),
             behavior_T=sample.behavior_T,
             reference_T=sample.reference_T,
+            proximal_NM=sample.draws.current_NM if sample.draws is not None else None,
+            keep_NM=keep[row],
             positive=bool(positive_B[row]),
             **{name: value_BT[row, : len(sample.mask_T)] for name, value_BT in found.items()},
         )
@@ -126,13 +147,13 @@ def _old(sample: Evidence) -> Tensor:
     return sample.behavior_T if sample.old_T is None else sample.old_T
 
 
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a pass that the method needs was not made"
-    return tensor
+def present(found: T | None) -> T:
+    assert found is not None, "a pass that the method needs was not made"
+    return found
 
 
 def _current(batch: Sequence[Evidence]) -> Tensor:
-    return padded([_present(sample.current_T) for sample in batch])
+    return padded([present(sample.current_T) for sample in batch])
 
 
 def _evidence(
@@ -143,7 +164,7 @@ def _evidence(
     if method.rejects("negative_seq"):
         found |= {"advantages": _advantages(batch, method, mask_BT, groups_B, old_BT), "current": _current(batch)}
     if method.rejects("seq_max_kl"):
-        found["kl"] = padded([_present(sample.kl_T) for sample in batch])
+        found["kl"] = padded([present(sample.kl_T) for sample in batch])
     return found
 
 
@@ -156,13 +177,30 @@ def _advantages(batch: Sequence[Evidence], method: Method, mask_BT: Tensor, grou
             rewards_BT[row, int(mask_BT[row].nonzero().max())] = sample.reward
     reference = method.reference
     if reference is not None and reference.into == "reward":
-        reference_BT = padded([_present(sample.reference_T) for sample in batch])
+        reference_BT = padded([present(sample.reference_T) for sample in batch])
         rewards_BT, _ = kl_reward(rewards_BT, old_BT, reference_BT, mask_BT, beta=reference.weight)
     policy = method.policy
     if int((mask_BT != 0).sum()) < 2:
         return torch.zeros_like(rewards_BT)  # nothing is left to compare
     found: Tensor = advantage(policy.advantage, rewards_BT, mask_BT, groups=groups_B, **policy.advantage_options)
     return found
+
+
+def _kept_draws(
+    batch: Sequence[Evidence], method: Method, kept_BT: Tensor
+) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+    """What a distillation loss of batch scope chooses among all draws of tokens that are left."""
+    asks = method.loss.asks
+    draws = [present(sample.draws) for sample in batch]
+    valid = [kept_BT[row, : len(sample.mask_T)][sample.mask_T] for row, sample in enumerate(batch)]
+    keep_NM, metrics = formula(asks.chooses)(
+        torch.cat([each.current_NM for each in draws]),
+        torch.cat([each.behavior_NM for each in draws]),
+        torch.cat([each.teacher_NM for each in draws]),
+        mask=torch.cat(valid),
+        **asks.choice,
+    )
+    return torch.split(keep_NM, [len(valid_N) for valid_N in valid]), metrics
 
 
 def _options(method: Method, update: int) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any
 
-from slipstream.config.objective import LossConfig, PolicyConfig, ReferenceConfig
+from slipstream.config.losses import LossConfig
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.estimators.advantage import ADVANTAGES
@@ -17,12 +19,19 @@ from slipstream.estimators.correction import (
     CorrectionPreset,
     check_combination,
 )
-from slipstream.estimators.methods import Scope
 from slipstream.estimators.numerics import unknown
 from slipstream.estimators.policy import LOSSES, scope_of
+from slipstream.estimators.scope import Scope
 
 OURS = ("generator", "positive", "proximal_logp")
 """Options of policy losses that are tensors, and not for a config to give."""
+
+
+def formula(name: str) -> Callable[..., Any]:
+    """A function of the estimators, by module.name."""
+    module, function = name.split(".")
+    found: Callable[..., Any] = getattr(import_module(f"slipstream.estimators.{module}"), function)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +79,8 @@ class Method:
     @property
     def looks_first(self) -> bool:
         """Something must be known of a batch before its first gradient."""
-        return self.policy is not None or self.correction.corrects or self.reference is not None
+        others = self.policy is not None or self.correction.corrects or self.reference is not None
+        return others or self.draws_first
 
     @property
     def chooses(self) -> bool:
@@ -84,6 +94,11 @@ class Method:
         return self.chooses or self.proximal or in_bypass or self.rejects("negative_seq")
 
     @property
+    def draws_first(self) -> bool:
+        """The learner's log-probs of all draws, as they arrive, are asked for."""
+        return self.loss.weight > 0 and bool({"proximal", "keep"} & set(self.loss.asks.takes))
+
+    @property
     def proximal(self) -> bool:
         return self.policy is not None and "proximal_logp" in LOSSES[self.policy.loss].options
 
@@ -91,6 +106,8 @@ class Method:
     def scopes(self) -> dict[str, Scope]:
         """What each part must have in sight, by its name in the config."""
         found: dict[str, Scope] = {"correction": self.correction.scope}
+        if self.loss.weight:
+            found[f"loss.kind = {self.loss.kind}"] = self.loss.scope
         if self.policy is not None:
             found[f"policy.loss = {self.policy.loss}"] = scope_of(self.policy.loss, self.policy.aggregation)
             batch = ADVANTAGES[self.policy.advantage].scope == "batch"
@@ -223,8 +240,13 @@ def _check_cut(config: Config, method: Method) -> None:
 def _looks_at_behavior(config: Config, method: Method) -> tuple[str, str] | None:
     """The first part that compares with what drew the tokens, and what to write for one that does not."""
     loss, policy, reference = config.loss, method.policy, method.reference
-    if loss.weight and loss.kind == "reverse_kl_mc" and loss.importance:
-        return 'loss.kind = "reverse_kl_mc" weighs draws by', "loss.importance = false, or another loss.kind"
+    if loss.weight and loss.asks.compares:
+        without = (
+            "loss.importance = false, or another loss.kind"
+            if "importance" in type(loss).model_fields
+            else 'loss.kind = "forward_kl"'
+        )
+        return f'loss.kind = "{loss.kind}" weighs draws by', without
     if method.correction.is_level is not None or set(method.correction.rs or ()) - {"seq_max_kl"}:
         return f'correction.preset = "{config.correction.preset}" looks at', 'correction.preset = "disabled"'
     old_is_behavior = not (method.decoupled or method.previous)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from slipstream.config.schema import Config, DataConfig
-from slipstream.engines.asked import cache_of
 from slipstream.engines.native import positions
 from slipstream.engines.native.model import load_config, pick_device
 from slipstream.errors import ConfigError, DataError
@@ -78,8 +77,8 @@ def check_device(config: Config) -> None:
 
 
 def check_support(config: Config) -> None:
-    (cache, k), vocabulary = cache_of(config), vocabulary_of(config.student)
-    if cache == "teacher_topk" and k > vocabulary:
+    k, vocabulary = config.loss.asks.k, vocabulary_of(config.student)
+    if config.loss.weight and k > vocabulary:
         raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from slipstream.config.schema import Config
-from slipstream.engines.asked import cache_of
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.learning.learner import NativeLearner
@@ -55,22 +54,21 @@ def build_grader(config: Config, tokenizer: Tokenizer) -> PoolGrader:
 
 def build_scorer(config: Config, tokenizer: Tokenizer, name: str, endpoint: Endpoint | None) -> Scoring:
     """One replica of a teacher: behind an endpoint, or here."""
-    teacher, (cache, k) = config.teachers[name], cache_of(config)
+    teacher, asks = config.teachers[name], config.loss.asks
     context = None if teacher.context is None else TemplateContext(teacher.context, tokenizer)
     if endpoint is not None:
-        assert cache != "hidden"
-        return HttpScorer(endpoint, cache=cache, k=k, context=context)
+        return HttpScorer(endpoint, k=asks.k, context=context)
     if teacher.engine == "vllm":
         from slipstream.runtimes.build_vllm import build_vllm_scorer
 
-        return build_vllm_scorer(config, name, cache, k, context)
+        return build_vllm_scorer(config, name, context)
     return NativeScorer(
         load_model(
             config.model_of(teacher), dtype=teacher.dtype, device=config.runtime.device, longest=teacher.longest
         ),
         name=name,
-        cache=cache,
-        k=k,
+        cache=asks.cache,
+        k=asks.k,
         temperature=config.loss.temperature,
         token_budget=teacher.token_budget,
         packing=teacher.packing,
@@ -107,7 +105,7 @@ def build_learner(
     config: Config, tokenizer: Tokenizer, student: LanguageModel | None = None, ranks: Ranks | None = None
 ) -> NativeLearner:
     device, head = config.runtime.device, None
-    if config.teachers and cache_of(config)[0] == "hidden":
+    if config.teachers and config.loss.asks.cache == "hidden":
         (teacher,) = config.teachers.values()
         # on the CPU first: only the head is kept
         head = load_model(config.model_of(teacher), dtype=teacher.dtype, device="cpu").head.to(pick_device(device))

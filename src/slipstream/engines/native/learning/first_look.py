@@ -12,7 +12,7 @@ from slipstream.engines.base import Metrics
 from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots
 from slipstream.engines.native.ranks import Ranks
-from slipstream.objective.frozen import Evidence, behavior_of
+from slipstream.objective.frozen import Draws, Evidence, behavior_of, present
 from slipstream.objective.method import Method
 from slipstream.records import Scored
 
@@ -39,6 +39,7 @@ class FirstLook:
             old = self.passes.log_probs(samples, self.snapshots, PREVIOUS)
         elif method.decoupled:
             old, missing = self._at_own_version(samples, {version: current} if current is not None else {}, drawn)
+        draws = self._draws(samples) if method.draws_first else None
         kl = None
         if method.rejects("seq_max_kl"):
             found, known = self._kl_to_own_version(samples, version, drawn, kind="forward")
@@ -53,9 +54,21 @@ class FirstLook:
                 current_T=current[i] if current is not None else None,
                 reference_T=reference[i] if reference is not None else None,
                 kl_T=kl[i] if kl is not None else None,
+                draws=draws[i] if draws is not None else None,
                 missing=missing[i],
             )
             for i, sample in enumerate(samples)
+        ]
+
+    def _draws(self, samples: Sequence[Scored]) -> list[Draws]:
+        current = self.passes.log_probs_of_draws(samples, temperature=self.method.loss.temperature)
+        return [
+            Draws(
+                current_NM=current_NM,
+                behavior_NM=torch.from_numpy(sample.rollout.action_logp).double(),
+                teacher_NM=torch.from_numpy(present(sample.teacher_action_logp)).double(),
+            )
+            for sample, current_NM in zip(samples, current, strict=True)
         ]
 
     def _drawn(self, samples: Sequence[Scored]) -> list[int]:

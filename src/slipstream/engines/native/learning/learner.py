@@ -220,6 +220,8 @@ class NativeLearner:
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
         for name in [name for name in found if name.startswith("teacher/") and name.endswith("/loss")]:
             found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # of its own tokens
+        if "distill/overlap_any" in found:
+            found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # where anything is shared
         found |= self.passes.economy()
         self._drop()
         return found | averaged(self.noted) | drift_metrics(seen, version=self.update - 1)

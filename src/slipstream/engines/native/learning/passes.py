@@ -18,7 +18,7 @@ from slipstream.engines.native.learning.snapshots import Snapshots
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
-from slipstream.engines.native.rows import Rows, over_tokens, use_rows
+from slipstream.engines.native.rows import Rows, by_sample, over_tokens, use_rows
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.logprobs.head import Head
@@ -108,15 +108,35 @@ class Passes:
             hidden_NH, weight, bias = head.inputs(hidden_NH)
             return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.temperature, **head.bend)[:, 0]
 
+        with self._as_at(snapshots, version):
+            found = self._of_each(samples, at_tokens)
+        return over_tokens(torch.cat(found), [sample.rollout for sample in samples]) if found else []
+
+    @torch.no_grad()
+    def log_probs_of_draws(self, samples: Sequence[Scored], *, temperature: float) -> list[Tensor]:
+        """By the weights as they are: [N, M] for the trained tokens of each sample."""
+
+        def at_draws(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
+            ids_NM = joined([rollout.actions for rollout in chosen], hidden_NH.device, torch.int64)
+            hidden_NH, weight, bias = head.inputs(hidden_NH)
+            return logprobs_at(hidden_NH, weight, ids_NM, bias=bias, temperature=temperature, **head.bend)
+
+        with self._as_at(None, None):
+            return self._of_each(samples, at_draws)
+
+    def _of_each(
+        self, samples: Sequence[Scored], found_by: Callable[[Tensor, Head, Sequence[Rollout]], Tensor]
+    ) -> list[Tensor]:
+        """What a pass without gradient finds for the trained tokens of each sample, in float64."""
         found: dict[int, Tensor] = {}
-        with self._as_at(snapshots, version), self.precision():
+        with self.precision():
             for rows, members in self.micro_batches(samples):
                 if not members:
                     self.student(rows, nothing)
                     continue
                 chosen = [samples[i].rollout for i in members]
-                logp_N = self.student(rows, lambda h, head, chosen=chosen: at_tokens(h, head, chosen))
-                found |= zip(members, over_tokens(logp_N.cpu().double(), chosen), strict=True)
+                found_N = self.student(rows, lambda h, head, chosen=chosen: found_by(h, head, chosen))
+                found |= zip(members, by_sample(found_N.cpu().double(), chosen), strict=True)
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
