@@ -52,6 +52,22 @@ loss.kind=reverse_kl
 loss.kind=jsd
 loss.kind=jsd loss.cache=teacher_topk loss.k=8 loss.beta=0.1
 loss.temperature=0.7
+loss.kind=decoupled_ppo learner.minibatches=2
+loss.kind=decoupled_ppo loss.m=4 loss.advantage=current loss.clip=[0.1,0.3] loss.weight_cap=2.0
+loss.kind=m2po
+loss.kind=m2po loss.m=2 loss.budget=0.01
+loss.kind=reverse_kl_topk loss.k=8
+loss.kind=reverse_kl_topk loss.k=8 loss.reweight=false
+loss.kind=reverse_kl_topk loss.k=8 loss.renormalise=false loss.tail=true
+loss.kind=k1 loss.as=reward
+loss.kind=abs
+loss.kind=k2 loss.loss_max_clamp=5.0
+loss.kind=k3 loss.as=reward loss.clip=[0.2,0.28] loss.dual_clip=2.0
+loss.kind=k1+
+loss.kind=k3+ loss.log_prob_min_clamp=-9.0
+loss.kind=low_var_kl
+loss.kind=forward_kl_topk loss.loss_max_clamp=5.0
+{BOTH} loss.kind=k1 loss.as=reward
 schedule.kind=sync
 schedule.kind=periodic
 schedule.kind=step_off schedule.k=2
@@ -115,6 +131,23 @@ loss.kind=jsd loss.cache=teacher_topk loss.k=1000
 loss.kind=jsd loss.beta=2
 loss.kind=forward_kl loss.m=4
 loss.kind=reverse_kl loss.k=4
+loss.kind=k1
+loss.kind=kl
+loss.kind=k2 loss.clip=0.2
+loss.kind=k2 loss.dual_clip=3.0
+loss.kind=k2 loss.m=4
+loss.kind=k1 loss.as=advantage
+loss.kind=k1 loss.as=reward sampler.top_p=0.9
+loss.kind=forward_kl loss.as=reward
+loss.kind=reverse_kl_topk loss.k=1000
+loss.kind=reverse_kl_topk loss.tail=true
+loss.kind=reverse_kl_topk sampler.top_k=5
+loss.kind=m2po schedule.kind=periodic
+loss.kind=m2po sampler.min_p=0.1
+loss.kind=m2po loss.clip=0.2
+loss.kind=decoupled_ppo sampler.top_p=0.9
+loss.kind=decoupled_ppo loss.ratio_cap=2.0
+loss.kind=decoupled_ppo correction.preset=decoupled_token_is
 loss.clip=0.2 loss.ratio_cap=2.0
 loss.importance=false loss.clip=0.2
 loss.importance=false loss.ratio_cap=2
@@ -273,7 +306,7 @@ def beyond(info: FieldInfo) -> Iterator[str]:
 
 
 SCHEMA = [
-    f"{'loss.kind=' + kind + ' ' if name.startswith('loss.') and kind else ''}"
+    f"{'loss.kind=' + kind.split(' ')[0] + ' ' if name.startswith('loss.') and kind else ''}"
     f"{'schedule.kind=' + kind + ' ' if name.startswith('schedule.') and kind else ''}"
     f"{name.replace('.NAME', '.main')}={value}"
     for name, info, kind in fields()

@@ -14,7 +14,6 @@ from slipstream import vocabulary
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.engines import toy
-from slipstream.engines.asked import cache_of
 from slipstream.engines.base import Engines, Graded, Sampling, Unscored
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
@@ -59,6 +58,10 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "loss": {"kind": "forward_kl", "k": 3},
         "learner": {"minibatches": 2, "exact_drift": True},
     },
+    "draws around a proximal policy": {"loss": {"kind": "decoupled_ppo", "m": 2}},
+    "draws within a budget": {"loss": {"kind": "m2po", "m": 2}},
+    "the student's own best": {"loss": {"kind": "reverse_kl_topk", "k": 3}},
+    "the emitted token as a reward": {"loss": {"kind": "k1", "as": "reward"}},
     "hidden states, shared prompts": {"loss": {"kind": "jsd"}, "learner": {"shared_prompt": True}},
     "weights of stale answers": {
         **REWARDED,
@@ -103,7 +106,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The lines of a run of two updates, all of it real and tiny."""
     config = parse(merged(TREE, changes))
     student, teacher = wrap(make_model(seed=1)), make_model(seed=2)
-    cache, k = cache_of(config)
+    cache, k = config.loss.asks.cache, config.loss.asks.k
     learner = NativeLearner(
         wrap(student.model),
         method=method_of(config),

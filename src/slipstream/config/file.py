@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from slipstream.config.base import Section
+from slipstream.config.losses import ALIASES
 from slipstream.config.schema import Config
 from slipstream.config.teacher import TeacherConfig, suited
 from slipstream.errors import ConfigError, did_you_mean
@@ -44,7 +45,7 @@ def parse(
     # kinds come first, so that a kind cannot discard what was written next to it
     for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
         tree = _override(tree, key.split("."), _value(text), notes.append)
-    tree = _for_endpoints(tree, notes.append)
+    tree = _for_endpoints(_by_our_names(tree), notes.append)
     try:
         # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
@@ -60,6 +61,15 @@ def _with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
     kinds = {name: info.default.kind for name, info in Config.model_fields.items() if hasattr(info.default, "kind")}
     below = {name: tree.get(name, {}) for name in kinds}
     return tree | {name: {"kind": kinds[name], **own} for name, own in below.items() if isinstance(own, dict)}
+
+
+def _by_our_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which a loss that has another name elsewhere has ours."""
+    loss = tree.get("loss")
+    kind = loss.get("kind") if isinstance(loss, dict) else None
+    return (
+        {**tree, "loss": {**tree["loss"], "kind": ALIASES[kind]}} if isinstance(kind, str) and kind in ALIASES else tree
+    )
 
 
 def _for_endpoints(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Epsilon, Section
-from slipstream.estimators.scope import Scope
+from slipstream.scope import Scope
 
 Cache = Literal["sampled", "student_topk", "teacher_topk", "hidden"]
 """What a teacher's answer holds: its log-probs of the draws, of the student's best ids, of its own best, or its last

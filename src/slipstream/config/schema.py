@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import Beta, Dtype, Section
-from slipstream.config.losses import ALIASES, LossConfig, ReverseKLMC
+from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.teacher import SELF, problems
@@ -214,16 +214,6 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-
-    @field_validator("loss", mode="before")
-    @classmethod
-    def _own_names(cls, loss: Any) -> Any:
-        """verl's names of losses are ours, too."""
-        return (
-            loss | {"kind": ALIASES.get(loss["kind"], loss["kind"])}
-            if isinstance(loss, dict) and "kind" in loss
-            else loss
-        )
 
     @field_validator("teachers")
     @classmethod

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import Dtype, Section
-from slipstream.config.losses import ALIASES, LOSSES, LossConfig, caches
+from slipstream.config.losses import LOSSES, LossConfig, caches
 
 SELF = "self"
 """As `model`: the student as it was at the start."""
@@ -183,8 +183,7 @@ def suited(loss: dict[str, Any], most: int) -> dict[str, Any]:
 
     `loss` is what was written: only what it leaves open changes.
     """
-    kind = loss.get("kind")
-    row = LOSSES.get(ALIASES.get(str(kind), str(kind)))
+    row = LOSSES.get(str(loss.get("kind")))
     if row is None:
         return {}
     changes: dict[str, Any] = {}

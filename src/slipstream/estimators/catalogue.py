@@ -15,7 +15,7 @@ from slipstream.estimators.correction import PRESETS, CorrectionPreset
 from slipstream.estimators.numerics import unknown
 from slipstream.estimators.policy import scope_of
 from slipstream.estimators.policy.table import ALIASES, LOSSES
-from slipstream.estimators.scope import Scope
+from slipstream.scope import Scope
 
 UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}
 COSTS: dict[Scope, str] = {"token": "–", "row": "rows stay whole", "batch": "one pass over the batch first"}

@@ -36,7 +36,7 @@ from slipstream.estimators.ratio import (
     weight_metrics,
 )
 from slipstream.estimators.ratio import SCOPE as UNIT_SCOPE
-from slipstream.estimators.scope import Scope
+from slipstream.scope import Scope
 
 Bounds = Mapping[str, Threshold]
 """Rejection modes and their bounds; a sample must pass all of them."""

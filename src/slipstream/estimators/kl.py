@@ -18,7 +18,7 @@ from slipstream.estimators.divergence import clamped, kl_estimate, raised
 from slipstream.estimators.numerics import blanked, bounded_exp, carried, floored, same_matrix
 from slipstream.estimators.policy.token import vanilla
 from slipstream.estimators.ratio import same_rows
-from slipstream.estimators.scope import Scope
+from slipstream.scope import Scope
 
 Metrics = dict[str, Tensor]
 SCOPE: dict[str, Scope] = {"kl_loss": "token", "kl_reward": "token"}

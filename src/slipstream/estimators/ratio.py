@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from slipstream.estimators.numerics import RATIO_BOUND, bounded, bounded_exp, same_shape, unknown
-from slipstream.estimators.scope import Scope
+from slipstream.scope import Scope
 
 Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
 Threshold = float | tuple[float, float]

@@ -21,7 +21,7 @@ from slipstream.estimators.correction import (
 )
 from slipstream.estimators.numerics import unknown
 from slipstream.estimators.policy import LOSSES, scope_of
-from slipstream.estimators.scope import Scope
+from slipstream.scope import Scope
 
 OURS = ("generator", "positive", "proximal_logp")
 """Options of policy losses that are tensors, and not for a config to give."""

@@ -30,6 +30,7 @@ def build_vllm_sampler(config: Config, tokenizer: Tokenizer) -> VllmSampler:
         sampler_settings(config),
         stop_ids=stop_ids(tokenizer, generation_config(config.student)),
         draws=rollout_sampling(config).draws,
+        best=rollout_sampling(config).best,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 

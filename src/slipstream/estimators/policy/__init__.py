@@ -18,7 +18,7 @@ from slipstream.estimators.numerics import RATIO_BOUND, blanked, floored, same_s
 from slipstream.estimators.options import check_options, only
 from slipstream.estimators.policy.table import ALIASES, LOSSES, PolicyLoss
 from slipstream.estimators.ratio import same_rows
-from slipstream.estimators.scope import Scope
+from slipstream.scope import Scope
 
 __all__ = ["ALIASES", "LOSSES", "PolicyLoss", "policy_loss", "prepare", "scope_of"]
 

@@ -12,7 +12,7 @@ from slipstream.estimators.options import Options, options_of
 from slipstream.estimators.policy import batch as policy_batch
 from slipstream.estimators.policy import row as policy_row
 from slipstream.estimators.policy import token as policy_token
-from slipstream.estimators.scope import Scope
+from slipstream.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)
