@@ -6,17 +6,22 @@ The reference computes whole distributions with plain models in float64, and the
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from slipstream.commands.train import train
+from slipstream.config.file import parse
 from slipstream.config.losses import LOSSES, Cache, LossConfig
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import LearnerConfig
@@ -26,6 +31,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.objective.method import Method
 from slipstream.records import Batch, Handle, Scored, total
+from slipstream.runlog import read_lines
 from tiny import EOS, make_model, make_prompts, wrap
 
 CHOSEN: dict[str, list[dict[str, Any]]] = {
@@ -333,3 +339,31 @@ def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
 def test_what_makes_no_sense_is_refused(kind: str, options: dict[str, Any], line: str) -> None:
     with pytest.raises(ValidationError, match=line):
         chosen(kind, options)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"kind": "decoupled_ppo", "m": 2},
+        {"kind": "m2po", "m": 2},
+        {"kind": "reverse_kl_topk", "k": 8},
+        {"kind": "kl", "as": "reward"},
+    ],
+    ids=lambda loss: loss["kind"],
+)
+def test_train_runs_what_asks_more_than_the_usual(loss: dict[str, Any], tmp_path: Path) -> None:
+    """From a config through plan and start checks, in mini-batches, on stale samples."""
+    tree = {
+        "student": "builtin:student",
+        "updates": 2,
+        "output": str(tmp_path / "run"),
+        "teachers": {"main": {"model": "builtin:teacher"}},
+        "sampler": {"max_tokens": 8, "group": 2},
+        "learner": {"batch_size": 8, "minibatches": 2},
+        "loss": loss,
+        "schedule": {"kind": "step_off"},
+        "runtime": {"kind": "inline"},
+    }
+    run = train(parse(tree), Console(file=io.StringIO()), name="losses")
+    lines = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["version"] for line in lines] == [1, 2] and all(line["distill/loss_abs"] > 0 for line in lines)
