@@ -578,6 +578,38 @@ def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> Non
     assert noted["drift/rollout_kl_coverage"] == 1.0
 
 
+def test_the_trust_region_and_exact_drift_make_their_passes_once(case: Case) -> None:
+    by_kl = replace(
+        method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": 9})
+    )
+    computed, noted = [], []
+    for given, config in ((by_kl, {}), (method(SOME), {"exact_drift": True}), (by_kl, {"exact_drift": True})):
+        learner = make_learner(case, given, **config)
+        run(learner.prepare(Batch(tuple(case.groups), 3)))
+        computed.append(learner.passes.tokens["computed"])
+        noted.append({name: value for _, part in learner.noted for name, value in part.items()})
+        learner.close()
+    region, drift, both = computed
+    plain = make_learner(case, replace(by_kl, correction=PRESETS["bypass_ppo_clip_geo_rs"]))
+    run(plain.prepare(Batch(tuple(case.groups), 3)))
+    plain_pass = plain.passes.tokens["computed"]
+    plain.close()
+    assert region - plain_pass == drift and both == region, "the current policy's own pass, and each version's"
+    assert noted[2] == noted[0] | noted[1]
+
+
+def test_rewards_of_samples_that_nobody_trains_on_are_in_no_mean() -> None:
+    logp, some = torch.full((3,), -1.0, dtype=DTYPE), torch.tensor([True, True, False])
+    batch = [
+        Evidence(group=0, reward=reward, mask_T=mask, behavior_T=logp)
+        for reward, mask in ((1.0, some), (0.0, some), (100.0, some & False))
+    ]
+    _, metrics = freeze(batch, replace(method(), policy=PolicyConfig()), update=1)
+    assert metrics["policy/reward"] == 0.5 and metrics["policy/rows_moved"] == 1.0
+    _, metrics = freeze(batch[2:], replace(method(), policy=PolicyConfig()), update=1)
+    assert metrics["policy/reward"] == metrics["policy/rows_moved"] == 0.0
+
+
 def test_teachers_have_weights_and_metrics_of_their_own(case: Case) -> None:
     """Every other prompt is another teacher's, whose samples count three times."""
     names = {sample.rollout.prompt.number: "ab"[sample.rollout.prompt.number % 2] for sample in case.samples}

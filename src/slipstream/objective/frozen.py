@@ -174,7 +174,9 @@ def _options(method: Method, update: int) -> dict[str, Any]:
 
 
 def _spread(batch: Sequence[Evidence], advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
-    """Rewards, and how many rows an advantage moves: where a group agrees there is nothing to learn."""
-    moved = ((advantage_BT != 0) & (mask_BT != 0)).any(-1).double().mean()
-    rewards = torch.tensor([sample.reward for sample in batch], dtype=torch.float64)
-    return {"policy/reward": float(rewards.mean()), "policy/rows_moved": float(moved)}
+    """Rewards, and how many rows an advantage moves, of those that are left: where a group agrees nothing is learned."""
+    left_B = (mask_BT != 0).any(-1)
+    moved_B = ((advantage_BT != 0) & (mask_BT != 0)).any(-1)
+    reward_B = torch.tensor([sample.reward for sample in batch], dtype=torch.float64)
+    rows = max(int(left_B.sum()), 1)
+    return {"policy/reward": float(reward_B[left_B].sum()) / rows, "policy/rows_moved": int(moved_B.sum()) / rows}

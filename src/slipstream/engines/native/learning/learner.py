@@ -121,13 +121,15 @@ class NativeLearner:
             self._begin(batch.update)
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
+        version, own = self.update - 1, list(samples.values())
+        distances = self.look.distances(own, version, drift=self.config.exact_drift)
         if self.config.exact_drift:
             size = sum(self.ranks.gathered(len(samples)))
-            self.noted.append((size, self.look.rollout_drift(list(samples.values()), self.update - 1)))
+            self.noted.append((size, self.look.rollout_drift(own, distances)))
         if not self.method.looks_first:
             self.frozen |= {key: as_it_is(sample) for key, sample in samples.items()}
             return [counts_of(group) for group in batch.groups]
-        keys, evidence = list(samples), self.look.evidence(list(samples.values()), self.update - 1)
+        keys, evidence = list(samples), self.look.evidence(own, version, distances)
         # ranks see the whole batch, in one order, whoever holds what
         everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
         everyone.sort(key=lambda pair: pair[0])

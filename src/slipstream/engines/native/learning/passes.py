@@ -26,6 +26,8 @@ from slipstream.estimators.numerics import joined
 from slipstream.records import Rollout, Scored
 
 T = TypeVar("T")
+Kind = Literal["forward", "reverse"]
+"""KL(as it was ‖ as it is), KL(as it is ‖ as it was)."""
 
 
 class Student(nn.Module):
@@ -121,11 +123,11 @@ class Passes:
 
     @torch.no_grad()
     def rollout_kl(
-        self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kind: Literal["forward", "reverse"]
+        self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kinds: Sequence[Kind]
     ) -> list[Tensor]:
-        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round, at trained tokens.
+        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round: [T, a column of each].
 
-        Exact, over the whole vocabulary; 0 where a token is masked.
+        Exact, over the whole vocabulary; 0 where a token is masked. However many kinds, the passes are made once.
         """
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
@@ -138,13 +140,13 @@ class Passes:
 
         def kl_to(before_NH: Tensor, head: Head) -> Tensor:
             hidden_NH, (weight, bias) = now.pop(0), heads[0]
-            found = [hidden_NH.new_empty(0)]
+            found = [hidden_NH.new_empty(0, len(kinds))]
             size = max(1, HELD // len(weight))
             for start in range(0, len(hidden_NH), size):
                 rows = slice(start, start + size)
                 logits_CV, old_CV = head(hidden_NH[rows], weight, bias), head(before_NH[rows])
                 logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in (logits_CV, old_CV))
-                found.append(dense(logp_CV, old_CV, kind=kind))
+                found.append(torch.stack([dense(logp_CV, old_CV, kind=kind) for kind in kinds], 1))
             return torch.cat(found)
 
         kl: dict[int, Tensor] = {}
