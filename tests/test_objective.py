@@ -221,7 +221,7 @@ def method(loss: Any = NOTHING, preset: str = "disabled", reference: ReferenceCo
         loss=loss,
         correction=PRESETS[preset],
         reference=reference,
-        reward="exact",
+        rewards={"exact": 1.0},
         temperature=TEMPERATURE,
         max_tokens=12,
     )
@@ -422,7 +422,7 @@ def test_toprs_sign_is_that_of_the_advantage_as_used(
 ) -> None:
     logp, mask = torch.full((3,), -1.0, dtype=DTYPE), torch.ones(3, dtype=torch.bool)
     batch = [
-        Evidence(group=0, reward=reward, mask_T=mask, behavior_T=logp, reference_T=logp - 1 + near)
+        Evidence(group=0, rewards={"exact": reward}, mask_T=mask, behavior_T=logp, reference_T=logp - 1 + near)
         for reward, near in zip(rewards, reference or [1.0, 1.0], strict=True)
     ]
     of_reward = ReferenceConfig(weight=0.5, into="reward") if reference else None
@@ -601,7 +601,7 @@ def test_the_trust_region_and_exact_drift_make_their_passes_once(case: Case) -> 
 def test_rewards_of_samples_that_nobody_trains_on_are_in_no_mean() -> None:
     logp, some = torch.full((3,), -1.0, dtype=DTYPE), torch.tensor([True, True, False])
     batch = [
-        Evidence(group=0, reward=reward, mask_T=mask, behavior_T=logp)
+        Evidence(group=0, rewards={"exact": reward}, mask_T=mask, behavior_T=logp)
         for reward, mask in ((1.0, some), (0.0, some), (100.0, some & False))
     ]
     _, metrics = freeze(batch, replace(method(), policy=PolicyConfig()), update=1)

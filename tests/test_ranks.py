@@ -51,9 +51,9 @@ BY_ROW = Method(
     loss=ReverseKLMC(weight=0.0),
     policy=PolicyConfig(loss="gspo", aggregation="seq-mean-token-mean"),
     correction=PRESETS["decoupled_geo_rs"],
-    reward="right",
+    rewards={"right": 1.0},
 )
-BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), reward="right")
+BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), rewards={"right": 1.0})
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ NEAR = Method(loss=ReverseKLMC(m=M), reference=ReferenceConfig(weight=0.3))
 AGAINST_BEFORE = Method(
     loss=ReverseKLMC(weight=0.0),
     policy=PolicyConfig(loss="dro", old="previous", options={"dro_beta": 5.0}),
-    reward="right",
+    rewards={"right": 1.0},
 )
 DECOUPLED = replace(AGAINST_BEFORE, policy=PolicyConfig(), correction=PRESETS["decoupled_token_is"])
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
+from typing import get_args
 
 from slipstream.estimators.advantage import ADVANTAGES
-from slipstream.estimators.correction import PRESETS, CorrectionPreset
+from slipstream.estimators.correction import PRESETS, RS_MODES, SCOPE, CorrectionPreset
+from slipstream.estimators.divergence import KL_KINDS
+from slipstream.estimators.kl import CONTROLLERS
 from slipstream.estimators.methods import DISTILLATION, Scope
 from slipstream.estimators.numerics import unknown
 from slipstream.estimators.policy import scope_of
 from slipstream.estimators.policy.table import ALIASES, LOSSES
+from slipstream.estimators.ratio import Unit
 
 UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}
 COSTS: dict[Scope, str] = {"token": "–", "row": "rows stay whole", "batch": "one pass over the batch first"}
@@ -47,7 +51,12 @@ INTRODUCTIONS = {
     "advantage": "How much better a sample did than expected, `advantage(NAME, …)`; its baseline stands in the column "
     "of what it targets. Scope `group`: the answers to one prompt, which travel together.",
     "correction": "Presets of importance weights (IS) and rejection (RS) between the policy that drew and the one that "
-    "learns, `PRESETS[NAME]`.",
+    "learns, `PRESETS[NAME]`; their parts are the two families below.",
+    "level": "Over what the ratios of tokens are multiplied to one weight, `importance_ratio(NAME, …)`: "
+    "`correction.is_level`, in place of the preset's.",
+    "rejection": "What leaves the batch, `correct(rs={NAME: bound, …})`: `correction.rs`, in place of the preset's.",
+    "estimate": "Estimates of the KL to the reference from one token, `kl_estimate(kind=NAME)`: `reference.estimate`.",
+    "controller": "What becomes of its coefficient β after an update: `reference.control`.",
 }
 
 
@@ -87,21 +96,28 @@ def catalogue() -> dict[str, list[Entry]]:
             trust_region="–",
             importance="–",
             targets=f"baseline: {estimator.baseline}",
-            cost="–",
+            cost=estimator.cost,
             use_when=estimator.use_when,
         )
         for name, estimator in ADVANTAGES.items()
+        if not estimator.needs_critic
     ]
     return {
         "distillation": distillation,
         "policy": policy,
         "advantage": advantages,
         "correction": [_preset(name, preset) for name, preset in PRESETS.items()],
+        "level": [_level(unit) for unit in get_args(Unit)],
+        "rejection": [_rejection(mode) for mode in RS_MODES],
+        "estimate": [_estimate(kind) for kind in KL_KINDS],
+        "controller": [_controller(name) for name in CONTROLLERS],
     }
 
 
 def find(name: str) -> list[Entry]:
-    """The entries of that name; several families may have one."""
+    """The entries of that name; several families may have one. A ValueError where a config cannot choose it."""
+    if name in ADVANTAGES and ADVANTAGES[name].needs_critic:
+        raise ValueError(f"{name} needs a critic, and there is none here: see reinforce_plus_plus, or remax")
     known = [entry for entries in catalogue().values() for entry in entries]
     found = [entry for entry in known if entry.name == ALIASES.get(name, name)]
     if not found:
@@ -138,6 +154,127 @@ def _target(preset: CorrectionPreset) -> str:
     if preset.is_level:
         return "bias of mismatched rows" if preset.mode == "decoupled" else "bias of stale rows"
     return "outliers" if preset.rs else "nothing of its own: the loss's ratio holds it"
+
+
+LEVELS: dict[str, tuple[str, str, str]] = {
+    "token": ("ρ of the token alone", "variance of products", "mild drift"),
+    "sequence": (
+        "product over the row: exact",
+        "prefixes that another policy drew",
+        "short rows: it explodes with length",
+    ),
+    "geometric": (
+        "geometric mean over the row",
+        "the length trap of products",
+        "long rows, weights that should not grow",
+    ),
+    "prefix_min": (
+        "least ρ before the token, times its own",
+        "prefix bias without a product",
+        "long rows under staleness",
+    ),
+    "cumulative": (
+        "product up to the token, its log within ±c√t",
+        "as prefix_min",
+        "drift spread evenly; c is ctpo_clip",
+    ),
+    "turn": ("product over the tokens of one turn", "ratios that cross tool output", "agents, whose action is a turn"),
+}
+"""Importance treatment, failure it targets, when to use it."""
+SPANS = {"token": "of the token", "seq_sum": "summed over the row", "seq_mean": "averaged over the row"}
+SPANS |= {"seq_max": "at the worst token of the row"}
+DISTANCES = {"k1": "e^Δ in (L, U), Δ", "k2": "½Δ²", "k3": "e^Δ − 1 − Δ", "kl": "the exact KL, drew ‖ current"}
+
+
+def _level(unit: Unit) -> Entry:
+    importance, targets, use_when = LEVELS[unit]
+    return Entry(
+        name=unit,
+        unit=unit,
+        scope=SCOPE[unit],
+        trust_region="correction.is_threshold",
+        importance=f"{importance}, stop-gradient",
+        targets=targets,
+        cost=COSTS[SCOPE[unit]],
+        use_when=use_when,
+    )
+
+
+def _rejection(mode: str) -> Entry:
+    span, _, measure = mode.rpartition("_")
+    whole = mode != "negative_seq"
+    keeps = f"{DISTANCES[measure]} {SPANS[span]}" if whole else "mean log π_rollout − log π_θ of rows with A < 0"
+    exact = measure == "kl"
+    return Entry(
+        name=mode,
+        unit=UNITS[SCOPE[mode]],
+        scope=SCOPE[mode],
+        trust_region=keeps,
+        importance="none",
+        targets="outliers" if whole else "bad answers that the policy has left",
+        cost="two passes for each version that drew" if exact else COSTS[SCOPE[mode]],
+        use_when=_use_of_rejection(span, measure),
+    )
+
+
+def _use_of_rejection(span: str, measure: str) -> str:
+    if span == "negative":
+        return "stale or mismatched rollouts push bad answers ever further away"
+    if measure == "kl":
+        return "a trust region that is exact: long answers, engines that agree"
+    where = {
+        "token": "single tokens go astray",
+        "seq_sum": "short rows",
+        "seq_mean": "long rows",
+        "seq_max": "one bad token spoils a row",
+    }
+    direction = "; tells directions apart" if measure == "k1" else ""
+    return f"{where[span]}{direction}"
+
+
+def _estimate(kind: str) -> Entry:
+    places = {
+        "k1": "with importance, or in the reward",
+        "k1+": "in the loss, on-policy",
+        "k3+": "in the loss, on-policy",
+    }
+    own = {
+        "k1": ("none", "the simplest; unbiased", "in the reward: the default there"),
+        "abs": ("its sign", "single tokens with huge gaps", "for comparison"),
+        "k2": (
+            "that of the KL",
+            "the missing gradient of k1",
+            "in the loss, on-policy: the default with importance = false",
+        ),
+        "k3": ("that of the forward KL", "the variance of k1", "in the loss: the default, with importance"),
+        "k1+": ("that of the KL", "k2's biased value", "as k2, when the logged value should be the KL"),
+        "k3+": ("that of the KL", "k2's biased value and k1's variance", "as k1+, with a quieter value"),
+    }
+    gradient, targets, use_when = own[kind]
+    return Entry(
+        name=kind,
+        unit="token",
+        scope="token",
+        trust_region=places.get(kind, "in the loss or in the reward"),
+        importance=f"with importance the gradient of the KL; its own: {gradient}",
+        targets=targets,
+        cost="log-probs under the reference: a forward pass",
+        use_when=use_when,
+    )
+
+
+def _controller(name: str) -> Entry:
+    steers = name == "adaptive"
+    return Entry(
+        name=name,
+        unit="batch",
+        scope="batch",
+        trust_region="β·(1 + clip(KL/target − 1, ±0.2)·samples/horizon)" if steers else "β stays",
+        importance="–",
+        targets="a β that is right only for a while" if steers else "oscillation",
+        cost="a number in every checkpoint" if steers else "–",
+        use_when="a good β changes during the run" if steers else "the default",
+    )
 
 
 def markdown(families: Mapping[str, list[Entry]]) -> str:

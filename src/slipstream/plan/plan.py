@@ -52,8 +52,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     check_device(config)
     config = with_vllm(config, notes.append)
     method = method_of(config)
-    if config.task.reward:
-        rewards.check_installed(config.task.reward)
+    rewards.check_installed(config.task.reward)
     tokenizer = load_tokenizer(config.student)
     prompts = training_prompts(config, tokenizer)
     check_adapters(config)
@@ -100,7 +99,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     if config.task.reward and any(row.ground_truth is None for row in rows):
         row = next(row for row in rows if row.ground_truth is None)
         raise ConfigError(
-            f"task.reward = {config.task.reward!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
+            f"task.reward = {config.task.reward[0]!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
         )
     tokens = encode_rows(rows, tokenizer, data)
     context = sampler_context(config)

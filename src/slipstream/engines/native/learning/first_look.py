@@ -41,7 +41,11 @@ class FirstLook:
         """The log-probs of the trained tokens under every policy that the method asks for; 0 where one is masked."""
         method, drawn = self.method, self._drawn(samples)
         asked = method.current_first or (method.decoupled and version in drawn)
-        current = self.passes.log_probs(samples) if asked else None
+        current, squares = None, None
+        if method.weighs_energy:
+            current, squares = self.passes.log_probs_and_squares(samples)
+        elif asked:
+            current = self.passes.log_probs(samples)
         reference = self.passes.log_probs(samples, self.snapshots, REFERENCE) if method.reference is not None else None
         old, missing = None, [0] * len(samples)
         if method.previous:
@@ -55,11 +59,12 @@ class FirstLook:
         return [
             Evidence(
                 group=sample.rollout.prompt.number,
-                reward=sample.rollout.rewards.get(method.reward, 0.0),
+                rewards=sample.rollout.rewards,
                 mask_T=torch.tensor(sample.rollout.loss_mask),
                 behavior_T=behavior_of(sample).double(),
                 old_T=old[i] if old is not None else None,
                 current_T=current[i] if current is not None else None,
+                squares_T=squares[i] if squares is not None else None,
                 reference_T=reference[i] if reference is not None else None,
                 kl_T=kl[i] if kl is not None else None,
                 missing=missing[i],

@@ -104,11 +104,36 @@ class Passes:
 
         0 where a token is masked.
         """
+        return [logp_T1[:, 0] for logp_T1 in self._at_tokens(samples, [self.temperature], snapshots, version)]
+
+    @torch.no_grad()
+    def log_probs_and_squares(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
+        """Of the emitted tokens their log-probs, and at every trained one Σ_v π_v² over the vocabulary, in one pass.
+
+        At half the temperature T a logit is 2x/T, so log Σπ² = lse(2x/T) − 2·lse(x/T) = 2·log π_T(y) − log π_{T/2}(y).
+        """
+        found = self._at_tokens(samples, [self.temperature, self.temperature / 2], None, None)
+        masks = [torch.from_numpy(sample.rollout.loss_mask) for sample in samples]
+        squares = [
+            (2 * logp_T2[:, 0] - logp_T2[:, 1]).exp().masked_fill(~mask_T, 0.0)
+            for logp_T2, mask_T in zip(found, masks, strict=True)
+        ]
+        return [logp_T2[:, 0] for logp_T2 in found], squares
+
+    def _at_tokens(
+        self,
+        samples: Sequence[Scored],
+        temperatures: Sequence[float],
+        snapshots: Snapshots | None,
+        version: int | str | None,
+    ) -> list[Tensor]:
+        """Log-probs of the emitted tokens, [T, a column for each temperature]; 0 where a token is masked."""
 
         def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             ids_N1 = joined([r.tokens[r.loss_mask] for r in chosen], hidden_NH.device, torch.int64)[:, None]
             hidden_NH, weight, bias = head.inputs(hidden_NH)
-            return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.temperature, **head.bend)[:, 0]
+            shape: dict[str, Any] = {"bias": bias, **head.bend}
+            return torch.cat([logprobs_at(hidden_NH, weight, ids_N1, temperature=t, **shape) for t in temperatures], 1)
 
         found: dict[int, Tensor] = {}
         with self._as_at(snapshots, version), self.precision():
@@ -117,8 +142,8 @@ class Passes:
                     self.student(rows, nothing)
                     continue
                 chosen = [samples[i].rollout for i in members]
-                logp_N = self.student(rows, lambda h, head, chosen=chosen: at_tokens(h, head, chosen))
-                found |= zip(members, by_sample(logp_N.cpu().double(), chosen), strict=True)
+                logp_NK = self.student(rows, lambda h, head, chosen=chosen: at_tokens(h, head, chosen))
+                found |= zip(members, by_sample(logp_NK.cpu().double(), chosen), strict=True)
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
