@@ -490,6 +490,13 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_one_is_graded() -> 
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+def test_an_answer_is_graded_by_every_reward_that_is_named() -> None:
+    both = grade_texts(("exact", "math"), ["0.5", "1/2", "2"], "1/2", 10.0)
+    assert both == [{"exact": 0.0, "math": 1.0}, {"exact": 1.0, "math": 1.0}, {"exact": 0.0, "math": 0.0}]
+    grader = PoolGrader(("exact", "math"), decode)
+    assert grade_all(grader, group_of(["1"], Deadly())) == [[{"exact": 0.0, "math": 0.0, "crash": 1.0}]]
+
+
 def group_of(texts: list[str], truth: Any) -> list[Handle]:
     prompt = Prompt(id="p", number=0, tokens=np.array([1]), ground_truth=truth)
     group = []
