@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +65,7 @@ class FirstLook:
                 behavior_T=behavior_of(sample).double(),
                 old_T=old[i] if old is not None else None,
                 current_T=current[i] if current is not None else None,
+                turn_T=torch.from_numpy(np.where(sample.rollout.loss_mask, sample.rollout.turn, -1)),
                 squares_T=squares[i] if squares is not None else None,
                 reference_T=reference[i] if reference is not None else None,
                 kl_T=kl[i] if kl is not None else None,
