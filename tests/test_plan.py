@@ -387,6 +387,13 @@ def test_what_is_legal_passes_both(line: str, config: str, monkeypatch: pytest.M
         main(["train", config, *words(line)])
 
 
+def test_a_plan_says_what_a_greedy_baseline_costs(config: str) -> None:
+    words = RL.replace("vanilla", "vanilla policy.advantage=remax").split()
+    settings = [(key, value) for key, _, value in (word.partition("=") for word in words)]
+    assert any("5 answers are drawn where 4 are trained on" in note for note in plan(load(config, settings)).notes)
+    assert not any("are trained on" in note for note in plan(load(config)).notes)
+
+
 def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
     settings = [("reference.weight", "0.1"), ("learner.dtype", "bfloat16")]
     made = plan(load(config, settings, say=str))

@@ -63,7 +63,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
-    notes += position_notes(config)
+    notes += position_notes(config) + baseline_notes(config)
     return Plan(config, method, tokenizer, prompts, held_out, tuple(notes), tuple(warnings_of(config)))
 
 
@@ -163,6 +163,17 @@ def position_notes(config: Config) -> list[str]:
     models |= {config.model_of(t): t.longest for t in config.teachers.values() if t.base_url is None}
     notes = {name: positions.said(load_config(name), longest) for name, longest in models.items() if longest}
     return [f"{name}: {note}" for name, note in notes.items() if note]
+
+
+def baseline_notes(config: Config) -> list[str]:
+    """What an advantage costs beside the answers that are learned from."""
+    if config.policy is None or config.policy.advantage != "remax":
+        return []
+    group = config.sampler.group
+    return [
+        f'policy.advantage = "remax" answers every prompt once more, greedily, for the reward alone: {group + 1} '
+        f"answers are drawn where {group} are trained on"
+    ]
 
 
 def warnings_of(config: Config) -> list[str]:
