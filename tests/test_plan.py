@@ -195,6 +195,7 @@ correction.preset=decoupled_geo_rs correction.is_level=geometric
 {BOTH} task.reward=["exact","math"] policy.reward_weights={{exact=0.0,math=0.0}}
 {BOTH} task.reward=["exact","exact"]
 task.reward=["exact","vibes"]
+task.reward=false
 reference.weight=0.1 reference.estimate=k4
 reference.weight=0.1 reference.estimate=k1+
 reference.weight=0.1 reference.importance=false reference.estimate=k1

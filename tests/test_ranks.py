@@ -406,6 +406,21 @@ def test_the_weights_before_the_last_update_go_to_any_number_of_ranks(
         np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
 
 
+def test_a_steered_run_that_is_stopped_in_an_update_begins_it_as_it_did(make: Any, tmp_path: Path) -> None:
+    """Prepared, and no step made: its KL is not yet one that anything follows from."""
+    for name, method in (("steered", STEERED), ("charged", CHARGED)):
+        work, more = batches(3), [rolled_again(batch, since=3) for batch in batches(2, first=4)]
+        expected, _, _ = trained(make(Spec(method=method), 1), [*work, *more])
+        stopped, learner = make(Spec(method=method), 1), make(Spec(method=method), 1)
+        trained(stopped, work)
+        asyncio.run(stopped.prepare(more[0]))
+        (tmp_path / name).mkdir()
+        asyncio.run(stopped.save(tmp_path / name))
+        asyncio.run(learner.restore(tmp_path / name))
+        found, _, _ = trained(learner, more)
+        assert np.array_equal(found, expected)
+
+
 def test_a_checkpoint_without_what_the_kl_counts_cannot_be_steered_on(make: Any, tmp_path: Path) -> None:
     first = make(Spec(method=NEAR), 1)
     trained(first, batches(1))

@@ -151,7 +151,7 @@ class TaskConfig(Section):
     @field_validator("reward", mode="before")
     @classmethod
     def _one_or_several(cls, reward: Any) -> Any:
-        return as_tuple(reward) or ()
+        return () if reward is None else as_tuple(reward)
 
     @field_validator("reward")
     @classmethod
