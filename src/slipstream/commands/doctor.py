@@ -19,6 +19,7 @@ from rich.console import Console
 
 from slipstream.commands.train import open_engines
 from slipstream.config.schema import Config, TeacherConfig
+from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Engines, greedy
 from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
@@ -170,7 +171,7 @@ def rewarded(config: Config, group: Group) -> Group:
     """Answers that differ in their reward, so that a policy loss has something to learn from."""
     if config.policy is None:
         return group
-    best = {greedy(name): 0.5 for name in config.task.reward}
+    best = {greedy(name): 0.5 for name in config.task.reward if rollout_sampling(config).greedy}
 
     def rewards(number: int) -> dict[str, float]:
         return dict.fromkeys(config.task.reward, float(number % 2)) | best
