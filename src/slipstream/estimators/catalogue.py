@@ -156,34 +156,61 @@ def _target(preset: CorrectionPreset) -> str:
     return "outliers" if preset.rs else "nothing of its own: the loss's ratio holds it"
 
 
-LEVELS: dict[str, tuple[str, str, str]] = {
+LEVELS: dict[Unit, tuple[str, str, str]] = {
     "token": ("ρ of the token alone", "variance of products", "mild drift"),
     "sequence": (
         "product over the row: exact",
         "prefixes that another policy drew",
         "short rows: it explodes with length",
     ),
-    "geometric": (
-        "geometric mean over the row",
-        "the length trap of products",
-        "long rows, weights that should not grow",
-    ),
-    "prefix_min": (
-        "least ρ before the token, times its own",
-        "prefix bias without a product",
-        "long rows under staleness",
-    ),
+    "geometric": ("geometric mean over the row", "the length trap of products", "long rows, weights that do not grow"),
+    "prefix_min": ("least ρ before the token, times its own", "prefix bias, without a product", "long rows, staleness"),
     "cumulative": (
         "product up to the token, its log within ±c√t",
         "as prefix_min",
-        "drift spread evenly; c is ctpo_clip",
+        "drift spread evenly; ctpo_clip is c",
     ),
     "turn": ("product over the tokens of one turn", "ratios that cross tool output", "agents, whose action is a turn"),
 }
 """Importance treatment, failure it targets, when to use it."""
-SPANS = {"token": "of the token", "seq_sum": "summed over the row", "seq_mean": "averaged over the row"}
-SPANS |= {"seq_max": "at the worst token of the row"}
-DISTANCES = {"k1": "e^Δ in (L, U), Δ", "k2": "½Δ²", "k3": "e^Δ − 1 − Δ", "kl": "the exact KL, drew ‖ current"}
+SPANS = {
+    "token": ("of the token", "single tokens go astray"),
+    "seq_sum": ("summed over the row", "short rows"),
+    "seq_mean": ("averaged over the row", "long rows"),
+    "seq_max": ("at the worst token of the row", "one bad token spoils a row"),
+}
+"""Where a rejection mode looks, and when to use it."""
+MEASURES = {
+    "k1": ("e^Δ in (L, U), Δ", "; tells directions apart"),
+    "k2": ("½Δ²", ""),
+    "k3": ("e^Δ − 1 − Δ", ""),
+    "kl": ("the exact KL, drew ‖ current", ": a trust region without an estimate"),
+}
+"""What it compares there, and what that is good for."""
+ESTIMATES: dict[str, tuple[str, str, str, str]] = {
+    "k1": ("loss, with importance; reward", "none", "the simplest; unbiased", "in the reward: the default there"),
+    "abs": ("loss; reward", "its sign", "single tokens with huge gaps", "for comparison"),
+    "k2": ("loss; reward", "the KL's", "the missing gradient of k1", "on-policy: the default with importance = false"),
+    "k3": ("loss; reward", "the forward KL's", "the variance of k1", "in the loss: the default, with importance"),
+    "k1+": (
+        "loss, without importance",
+        "the KL's",
+        "k2's biased value",
+        "as k2, when the logged value should be the KL",
+    ),
+    "k3+": ("loss, without importance", "the KL's", "k2's bias and k1's variance", "as k1+, with a quieter value"),
+}
+"""Where it may stand, its own gradient, failure it targets, when to use it."""
+CONTROL: dict[str, tuple[str, str, str, str]] = {
+    "fixed": ("β stays", "oscillation", "–", "the default"),
+    "adaptive": (
+        "β·(1 + clip(KL/target − 1, ±0.2)·samples/horizon)",
+        "a β that is right for a while only",
+        "a number in every checkpoint",
+        "a good β changes during the run",
+    ),
+}
+"""What it does, failure it targets, cost, when to use it."""
 
 
 def _level(unit: Unit) -> Entry:
@@ -202,61 +229,32 @@ def _level(unit: Unit) -> Entry:
 
 def _rejection(mode: str) -> Entry:
     span, _, measure = mode.rpartition("_")
-    whole = mode != "negative_seq"
-    keeps = f"{DISTANCES[measure]} {SPANS[span]}" if whole else "mean log π_rollout − log π_θ of rows with A < 0"
-    exact = measure == "kl"
+    if mode == "negative_seq":
+        keeps, targets = "mean log π_rollout − log π_θ of rows with A < 0", "bad answers that the policy has left"
+        use_when = "stale or mismatched rollouts push bad answers ever further away"
+    else:
+        keeps, targets = f"{MEASURES[measure][0]} {SPANS[span][0]}", "outliers"
+        use_when = SPANS[span][1] + MEASURES[measure][1]
     return Entry(
         name=mode,
         unit=UNITS[SCOPE[mode]],
         scope=SCOPE[mode],
         trust_region=keeps,
         importance="none",
-        targets="outliers" if whole else "bad answers that the policy has left",
-        cost="two passes for each version that drew" if exact else COSTS[SCOPE[mode]],
-        use_when=_use_of_rejection(span, measure),
+        targets=targets,
+        cost="two passes for each version that drew" if measure == "kl" else COSTS[SCOPE[mode]],
+        use_when=use_when,
     )
 
 
-def _use_of_rejection(span: str, measure: str) -> str:
-    if span == "negative":
-        return "stale or mismatched rollouts push bad answers ever further away"
-    if measure == "kl":
-        return "a trust region that is exact: long answers, engines that agree"
-    where = {
-        "token": "single tokens go astray",
-        "seq_sum": "short rows",
-        "seq_mean": "long rows",
-        "seq_max": "one bad token spoils a row",
-    }
-    direction = "; tells directions apart" if measure == "k1" else ""
-    return f"{where[span]}{direction}"
-
-
 def _estimate(kind: str) -> Entry:
-    places = {
-        "k1": "with importance, or in the reward",
-        "k1+": "in the loss, on-policy",
-        "k3+": "in the loss, on-policy",
-    }
-    own = {
-        "k1": ("none", "the simplest; unbiased", "in the reward: the default there"),
-        "abs": ("its sign", "single tokens with huge gaps", "for comparison"),
-        "k2": (
-            "that of the KL",
-            "the missing gradient of k1",
-            "in the loss, on-policy: the default with importance = false",
-        ),
-        "k3": ("that of the forward KL", "the variance of k1", "in the loss: the default, with importance"),
-        "k1+": ("that of the KL", "k2's biased value", "as k2, when the logged value should be the KL"),
-        "k3+": ("that of the KL", "k2's biased value and k1's variance", "as k1+, with a quieter value"),
-    }
-    gradient, targets, use_when = own[kind]
+    place, gradient, targets, use_when = ESTIMATES[kind]
     return Entry(
         name=kind,
         unit="token",
         scope="token",
-        trust_region=places.get(kind, "in the loss or in the reward"),
-        importance=f"with importance the gradient of the KL; its own: {gradient}",
+        trust_region=f"in the {place}",
+        importance=f"with importance the KL's gradient; its own: {gradient}",
         targets=targets,
         cost="log-probs under the reference: a forward pass",
         use_when=use_when,
@@ -264,16 +262,16 @@ def _estimate(kind: str) -> Entry:
 
 
 def _controller(name: str) -> Entry:
-    steers = name == "adaptive"
+    does, targets, cost, use_when = CONTROL[name]
     return Entry(
         name=name,
-        unit="batch",
+        unit="update",
         scope="batch",
-        trust_region="β·(1 + clip(KL/target − 1, ±0.2)·samples/horizon)" if steers else "β stays",
+        trust_region=does,
         importance="–",
-        targets="a β that is right only for a while" if steers else "oscillation",
-        cost="a number in every checkpoint" if steers else "–",
-        use_when="a good β changes during the run" if steers else "the default",
+        targets=targets,
+        cost=cost,
+        use_when=use_when,
     )
 
 
