@@ -112,7 +112,7 @@ async def timed(run: Run) -> tuple[float, dict[str, float]]:
 
 def accuracy_of(model: str, tokenizer: Any) -> float:
     prompts = eval_prompts(tokenizer, parse_data(), "builtin:arithmetic", split="eval", limit=200, seed=0)
-    grader = PoolGrader("exact", decoder(tokenizer))
+    grader = PoolGrader(("exact",), decoder(tokenizer))
     try:
         sampling = Sampling(max_tokens=MAX_TOKENS, group=4)
         return measure(model, prompts, grader, tokenizer, sampling=sampling, reward="exact").avg

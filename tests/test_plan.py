@@ -95,6 +95,27 @@ schedule.max_lag=2 schedule.on_old=restart
 {RL} reference.weight=0.1
 {RL} reference.weight=0.1 reference.into=reward
 {RL} reference.weight=0.1 reference.host=true
+{RL} correction.preset=decoupled_token_is correction.is_level=sequence
+{RL} correction.preset=decoupled_token_is correction.is_level=cumulative correction.ctpo_clip=0.1
+{RL} correction.preset=decoupled_geo_rs correction.is_level=turn correction.is_threshold=3.0
+{RL} correction.preset=decoupled_geo_rs correction.rs={{seq_mean_k1=[0.9,1.3]}} correction.verl_compat=true
+{RL} policy.loss=reinforce correction.preset=bypass_pg_is correction.is_level=prefix_min
+{RL} policy.loss=reinforce correction.preset=bypass_pg_geo_rs correction.is_level=geometric
+{RL} policy.advantage=gdpo task.reward=["exact","math"]
+{RL} policy.advantage=gdpo task.reward=["exact","math"] policy.reward_weights={{math=0.5}}
+{RL} task.reward=["math","exact"] policy.reward_weights={{exact=-0.1}}
+{RL} policy.advantage=remax
+{RL} policy.advantage=remax sampler.group=1
+{RL} policy.advantage=optimal_token_baseline correction.preset=decoupled_token_is
+{RL} policy.advantage=optimal_token_baseline policy.advantage_options={{multi_turn=true}}
+{RL} policy.advantage=opob policy.loss=reinforce correction.preset=bypass_pg_is
+{RL} policy.advantage=opob schedule.kind=periodic
+{RL} reference.weight=0.1 reference.estimate=k1
+{RL} reference.weight=0.1 reference.importance=false reference.estimate=k3+
+{RL} reference.weight=0.1 reference.into=reward reference.estimate=k3
+{RL} reference.weight=0.1 reference.control=adaptive reference.target=0.05 reference.horizon=1000
+{RL} reference.weight=0.1 reference.importance=false policy.loss=reinforce sampler.top_p=0.9
+task.reward=["exact","math"] eval.every=1 data.eval=builtin:arithmetic eval.prompts=4
 {RL} learner.shared_prompt=true
 {RL} learner.minibatches=2 learner.epochs=2
 {RL} schedule.kind=periodic
@@ -182,6 +203,44 @@ policy.loss=vanilla
 {BOTH} correction.is_normalize=true
 {BOTH} correction.is_threshold=2.0
 {BOTH} correction.rs={{token_k1=2.0}}
+{BOTH} correction.is_level=token
+{BOTH} correction.preset=decoupled_geo_rs correction.is_level=row
+{BOTH} correction.preset=bypass_ppo_clip correction.is_level=token
+{BOTH} correction.preset=decoupled_token_is correction.is_level=turn policy.loss=decoupled_ppo
+{BOTH} correction.preset=decoupled_token_is correction.ctpo_clip=0.1
+{BOTH} correction.preset=decoupled_geo_rs correction.ctpo_clip=0.1
+{BOTH} correction.preset=decoupled_token_is correction.is_level=cumulative correction.ctpo_clip=0
+{BOTH} correction.preset=decoupled_token_is correction.verl_compat=true
+{BOTH} correction.preset=decoupled_seq_is_rs correction.verl_compat=true
+{BOTH} correction.preset=decoupled_k3_rs correction.verl_compat=true
+correction.preset=decoupled_geo_rs correction.is_level=geometric
+{BOTH} policy.advantage=gae
+{BOTH} policy.advantage=gdpo
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] reference.weight=0.1 reference.into=reward
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] schedule.kind=periodic
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] sampler.group=1
+{BOTH} policy.advantage=opob sampler.group=1
+{BOTH} policy.advantage=optimal_token_baseline sampler.group=1
+{BOTH} policy.advantage=optimal_token_baseline policy.advantage_options={{logp=1.0}}
+{BOTH} policy.advantage=remax policy.advantage_options={{greedy_rewards=1.0}}
+{BOTH} policy.reward_weights={{exact=2.0}}
+{BOTH} task.reward=["exact","math"] policy.reward_weights={{maths=2.0}}
+{BOTH} task.reward=["exact","math"] policy.reward_weights={{exact=0.0,math=0.0}}
+{BOTH} task.reward=["exact","exact"]
+task.reward=["exact","vibes"]
+task.reward=false
+reference.weight=0.1 reference.estimate=k4
+reference.weight=0.1 reference.estimate=k1+
+reference.weight=0.1 reference.importance=false reference.estimate=k1
+{BOTH} reference.weight=0.1 reference.into=reward reference.importance=false
+{BOTH} reference.weight=0.1 reference.into=reward reference.estimate=k3+
+reference.weight=0.1 reference.target=0.1
+reference.weight=0.1 reference.horizon=1000
+reference.weight=0.1 reference.control=adaptive
+reference.weight=0.1 reference.control=adaptive reference.target=0.1
+reference.weight=0.1 reference.control=adaptive reference.target=0.1 reference.horizon=1
+reference.weight=0.1 reference.control=adaptive reference.target=0 reference.horizon=1000
+reference.weight=0.1 reference.control=mpc
 correction.preset=decoupled_token_is
 correction.preset=decoupled_seq_is_rs
 correction.preset=bypass_pg_is
@@ -360,6 +419,13 @@ def test_what_is_legal_passes_both(line: str, config: str, monkeypatch: pytest.M
     assert main(["config", config, "--check", *words(line)]) == 0
     with pytest.raises(EnginesStart):
         main(["train", config, *words(line)])
+
+
+def test_a_plan_says_what_a_greedy_baseline_costs(config: str) -> None:
+    words = RL.replace("vanilla", "vanilla policy.advantage=remax").split()
+    settings = [(key, value) for key, _, value in (word.partition("=") for word in words)]
+    assert any("5 answers are drawn where 4 are trained on" in note for note in plan(load(config, settings)).notes)
+    assert not any("are trained on" in note for note in plan(load(config)).notes)
 
 
 def test_a_plan_holds_what_a_person_must_know(config: str) -> None:

@@ -75,16 +75,23 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "policy": {"loss": "reinforce"},
         "correction": {"preset": "bypass_pg_geo_rs", "rs": {"seq_max_kl": 9.0, "negative_seq": 9.0}},
     },
+    "rewards against a greedy answer, a steered reference": {
+        **REWARDED,
+        "policy": {"loss": "reinforce", "advantage": "remax"},
+        "task": {"reward": ["exact", "math"]},
+        "reference": {"weight": 0.1, "control": "adaptive", "target": 0.1, "horizon": 100},
+    },
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}},
 }
 
 
-class Exact:
-    """Rewards every other answer."""
+class EveryOther:
+    """Rewards every other answer, in two ways."""
 
     async def grade(self, group: Group) -> list[Handle]:
-        return [Handle(replace(h.header, rewards={"exact": float(h.header.index % 2)}), h.body) for h in group]
+        rewards = [{"exact": float(handle.header.index % 2), "math": 0.5} for handle in group]
+        return [Handle(replace(h.header, rewards=each), h.body) for h, each in zip(group, rewards, strict=True)]
 
 
 def prompts(config: Config) -> Prompts:
@@ -118,7 +125,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     sampler = NativeSampler(student, slots=8, stop_ids={EOS})
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
     engines = Engines(
-        samplers=(Graded(sampler, Exact()),),
+        samplers=(Graded(sampler, EveryOther()),),
         scorers=scorers or {"": (Unscored(),)},
         learner=learner,
         close=lambda: None,

@@ -227,6 +227,8 @@ class Header:
     rewards: dict[str, float] = field(default_factory=dict)
     teacher: str = ""
     """Who will score it, or has."""
+    greedy_tokens: int = 0
+    """On one member of a group that was just rolled out: tokens of the greedy answer that was drawn beside it."""
 
     @property
     def oldest(self) -> int:

@@ -19,7 +19,7 @@ WORDS = {
     "STAGE": (r"rollout|score|learn", "rollout, score, learn"),
     "WORKER": (r"(sampler|scorer|learner)(-\w+)*", "a worker, as trace.json calls it"),
     "TEACHER": (r"\w+", "a teacher's name in the config"),
-    "REWARD": (r"\w+", "a reward: task.reward, timeout, crash"),
+    "REWARD": (r"\w+", "a reward: those of task.reward, timeout, crash; greedy_… is the greedy answer's"),
     "MODE": (r"(token|seq_sum|seq_mean|seq_max)_(k[123]|kl)|negative_seq", "a rejection mode of correction.rs"),
     "REASON": (r"[a-z_ ]+", "why a group was dropped, as the ledger has it"),
 }
@@ -102,11 +102,13 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term(
             "reference/kl", "KL to the student as it was at the start", "as far as the run may go", "estimators/kl.py"
         ),
+        Term("reference/beta", "what that counts, where it is steered", "settles", FROZEN),
     ),
     "Task rewards": (
         Term("reward/REWARD", "mean over responses", "rises; timeout and crash near 0", METRICS, "REWARD"),
         Term("policy/loss", "the policy loss, without its weight", "–", POLICY),
         Term("policy/reward", "mean reward that advantages were made of", "rises", FROZEN),
+        Term("policy/reward/REWARD", "its parts, where task.reward names several", "rises", FROZEN),
         Term("policy/rows_moved", "responses whose advantage is not 0: elsewhere a group agrees", "above 0.2", FROZEN),
         Term("policy/kl", "mean log p_old − log p of the tokens", "near 0", POLICY),
         Term("policy/ratio", "mean p / p_old", "near 1", POLICY),
@@ -220,6 +222,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("dropped/REASON", "of these, for this reason", "0", ACCOUNT),
         Term("restarted", "groups so far that became too old and began again", "few", ACCOUNT),
         Term("thrown_tokens", "tokens so far of responses that were not learned from", "few", ACCOUNT),
+        Term("greedy_tokens", "tokens so far of greedy answers, drawn for their reward alone (remax)", "–", ACCOUNT),
         Term("failed_samples", "members that an engine could not answer, of groups that went on without", "0", ACCOUNT),
     ),
 }

@@ -104,7 +104,7 @@ def evaluate(
     tokenizer = load_tokenizer(model)
     data = DataConfig(system_prompt=system_prompt)
     prompts = eval_prompts(tokenizer, data, source, split=split, limit=limit, seed=seed)
-    grader = PoolGrader(reward, decoder(tokenizer))
+    grader = PoolGrader((reward,), decoder(tokenizer))
     try:
         sampling = Sampling(max_tokens=max_tokens, group=n, temperature=temperature)
         found = measure(model, prompts, grader, tokenizer, sampling=sampling, reward=reward)

@@ -18,6 +18,7 @@ def rollout_sampling(config: Config) -> Sampling:
         top_p=sampler.top_p,
         top_k=sampler.top_k,
         min_p=sampler.min_p,
+        greedy=config.policy is not None and config.policy.advantage == "remax",
     )
 
 

@@ -246,6 +246,7 @@ class CorrectionPreset:
     is_normalize: bool = False
     rs: Bounds | None = None
     loss: Literal["ppo_clip", "reinforce"] | None = None
+    ctpo_clip: float = CTPO_CLIP
     verl_compat: bool = False
 
     def __post_init__(self) -> None:
@@ -255,7 +256,9 @@ class CorrectionPreset:
         if self.loss not in (*LOSSES_OF, None):
             raise unknown("loss of a correction", str(self.loss), LOSSES_OF)
         if self.mode is None and self.corrects:
-            raise ValueError("weights and rejection need a mode: 'decoupled' or 'bypass' say what they are measured to")
+            raise ValueError(
+                "weights and rejection need a mode: a preset 'decoupled_…' or 'bypass_…' says what they are measured to"
+            )
 
     @property
     def corrects(self) -> bool:

@@ -66,13 +66,10 @@ def kl_reward(
     """Rewards less β times the KL estimate of each token, detached; metrics hold `kl_reward`, its mean.
 
     r − β·sg(k1).  (Ziegler et al., 1909.08593.) The policy gradient turns k1 into the gradient of the KL, and no other
-    kind: those that are never negative also charge the tokens that the reference likes better.
+    kind: abs, k2 and k3, as verl offers them, are never negative, so they also charge the tokens that the reference
+    likes better. That is a price of leaving it in either direction, and not the gradient of the KL.
     When the advantage should see the price of drifting. Masked rewards come back as 0.
     """
-    if kind not in ("k1", "k1+", "kl"):
-        raise ValueError(
-            f"{kind} in the reward charges tokens that the reference likes better, too: use k1, or kl_loss"
-        )
     same_rows(rewards=rewards_BT, logp=logp_BT, logp_ref=logp_ref_BT, mask=mask_BT)
     dtype = torch.promote_types(torch.promote_types(logp_BT.dtype, rewards_BT.dtype), torch.float32)
     tensors = (rewards_BT.to(dtype), floored(logp_BT.detach().to(dtype)), floored(logp_ref_BT.detach().to(dtype)))

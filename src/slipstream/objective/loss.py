@@ -201,10 +201,11 @@ class Terms:
                 logp_BT,
                 known["reference_T"],
                 mask_BT,
-                logp_old=known["behavior_T"],
+                logp_old=known["behavior_T"] if reference.importance else None,
+                kind=reference.estimate,
                 n_tokens=counts.n_tokens,
             )
-            losses.append(reference.weight * part)
+            losses.append(self.frozen[0].beta * part)
             metrics["reference/kl"] = found["kl_loss"]
         return torch.stack(losses).sum(), metrics
 
