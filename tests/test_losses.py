@@ -294,7 +294,7 @@ def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
     """Two updates in float32 by the native engines: finite, of this loss, and the weights have moved."""
     loss = chosen(kind, options)
     groups, teacher = groups_for(loss, "qwen3", torch.float32), teacher_of(torch.float32)
-    beside = {"policy": PolicyConfig(loss="gspo"), "reward": "exact"} if path == "by row" else {}
+    beside = {"policy": PolicyConfig(loss="gspo"), "rewards": {"exact": 1.0}} if path == "by row" else {}
 
     async def work() -> list[dict[str, float]]:
         learner = NativeLearner(
