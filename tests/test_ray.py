@@ -171,7 +171,7 @@ class Maker:
         record = rollout(prompt, self.tokens)
         return [Handle(header_of(record), record) for _ in range(sampling.group)]
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         return Loaded(f"{weights.body.sum()} {weights.body.flags.writeable}")
 
 
@@ -185,7 +185,7 @@ class Reader:
 class Weigher:
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         spec = TensorSpec("w", "uint8", (LARGE * 10,), 0, LARGE * 10)
-        return WeightsRef((spec,), np.ones(LARGE * 10, np.uint8)), "print"
+        return WeightsRef((spec,), np.ones(LARGE * 10, np.uint8), 1), "print"
 
     async def prepare(self, batch: Batch) -> list[Counts]:
         return [Counts(n_tokens=sum(len(handle.body.tokens) for handle in group)) for group in batch.groups]
@@ -208,7 +208,7 @@ class Patient:
             self.running -= 1
         return []
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         running = self.running
         self.published.set()
         return Loaded(f"{running} running, {self.aborted} aborted")
@@ -355,7 +355,7 @@ def test_weights_are_put_once_and_read_in_place(opened: Any) -> None:
         empty = stored()
         weights, fingerprint = await learner.export()
         assert fingerprint == "print" and isinstance(weights.body, Body)
-        loaded = await asyncio.gather(*[sampler.publish(weights, 1, "keep") for sampler in samplers])
+        loaded = await asyncio.gather(*[sampler.publish(weights, "keep") for sampler in samplers])
         return stored() - empty, loaded
 
     size, loaded = asyncio.run(main())

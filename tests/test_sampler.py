@@ -178,7 +178,7 @@ def begin(sampler: NativeSampler, prompt: Prompt, sampling: Sampling) -> asyncio
 
 
 def publishing(sampler: NativeSampler, model: PreTrainedModel, version: int, mode: Mode) -> asyncio.Task[Loaded]:
-    return asyncio.create_task(sampler.publish(export_weights(model, "float64"), version, mode))
+    return asyncio.create_task(sampler.publish(export_weights(model, "float64", version=version), mode))
 
 
 STEPS, SAMPLING = 9, Sampling(max_tokens=7, draws=2)
@@ -475,7 +475,7 @@ def test_a_prompt_that_cannot_fit_is_refused_by_name() -> None:
 def test_a_publish_that_cannot_be_loaded_is_answered_with_its_error() -> None:
     async def work(sampler: NativeSampler) -> None:
         with pytest.raises(ModelError, match="weights do not fit the model"):
-            await asyncio.wait_for(sampler.publish(export_weights(make_model("llama"), "float32"), 1, "keep"), 20)
+            await asyncio.wait_for(sampler.publish(export_weights(make_model("llama"), "float32"), "keep"), 20)
         assert len(await sampler.generate(make_prompts(1)[0], Sampling(max_tokens=3))) == 1
 
     with_sampler(make_model(), work)

@@ -103,7 +103,7 @@ class ToySampler:
         rollouts = [self._read(row, prompt, index) for index, row in enumerate(rows)]
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         clock, thrown = asyncio.get_running_loop().time, 0
         began = clock()
         if mode == "drain":
@@ -118,7 +118,7 @@ class ToySampler:
             self.running.clear()
         spec = weights.manifest[0]
         self.table = torch.from_numpy(weights.body.copy()).view(torch.float64).view(spec.shape)
-        self.version = version
+        self.version = weights.version
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
     def _write(self, row: Row, prompt: Prompt, index: int, sampling: Sampling) -> bool:
@@ -168,7 +168,8 @@ class ToyLearner:
         self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
         self.loss = 0.0
         """Since the last step."""
-        self.update = 0
+        self.update = self.made = 0
+        """The update in hand, and the last one of which a step was made."""
         self.samples: dict[tuple[int, int], Scored] = {}
         """Of the update in hand."""
 
@@ -199,6 +200,7 @@ class ToyLearner:
     async def step(self, counts: Counts = ONE) -> Metrics:
         assert self.table.grad is not None
         scale, loss, self.loss = 1 / max(counts.n_tokens, 1), self.loss, 0.0
+        self.made = self.update
         with torch.no_grad():
             self.table -= self.lr * scale * self.table.grad
         norm = self.table.grad.norm().item() * scale
@@ -218,13 +220,15 @@ class ToyLearner:
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         body = self.table.detach().numpy().copy().view(np.uint8).reshape(-1)
         spec = TensorSpec("table", "float64", tuple(self.table.shape), 0, body.nbytes)
-        return WeightsRef((spec,), body), fingerprint(self.table)
+        return WeightsRef((spec,), body, self.made), fingerprint(self.table)
 
     async def save(self, path: Path, *, optimizer: bool = True) -> None:
         np.save(path / "table.npy", self.table.detach().numpy())
+        (path / "update").write_text(str(self.made))
 
     async def restore(self, path: Path) -> None:
         self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
+        self.made = int((path / "update").read_text())
 
 
 class ToyGrader:

@@ -251,7 +251,7 @@ class NativeLearner:
         if self.snapshots.keep:
             self.snapshots.take(self.made)
         model, dtype = self.lm.model, self.export_dtype
-        weights = export_weights(model, dtype, keep=self.ranks.index == 0)
+        weights = export_weights(model, dtype, version=self.made, keep=self.ranks.index == 0)
         return weights, fingerprint(model, dtype, exported=weights, still=self.still)
 
 

@@ -42,7 +42,6 @@ class Row:
 @dataclass(eq=False)
 class Publish:
     weights: WeightsRef
-    version: int
     mode: Mode
     answer: asyncio.Future[Loaded]
     called: float

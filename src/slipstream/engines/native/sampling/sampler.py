@@ -64,9 +64,9 @@ class NativeSampler:
         await self._answered(request)
         return request.answer.result()
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         answer: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
-        publish = Publish(weights, version, mode, answer, time.perf_counter())
+        publish = Publish(weights, mode, answer, time.perf_counter())
         self.publishing.append(publish)
         await self._answered(publish)
         return publish.answer.result()
@@ -130,7 +130,7 @@ class NativeSampler:
         still = time.perf_counter()
         thrown = self._restart() if publish.mode == "restart" else 0
         load_weights(self.lm.model, publish.weights)
-        self.version = publish.version
+        self.version = publish.weights.version
         found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
         loaded = time.perf_counter()
         if self.rows:
