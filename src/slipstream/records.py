@@ -247,7 +247,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The denominators of a step, over all its groups; losses are sums divided by these."""
+    """The denominators of a step, over all its groups; losses are sums divided by these. A sequence is an episode."""
 
     n_tokens: int = 0
     n_sequences: int = 0
@@ -264,10 +264,11 @@ def total(counts: Iterable[Counts]) -> Counts:
     return sum(counts, Counts())
 
 
-def counts_of(group: Group) -> Counts:
-    """Of its trained tokens, and of the samples that have any."""
-    tokens = [handle.header.trained_tokens for handle in group]
-    return Counts(n_tokens=sum(tokens), n_sequences=sum(count > 0 for count in tokens))
+def counts_of(group: Group, left: Sequence[int] | None = None) -> Counts:
+    """Of its trained tokens, or of so many as are left of each member, and of the episodes that have any."""
+    tokens = [handle.header.trained_tokens for handle in group] if left is None else left
+    episodes = {handle.header.episode for handle, count in zip(group, tokens, strict=True) if count}
+    return Counts(n_tokens=sum(tokens), n_sequences=len(episodes))
 
 
 def version_runs(versions: Ints, mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:

@@ -1,15 +1,17 @@
 """What is decided about a batch before its first gradient, and then stays: masks, advantages, weights.
 
 Everything here is small (some numbers per token), on the CPU and in float64, so ranks exchange it and each decides the
-same about the whole batch. Guarantor of invariant 6: what is rejected here is in no loss, denominator or baseline.
+same about the whole batch. The branches of an episode are decided about as one sequence, one behind the other: an
+episode has one reward, counts once in its group's baseline, and is one sequence for corrections that look at sequences.
+Guarantor of invariant 6: what is rejected here is in no loss, denominator or baseline.
 
-Shapes: B samples, T positions (of one sample, or of the longest).
+Shapes: B samples, or episodes; T positions (of one of them, or of the longest).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -31,8 +33,10 @@ class Evidence:
     """A sample as seen before its first gradient: tensors over its T tokens."""
 
     group: int
+    episode: int
     reward: float = 0.0
     mask_T: Tensor
+    turn_T: Tensor
     behavior_T: Tensor
     """Log-probs of the emitted tokens under what drew them; the others are the learner's at some version."""
     old_T: Tensor | None = None
@@ -58,7 +62,9 @@ class Frozen:
     proximal_T: Tensor | None = None
     reference_T: Tensor | None = None
     positive: bool = False
-    """Its advantages, as they are used, sum to more than 0."""
+    """The advantages of its episode, as they are used, sum to more than 0."""
+    episode_tokens: int = 0
+    """Of its episode, that are left: in this row, or in another branch."""
 
 
 def behavior_of(sample: Scored) -> Tensor:
@@ -67,7 +73,8 @@ def behavior_of(sample: Scored) -> Tensor:
     return torch.from_numpy(np.where(rollout.loss_mask, rollout.logp, 0))
 
 
-def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[list[Frozen], Metrics]:
+def freeze(samples: Sequence[Evidence], method: Method, *, update: int) -> tuple[list[Frozen], Metrics]:
+    batch, places = episodes_of(samples)
     mask_BT = padded([sample.mask_T for sample in batch])
     behavior_BT, old_BT = padded([s.behavior_T for s in batch]), padded([_old(sample) for sample in batch])
     groups_B = torch.tensor([sample.group for sample in batch])
@@ -108,14 +115,49 @@ def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[l
             metrics |= {f"policy/{name}": float(value) for name, value in of_choice.items()}
     return [
         Frozen(
-            mask_T=kept_BT[row, : len(sample.mask_T)].bool(),
+            mask_T=kept_BT[row, at].bool(),
             behavior_T=sample.behavior_T,
             reference_T=sample.reference_T,
             positive=bool(positive_B[row]),
-            **{name: value_BT[row, : len(sample.mask_T)] for name, value_BT in found.items()},
+            episode_tokens=int((kept_BT[row] != 0).sum()),
+            **{name: value_BT[row, at] for name, value_BT in found.items()},
         )
-        for row, sample in enumerate(batch)
+        for sample, (row, at) in zip(samples, places, strict=True)
     ], metrics
+
+
+def episodes_of(samples: Sequence[Evidence]) -> tuple[list[Evidence], list[tuple[int, slice]]]:
+    """The branches of every episode as one, in the order given; and for every sample in which it lies, and where."""
+    branches: dict[tuple[int, int], list[Evidence]] = {}
+    for sample in samples:
+        branches.setdefault((sample.group, sample.episode), []).append(sample)
+    rows, stop = {key: row for row, key in enumerate(branches)}, dict.fromkeys(branches, 0)
+    places = []
+    for sample in samples:
+        key = sample.group, sample.episode
+        at = slice(stop[key], stop[key] + len(sample.mask_T))
+        places.append((rows[key], at))
+        stop[key] = at.stop
+    return [_joined(parts) for parts in branches.values()], places
+
+
+def _joined(parts: Sequence[Evidence]) -> Evidence:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(part.reward != first.reward for part in parts):
+        raise ValueError(
+            f"group {first.group}, episode {first.episode}: its branches have rewards "
+            f"{', '.join(f'{part.reward:g}' for part in parts)}: an episode has one"
+        )
+    found: dict[str, Any] = {}
+    for name in (each.name for each in fields(Evidence) if each.name.endswith("_T")):
+        values = [getattr(part, name) for part in parts]
+        found[name] = None if values[0] is None else torch.cat(values)
+    # calls are numbered from 0 in every branch
+    above = np.cumsum([0, *(1 + int(part.turn_T.max()) for part in parts[:-1])]).tolist()
+    found["turn_T"] = torch.cat([part.turn_T + more for part, more in zip(parts, above, strict=True)])
+    return replace(first, missing=sum(part.missing for part in parts), **found)
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:
@@ -139,7 +181,7 @@ def _evidence(
     batch: Sequence[Evidence], method: Method, mask_BT: Tensor, groups_B: Tensor, old_BT: Tensor
 ) -> dict[str, Any]:
     """Rejection by the sign of advantages looks at them as they are before it."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"turns": padded([sample.turn_T for sample in batch])}
     if method.rejects("negative_seq"):
         found |= {"advantages": _advantages(batch, method, mask_BT, groups_B, old_BT), "current": _current(batch)}
     if method.rejects("seq_max_kl"):
@@ -148,7 +190,7 @@ def _evidence(
 
 
 def _advantages(batch: Sequence[Evidence], method: Method, mask_BT: Tensor, groups_B: Tensor, old_BT: Tensor) -> Tensor:
-    """Rewards stand on the last token that is left of a row."""
+    """Rewards stand on the last token that is left of an episode."""
     assert method.policy is not None
     rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
     for row, sample in enumerate(batch):

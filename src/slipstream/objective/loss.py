@@ -173,6 +173,7 @@ class Terms:
         self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
         trained_BT = padded([torch.from_numpy(mask_T) for mask_T in self.masks])
         self.shape = trained_BT.shape
+        self.episode_tokens_B = torch.tensor([each.episode_tokens for each in frozen], device=device)
         self.row_N, self.position_N = trained_BT.nonzero().to(device).unbind(1)
 
     def trained(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
@@ -230,6 +231,7 @@ class Terms:
                 n_tokens=counts.n_tokens,
                 n_sequences=counts.n_sequences,
                 scale=self.method.max_tokens,
+                sequence_tokens=self.episode_tokens_B if self.method.by_row else None,
                 **policy.options,
                 **self._evidence(known),
             )

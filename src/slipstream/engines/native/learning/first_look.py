@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,8 +47,10 @@ class FirstLook:
         return [
             Evidence(
                 group=sample.rollout.prompt.number,
+                episode=sample.rollout.episode,
                 reward=sample.rollout.rewards.get(method.reward, 0.0),
                 mask_T=torch.tensor(sample.rollout.loss_mask),
+                turn_T=torch.from_numpy(np.where(sample.rollout.loss_mask, sample.rollout.turn, -1)),
                 behavior_T=behavior_of(sample).double(),
                 old_T=old[i] if old is not None else None,
                 current_T=current[i] if current is not None else None,

@@ -153,8 +153,7 @@ class NativeLearner:
         return drift | sharpness(seen) | against_teacher(samples, logp)
 
     def _counts(self, group: Group) -> Counts:
-        left = [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group]
-        return Counts(n_tokens=sum(left), n_sequences=sum(count > 0 for count in left))
+        return counts_of(group, [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group])
 
     # --- gradients and steps ---------------------------------------------------------------------------------
 
