@@ -251,7 +251,7 @@ def test_a_publish_is_heard_while_a_thousand_generates_wait(opened: Any) -> None
     async def main() -> Loaded:
         generates = [asyncio.create_task(sampler.generate(prompt(i), SAMPLING)) for i in range(1000)]
         await asyncio.sleep(0)
-        loaded: Loaded = await sampler.call("publish", None, 1, "keep")
+        loaded: Loaded = await sampler.call("publish", None, "keep")
         await asyncio.gather(*generates)
         return loaded
 
@@ -270,7 +270,7 @@ def test_cancelling_a_call_aborts_it_in_the_actor(opened: Any) -> None:
         await asyncio.sleep(0)
         late.cancel()
         await asyncio.wait([generates[1], late])
-        loaded: Loaded = await sampler.call("publish", None, 1, "keep")
+        loaded: Loaded = await sampler.call("publish", None, "keep")
         await asyncio.gather(generates[0], generates[2])
         return loaded
 
@@ -286,7 +286,7 @@ def test_a_worker_serves_one_event_loop_after_another(opened: Any) -> None:
         await asyncio.wait([left], timeout=0.2)
 
     asyncio.run(leaves())
-    assert asyncio.run(sampler.call("publish", None, 1, "keep")).fingerprint == "0 running, 1 aborted"
+    assert asyncio.run(sampler.call("publish", None, "keep")).fingerprint == "0 running, 1 aborted"
 
 
 def test_an_error_comes_back_as_itself_with_what_happened_there(opened: Any) -> None:
