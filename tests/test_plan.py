@@ -87,6 +87,8 @@ schedule.max_lag=2 schedule.on_old=restart
 {BOTH} policy.loss=m2po
 {BOTH} policy.loss=kl_cov
 {BOTH} sampler.top_p=0.9 loss.kind=forward_kl policy.loss=reinforce
+sampler.top_p=0.9 sampler.keep_mask=true
+{BOTH} sampler.top_k=5 sampler.min_p=0.1 sampler.keep_mask=true correction.preset=decoupled_token_is
 sampler.top_p=0.9 loss.kind=forward_kl
 sampler.top_k=5 loss.importance=false
 sampler.temperature=0.7
@@ -168,6 +170,8 @@ reference.host=true
 sampler.top_p=0.9
 sampler.top_k=5
 sampler.min_p=0.1
+sampler.keep_mask=true
+sampler.engine=vllm sampler.top_p=0.9 sampler.keep_mask=true
 sampler.top_p=0.9 sampler.min_p=0.1
 sampler.top_p=0.9 loss.clip=0.2
 {BOTH} sampler.top_p=0.9 loss.kind=forward_kl

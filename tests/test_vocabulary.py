@@ -73,7 +73,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "correction": {"preset": "bypass_pg_geo_rs", "rs": {"seq_max_kl": 9.0, "negative_seq": 9.0}},
     },
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
-    "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}},
+    "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
 }
 
 

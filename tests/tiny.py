@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.records import Finish, Prompt, Rollout, Scored, derive_seed, one_turn
+from slipstream.records import Finish, Kept, Prompt, Rollout, Scored, derive_seed, one_turn
 
 VOCAB, EOS = 31, 1
 SHAPE = {
@@ -90,7 +90,9 @@ def uniform(prompt: Prompt, index: int, tokens: Any, *, finish: Finish = "length
 
 def masked(rollout: Rollout, mask: np.ndarray) -> Rollout:
     """The same tokens, of which fewer are trained."""
-    kept = mask[rollout.loss_mask]
+    kept, support = mask[rollout.loss_mask], rollout.kept
+    if support is not None:
+        support = Kept(support.ids[np.repeat(kept, support.sizes)], support.sizes[kept])
     return replace(
         rollout,
         versions=np.where(mask, rollout.versions, -1),
@@ -99,6 +101,7 @@ def masked(rollout: Rollout, mask: np.ndarray) -> Rollout:
         loss_mask=mask,
         actions=rollout.actions[kept],
         action_logp=rollout.action_logp[kept],
+        kept=support,
     )
 
 

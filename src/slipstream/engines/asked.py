@@ -22,6 +22,7 @@ def rollout_sampling(config: Config) -> Sampling:
         top_p=sampler.top_p,
         top_k=sampler.top_k,
         min_p=sampler.min_p,
+        keep_mask=sampler.keep_mask,
     )
 
 

@@ -31,6 +31,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    keep_mask: bool = False
+    """Tell with every token what else these three left."""
 
 
 @dataclass(frozen=True, slots=True)

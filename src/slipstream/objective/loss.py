@@ -22,12 +22,14 @@ from torch import Tensor
 from slipstream.config.objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
 from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass, with_tail
 from slipstream.estimators.kl import kl_loss
-from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_at, merge_metrics
+from slipstream.estimators.logprobs import HELD, Ids, fused_loss, merge_metrics
 from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.kept import conditioned, kept_logprobs_at
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.frozen import Frozen, padded
+from slipstream.objective.kept import support_of
 from slipstream.objective.method import Method
 from slipstream.records import Counts, Scored
 
@@ -48,6 +50,8 @@ class Objective:
         self.has_others = method.policy is not None or (reference is not None and reference.into == "loss")
         self.rides = not method.by_row and not (self.distils and loss.temperature != method.temperature)
         """Everything is of token scope and at one temperature: one pass of the fused head."""
+        self.holds_behavior = isinstance(loss, ReverseKLMC)
+        """The distillation loss compares with what drew: on what could be drawn, where samples tell."""
 
     def __call__(
         self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
@@ -62,28 +66,40 @@ class Objective:
             losses.append(loss)
         if not self.rides:
             with torch.set_grad_enabled(self.has_others):
-                logp_N = logprobs_at(
-                    hidden_NH, weight, terms.tokens_N[:, None], temperature=self.method.temperature, **shape
-                )[:, 0]
+                shape["temperature"] = self.method.temperature
+                logp_N = kept_logprobs_at(hidden_NH, weight, terms.tokens_N[:, None], terms.support, **shape)[:, 0]
             if self.has_others:
                 loss, found = terms.others(terms.rows(logp_N), terms.rows)
                 losses.append(loss)
                 merge_metrics(metrics, found)
+        if terms.support is not None:
+            sizes_N = torch.from_numpy(terms.support.sizes_N).to(hidden_NH.device)
+            metrics["kept/size"] = sizes_N[terms.mask_N].sum() / max(counts.n_tokens, 1)
         total = torch.stack(losses).sum()
         return total, metrics | {"loss": total.detach()}, logp_N.detach()
 
     def _fused(
         self, hidden_NH: Tensor, weight_VH: Tensor, shape: Mapping[str, Any], samples: Sequence[Scored], terms: Terms
     ) -> tuple[Tensor, Metrics, Tensor]:
-        method, emitted_N = self.method, torch.zeros_like(terms.behavior_N)
+        method, support, emitted_N = self.method, terms.support, torch.zeros_like(terms.behavior_N)
         ids_NM, distilled = self._distillation(samples, terms) if self.distils else (terms.tokens_N[:, None], None)
 
         def loss_of_chunk(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
-            emitted_C = logp_CM[:, 0] if ids_NM is not None else logp_CM.gather(1, terms.tokens_N[rows, None])[:, 0]
+            if ids_NM is None:
+                asked_CM, emitted_C1 = logp_CM, logp_CM.gather(1, terms.tokens_N[rows, None])
+            else:
+                asked_CM, emitted_C1 = logp_CM[:, : ids_NM.shape[1]], logp_CM[:, :1]
+            if support is not None:
+                kept_CK = support[rows]
+                among_CK = logp_CM.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CM[:, ids_NM.shape[1] :]
+                emitted_C1 = conditioned(emitted_C1, among_CK, kept_CK)
+                if self.holds_behavior:
+                    asked_CM = conditioned(asked_CM, among_CK, kept_CK)
+            emitted_C = emitted_C1[:, 0]
             emitted_N[rows] = emitted_C.detach()
             losses, metrics = list[Tensor](), Metrics()
             if distilled is not None:
-                loss, metrics = terms.distilled(*distilled(logp_CM, rows), rows)
+                loss, metrics = terms.distilled(*distilled(asked_CM, rows), rows)
                 losses.append(loss)
             if self.rides and self.has_others:
                 loss, found = terms.others(emitted_C[None], lambda x_N: x_N[rows][None])
@@ -93,8 +109,14 @@ class Objective:
 
         temperature = method.loss.temperature if self.distils else method.temperature
         held = HELD if ids_NM is not None else HELD // DENSE
+        columns: Ids = ids_NM
+        if ids_NM is not None and support is not None:
+
+            def columns(rows: slice) -> Tensor:
+                return torch.cat([ids_NM[rows], support[rows]], 1)
+
         loss, metrics = fused_loss(
-            hidden_NH, weight_VH, ids_NM, loss_of_chunk, temperature=temperature, chunk=held, **shape
+            hidden_NH, weight_VH, columns, loss_of_chunk, temperature=temperature, chunk=held, **shape
         )
         return loss, metrics, emitted_N
 
@@ -167,6 +189,7 @@ class Terms:
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
         self.masks = [sample.rollout.loss_mask for sample in samples]
         self.tokens_N = self._of_mask([sample.rollout.tokens for sample in samples], torch.int64)
+        self.support = support_of([sample.rollout for sample in samples], device)
         self.teachers = [sample.teacher for sample in samples]
         self.mask_N, self.behavior_N = self._joined("mask_T", torch.bool), self._joined("behavior_T", dtype)
         present = [each.name for each in fields(Frozen) if isinstance(getattr(frozen[0], each.name), Tensor)]

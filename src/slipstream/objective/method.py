@@ -208,15 +208,17 @@ def _check_cut(config: Config, method: Method) -> None:
     sampler = config.sampler
     whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     cut = [name for name, value in whole.items() if getattr(sampler, name) != value]
-    if not cut or (who := _looks_at_behavior(config, method)) is None:
+    if sampler.keep_mask and not cut:
+        raise ConfigError("sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token; drop it")
+    if not cut or sampler.keep_mask or (who := _looks_at_behavior(config, method)) is None:
         return
     holder, instead = who
     named = " and ".join(f"sampler.{name} = {getattr(sampler, name)}" for name in cut)
     leaves = "leaves" if len(cut) == 1 else "leave"
     raise ConfigError(
         f"{named} {leaves} out tokens of the distribution that draws, and {holder} the ratio of a whole one to it, "
-        "which is below 1 before anything is learned: write "
-        f"{', '.join(f'{name} = {whole[name]:g}' for name in cut)}, or {instead}"
+        "which is below 1 before anything is learned: write keep_mask = true, which sends along what is left, "
+        f"or {', '.join(f'{name} = {whole[name]:g}' for name in cut)}, or {instead}"
     )
 
 

@@ -20,9 +20,11 @@ from slipstream.engines.native.packing import MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
 from slipstream.engines.native.rows import Rows, over_tokens, use_rows
 from slipstream.estimators.divergence import dense
-from slipstream.estimators.logprobs import HELD, logprobs_at
+from slipstream.estimators.logprobs import HELD
 from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.kept import kept_logprobs_at, only
 from slipstream.estimators.numerics import joined
+from slipstream.objective.kept import support_of
 from slipstream.records import Rollout, Scored
 
 T = TypeVar("T")
@@ -100,13 +102,15 @@ class Passes:
     ) -> list[Tensor]:
         """Of the emitted tokens, at sampling temperature, by the weights as they are or as a snapshot has them.
 
-        0 where a token is masked.
+        Among what could be drawn, where samples tell; 0 where a token is masked.
         """
 
         def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             ids_N1 = joined([r.tokens[r.loss_mask] for r in chosen], hidden_NH.device, torch.int64)[:, None]
             hidden_NH, weight, bias = head.inputs(hidden_NH)
-            return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.temperature, **head.bend)[:, 0]
+            support = support_of(chosen, hidden_NH.device)
+            options = {"bias": bias, "temperature": self.temperature, **head.bend}
+            return kept_logprobs_at(hidden_NH, weight, ids_N1, support, **options)[:, 0]
 
         found: dict[int, Tensor] = {}
         with self._as_at(snapshots, version), self.precision():
@@ -125,7 +129,7 @@ class Passes:
     ) -> list[Tensor]:
         """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round, at trained tokens.
 
-        Exact, over the whole vocabulary; 0 where a token is masked.
+        Exact, over the whole vocabulary, or what could be drawn of it where samples tell; 0 where a token is masked.
         """
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
@@ -136,14 +140,18 @@ class Passes:
             ]
             now.append(hidden_NH)
 
-        def kl_to(before_NH: Tensor, head: Head) -> Tensor:
+        def kl_to(before_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             hidden_NH, (weight, bias) = now.pop(0), heads[0]
+            support = support_of(chosen, hidden_NH.device)
             found = [hidden_NH.new_empty(0)]
             size = max(1, HELD // len(weight))
             for start in range(0, len(hidden_NH), size):
-                rows = slice(start, start + size)
-                logits_CV, old_CV = head(hidden_NH[rows], weight, bias), head(before_NH[rows])
-                logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in (logits_CV, old_CV))
+                rows = slice(start, min(start + size, len(hidden_NH)))
+                both = [head(hidden_NH[rows], weight, bias), head(before_NH[rows])]
+                if support is not None:
+                    support_CK = support[rows]
+                    both = [only(x_CV, support_CK) for x_CV in both]
+                logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in both)
                 found.append(dense(logp_CV, old_CV, kind=kind))
             return torch.cat(found)
 
@@ -157,7 +165,8 @@ class Passes:
                     self.student(rows, nothing)
                     continue
                 chosen = [samples[i].rollout for i in members]
-                kl |= zip(members, over_tokens(self.student(rows, kl_to).cpu(), chosen), strict=True)
+                kl_N = self.student(rows, lambda h, head, chosen=chosen: kl_to(h, head, chosen))
+                kl |= zip(members, over_tokens(kl_N.cpu(), chosen), strict=True)
         return [kl[i] for i in range(len(samples))]
 
 

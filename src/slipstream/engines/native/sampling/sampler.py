@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.draws import draw, process, uniforms
+from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.model import LanguageModel, fingerprint, load_weights
 from slipstream.engines.native.packing import micro_batches
 from slipstream.engines.native.sampling.decoding import Decoder, prove
 from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.errors import ModelError
-from slipstream.records import Handle, Prompt, header_of
+from slipstream.records import Handle, Prompt, header_of, kept_of
 
 PREFILL_TOKENS = 1 << 15
 """Most tokens, padding included, of one prefill pass."""
@@ -234,7 +234,12 @@ class NativeSampler:
                 pick = torch.tensor([i for i, row in enumerate(rows) if row.request.sampling == sampling])
             at = torch.arange(start, stop, device=t_N.device)[pick]
             uniform_NM = uniforms(tape.seed_S[at], tape.offset_S[at] + t_N[pick], sampling.draws)
-            ids_NM, logp_NM = draw(process(logits_NV[pick], sampling), uniform_NM)
+            logp_NV = process(logits_NV[pick], sampling)
+            ids_NM, logp_NM = draw(logp_NV, uniform_NM)
+            if sampling.keep_mask:
+                asking = [row for row in rows if row.request.sampling == sampling]
+                for row, ids in zip(asking, kept_ids(logp_NV), strict=True):
+                    row.kept.append(ids)
             tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM
             tape.logp_STM[at, t_N[pick], : sampling.draws] = logp_NM
             token_N[pick] = ids_NM[:, 0]
@@ -261,6 +266,7 @@ class NativeSampler:
                 tokens=row.tokens,
                 draws=request.sampling.draws,
                 finish="eos" if stopped[slot - start] else "length",
+                kept=kept_of(row.kept) if row.kept else None,
             )
             if len(request.done) == request.sampling.group:
                 rollouts = [request.done[index] for index in range(request.sampling.group)]

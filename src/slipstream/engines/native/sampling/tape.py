@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.base import Sampling
-from slipstream.records import Finish, Prompt, Rollout, derive_seed, one_turn
+from slipstream.records import Finish, Kept, Prompt, Rollout, derive_seed, one_turn
 
 
 class Tape:
@@ -50,7 +50,17 @@ class Tape:
             assert isinstance(tensor, Tensor), name
             tensor[target] = tensor[source]
 
-    def read(self, slot: int, prompt: Prompt, index: int, *, tokens: int, draws: int, finish: Finish) -> Rollout:
+    def read(
+        self,
+        slot: int,
+        prompt: Prompt,
+        index: int,
+        *,
+        tokens: int,
+        draws: int,
+        finish: Finish,
+        kept: Kept | None,
+    ) -> Rollout:
         return one_turn(
             prompt,
             prompt.first + index,
@@ -58,6 +68,7 @@ class Tape:
             action_logp=self.logp_STM[slot, :tokens, :draws].cpu().numpy().copy(),
             versions=self.version_ST[slot, :tokens].cpu().numpy().astype(np.int32),
             finish=finish,
+            kept=kept,
         )
 
 
