@@ -324,10 +324,10 @@ class Dies(SleepSampler):
             raise WorkerDied("its process is gone")
         return await super().generate(prompt, sampling)
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         if self.seated >= 20:
             raise WorkerDied("its process is gone")
-        return await super().publish(weights, version, mode)
+        return await super().publish(weights, mode)
 
 
 def test_when_a_sampler_dies_its_groups_go_to_the_others(tmp_path: Path) -> None:

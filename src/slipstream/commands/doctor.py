@@ -152,12 +152,12 @@ async def engines_alone(config: Config, engines: Engines, prompts: Sequence[Prom
 
 async def arrival(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     """Learn once, publish, and look again: samplers that still run the old weights are found out."""
-    before = await checks.publish(engines, version=0)
+    before = await checks.publish(engines)
     groups = await checks.rolled(config, engines, prompts, group=config.sampler.group)
     batch = Batch(tuple(await checks.scored(engines, [rewarded(config, group) for group in groups])), 1)
     await engines.learner.accumulate(batch, total(await engines.learner.prepare(batch)))
     await engines.learner.step()
-    after = await checks.publish(engines, version=1)
+    after = await checks.publish(engines)
     moved = Finding("an update changes the weights", after != before, f"{before} → {after}")
     if not moved.ok:
         return [replace(moved, fix="the gradient was zero: is there anything to learn, and does a reward ever differ?")]
@@ -190,7 +190,7 @@ def by_itself(config: Config) -> Config | None:
 
 
 async def as_its_own_teacher(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
-    await checks.publish(engines, version=0)
+    await checks.publish(engines)
     groups = await checks.rolled(config, engines, prompts)
     numbers = await checks.compared(engines, groups, update=1)
     return [checks.itself(numbers, Limits.of(config))]

@@ -17,14 +17,21 @@ from slipstream.pipeline.pool import Pool, Worker
 async def publish(
     samplers: Pool[Sampler], weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode
 ) -> Numbers:
-    """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why."""
+    """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why.
+
+    `version` is the one that is due.
+    """
+    if weights.version != version:
+        raise ModelError(
+            f"publish of version {version}: the learner exported its weights after update {weights.version}"
+        )
     done: list[Loaded] = []
 
     async def one(worker: Worker[Sampler]) -> None:
         try:
             # what drains goes on rolling out until nothing runs; else all that runs stands still
             worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
-            loaded = await worker.engine.publish(weights, version, mode)
+            loaded = await worker.engine.publish(weights, mode)
         except WorkerDied as error:
             samplers.bury(worker, error)
             return

@@ -54,7 +54,7 @@ class Limits:
 
 async def quick(config: Config, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
     """What `train` looks at before it begins: sampler against learner, and the teacher's rows."""
-    await publish(engines, version=version)
+    await publish(engines)
     groups = await scored(engines, await rolled(config, engines, prompts))
     if furthest := long_prompt(config, prompts):
         # with the others: what a long sequence does to a short one beside it is looked at too
@@ -70,11 +70,11 @@ def long_prompt(config: Config, prompts: Sequence[Prompt]) -> Prompt | None:
     return replace(prompt, tokens=np.resize(prompt.tokens, wanted)) if wanted > len(prompt.tokens) + TOKENS else None
 
 
-async def publish(engines: Engines, *, version: int) -> str:
+async def publish(engines: Engines) -> str:
     """Returns the fingerprint of what all samplers then run."""
     weights, expected = await engines.learner.export()
     for sampler in engines.samplers:
-        loaded = await sampler.publish(weights, version, "drain")
+        loaded = await sampler.publish(weights, "drain")
         if loaded.fingerprint != expected:
             raise CheckFailed(
                 f"a sampler runs weights {loaded.fingerprint} after a publish, the learner exported {expected}: they "

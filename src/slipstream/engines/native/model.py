@@ -169,7 +169,7 @@ def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
     return cast("np.ndarray[Any, Any]", tensor.view(-1).view(torch.uint8).numpy())
 
 
-def export_weights(model: nn.Module, dtype: str, *, keep: bool = True) -> WeightsRef:
+def export_weights(model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True) -> WeightsRef:
     """All weights, once each, in the precision in which the sampler runs them.
 
     Where several ranks share the model all must take part, and those that do not `keep` it get the manifest only.
@@ -185,7 +185,7 @@ def export_weights(model: nn.Module, dtype: str, *, keep: bool = True) -> Weight
         if keep:
             target = torch.from_numpy(flat[spec.offset : spec.offset + spec.nbytes])
             target.view(kind).view(spec.shape).copy_(gathered)
-    return WeightsRef(tuple(manifest), flat)
+    return WeightsRef(tuple(manifest), flat, version)
 
 
 def load_weights(model: nn.Module, weights: WeightsRef) -> None:
