@@ -66,8 +66,10 @@ class Objective:
             losses.append(loss)
         if not self.rides:
             with torch.set_grad_enabled(self.has_others):
-                shape["temperature"] = self.method.temperature
-                logp_N = kept_logprobs_at(hidden_NH, weight, terms.tokens_N[:, None], terms.support, **shape)[:, 0]
+                token_N1, temperature = terms.tokens_N[:, None], self.method.temperature
+                logp_N = kept_logprobs_at(hidden_NH, weight, token_N1, terms.support, temperature=temperature, **shape)[
+                    :, 0
+                ]
             if self.has_others:
                 loss, found = terms.others(terms.rows(logp_N), terms.rows)
                 losses.append(loss)
@@ -84,17 +86,17 @@ class Objective:
         method, support, emitted_N = self.method, terms.support, torch.zeros_like(terms.behavior_N)
         ids_NM, distilled = self._distillation(samples, terms) if self.distils else (terms.tokens_N[:, None], None)
 
-        def loss_of_chunk(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
-            if ids_NM is None:
-                asked_CM, emitted_C1 = logp_CM, logp_CM.gather(1, terms.tokens_N[rows, None])
-            else:
-                asked_CM, emitted_C1 = logp_CM[:, : ids_NM.shape[1]], logp_CM[:, :1]
+        def loss_of_chunk(logp_CX: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+            """X: the ids asked for and then what could have been drawn, or the vocabulary."""
+            m = logp_CX.shape[1] if ids_NM is None else ids_NM.shape[1]
+            asked_CM = logp_CX[:, :m]
+            emitted_C1 = logp_CX.gather(1, terms.tokens_N[rows, None]) if ids_NM is None else logp_CX[:, :1]
             if support is not None:
                 kept_CK = support[rows]
-                among_CK = logp_CM.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CM[:, ids_NM.shape[1] :]
-                emitted_C1 = conditioned(emitted_C1, among_CK, kept_CK)
+                kept_logp_CK = logp_CX.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CX[:, m:]
+                emitted_C1 = conditioned(emitted_C1, kept_logp_CK, kept_CK)
                 if self.holds_behavior:
-                    asked_CM = conditioned(asked_CM, among_CK, kept_CK)
+                    asked_CM = conditioned(asked_CM, kept_logp_CK, kept_CK)
             emitted_C = emitted_C1[:, 0]
             emitted_N[rows] = emitted_C.detach()
             losses, metrics = list[Tensor](), Metrics()
@@ -109,14 +111,8 @@ class Objective:
 
         temperature = method.loss.temperature if self.distils else method.temperature
         held = HELD if ids_NM is not None else HELD // DENSE
-        columns: Ids = ids_NM
-        if ids_NM is not None and support is not None:
-
-            def columns(rows: slice) -> Tensor:
-                return torch.cat([ids_NM[rows], support[rows]], 1)
-
         loss, metrics = fused_loss(
-            hidden_NH, weight_VH, columns, loss_of_chunk, temperature=temperature, chunk=held, **shape
+            hidden_NH, weight_VH, terms.with_kept(ids_NM), loss_of_chunk, temperature=temperature, chunk=held, **shape
         )
         return loss, metrics, emitted_N
 
@@ -209,6 +205,13 @@ class Terms:
 
     def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._of_mask([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
+
+    def with_kept(self, ids_NM: Tensor | None) -> Ids:
+        """These ids and, where samples tell, beside them what could have been drawn."""
+        support = self.support
+        if ids_NM is None or support is None:
+            return ids_NM
+        return lambda rows: torch.cat([ids_NM[rows], support[rows]], 1)
 
     def rows(self, x_N: Tensor) -> Tensor:
         """One row for each sample, [B, T]."""
