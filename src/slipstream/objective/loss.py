@@ -88,17 +88,17 @@ class Objective:
             ids_NM, distilled = row(samples, terms.frozen, terms.tokens_N, terms.dtype)
             temperature, best, compares = row.temperature, row.best, row.compares
 
-        def loss_of_chunk(logp_CM: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
-            if ids_NM is None:
-                asked_CM, emitted_C1 = logp_CM, logp_CM.gather(1, terms.tokens_N[rows, None])
-            else:
-                asked_CM, emitted_C1 = logp_CM[:, : ids_NM.shape[1]], logp_CM[:, :1]
+        def loss_of_chunk(logp_CX: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
+            """X: the ids asked for and then what could have been drawn, or the vocabulary."""
+            m = logp_CX.shape[1] if ids_NM is None else ids_NM.shape[1]
+            asked_CM = logp_CX[:, :m]
+            emitted_C1 = logp_CX.gather(1, terms.tokens_N[rows, None]) if ids_NM is None else logp_CX[:, :1]
             if support is not None:
                 kept_CK = support[rows]
-                among_CK = logp_CM.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CM[:, ids_NM.shape[1] :]
-                emitted_C1 = conditioned(emitted_C1, among_CK, kept_CK)
+                kept_logp_CK = logp_CX.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CX[:, m:]
+                emitted_C1 = conditioned(emitted_C1, kept_logp_CK, kept_CK)
                 if compares:
-                    asked_CM = conditioned(asked_CM, among_CK, kept_CK)
+                    asked_CM = conditioned(asked_CM, kept_logp_CK, kept_CK)
             emitted_C = emitted_C1[:, 0]
             emitted_N[rows] = emitted_C.detach()
             losses, metrics = list[Tensor](), terms.entropy(entropy, rows)
@@ -113,16 +113,10 @@ class Objective:
             return torch.stack(losses).sum(), metrics
 
         held = HELD if ids_NM is not None else HELD // DENSE
-        columns: Ids = ids_NM
-        if ids_NM is not None and support is not None:
-
-            def columns(rows: slice) -> Tensor:
-                return torch.cat([ids_NM[rows], support[rows]], 1)
-
         loss, metrics = fused_loss(
             hidden_NH,
             weight_VH,
-            columns,
+            terms.with_kept(ids_NM),
             loss_of_chunk,
             temperature=temperature,
             chunk=held,
@@ -169,6 +163,13 @@ class Terms:
 
     def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._of_mask([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
+
+    def with_kept(self, ids_NM: Tensor | None) -> Ids:
+        """These ids and, where samples tell, beside them what could have been drawn."""
+        support = self.support
+        if ids_NM is None or support is None:
+            return ids_NM
+        return lambda rows: torch.cat([ids_NM[rows], support[rows]], 1)
 
     def rows(self, x_N: Tensor) -> Tensor:
         """One row for each sample, [B, T]."""
