@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from slipstream.config.objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines import toy
 from slipstream.engines.base import Sampling
@@ -221,7 +222,7 @@ def test_what_was_observed_leaves_no_trace(name: str, cut: dict[str, Any]) -> No
             scorer = NativeScorer(wrap(teacher))
             learner = NativeLearner(
                 wrap(model),
-                method=Method(reward="exact", **METHODS[name]),
+                method=Method(rewards={"exact": 1.0}, **METHODS[name]),
                 config=LearnerConfig(token_budget=60),
                 updates=1,
                 snapshots=1,

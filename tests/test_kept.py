@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.config.objective import ForwardKL, PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.losses import ForwardKL, ReverseKLMC
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines import toy
 from slipstream.engines.base import Sampling
@@ -325,7 +326,7 @@ def rewarded(groups: list[Group]) -> list[Group]:
 def test_a_policy_has_a_ratio_of_1_to_itself_whatever_was_left_out(name: str) -> None:
     """But without what was left: there the kept mass stands between them."""
     student, teacher = (make_model("phi", seed=seed, dtype=DTYPE) for seed in range(2))
-    method = Method(reward="exact", **METHODS[name])
+    method = Method(rewards={"exact": 1.0}, **METHODS[name])
     cache = {"cache": method.loss.cache, "k": method.loss.k} if isinstance(method.loss, ForwardKL) else {}
     groups = score(teacher, rewarded(roll_out(student, *(sampling(**cut) for cut in CUTS.values()))), **cache)
     found = {}
@@ -388,7 +389,7 @@ def test_it_is_learned_from_in_any_micro_batches_and_masked_tokens_have_none(
         bodies = [replace(h, body=littered(h.body, seed=i)) if litter else h for i, h in enumerate(handles)]
         learner = NativeLearner(
             wrap(student),
-            method=Method(loss=SOME, policy=PolicyConfig(loss="gmpo"), reward="exact"),
+            method=Method(loss=SOME, policy=PolicyConfig(loss="gmpo"), rewards={"exact": 1.0}),
             config=LearnerConfig(dtype="float64", token_budget=budget),
             updates=1,
         )

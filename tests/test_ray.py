@@ -95,7 +95,7 @@ def test_a_real_run_whose_processes_all_end(
         student=str(models_dir / "student"),
         teachers={"main": TeacherConfig(model=str(models_dir / "teacher"))},
         sampler=SamplerConfig(max_tokens=8, group=2, slots=8),
-        task=TaskConfig(reward="exact"),
+        task=TaskConfig(reward=("exact",)),
     )
     before, said = children(), list[str]()
     engines = runtime.open_engines(config, tokenizer, say=said.append)

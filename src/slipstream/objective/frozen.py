@@ -180,7 +180,7 @@ def _joined(parts: Sequence[Evidence]) -> Evidence:
     if any(part.rewards != first.rewards for part in parts):
         raise ValueError(
             f"group {first.group}, episode {first.episode}: its branches have rewards "
-            f"{', '.join(str(dict(part.rewards)) for part in parts)}: an episode has its own once"
+            f"{', '.join(str(dict(part.rewards)) for part in parts)}: an episode has one set"
         )
     found: dict[str, Any] = {}
     for name in (each.name for each in fields(Evidence) if each.name.endswith("_T")):

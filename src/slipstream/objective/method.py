@@ -324,8 +324,8 @@ def _check_cut(config: Config, method: Method) -> None:
     drop = ", ".join(f"{name} = {whole[name]:g}" for name in cut)
     if config.loss.weight and config.loss.asks.cache == "student_topk":
         raise ConfigError(
-            f'{leaves}, and loss.kind = "{config.loss.kind}" compares the {config.loss.asks.k} best of it, which may be '
-            f'among them: write {drop}, or loss.kind = "reverse_kl_mc" with keep_mask = true'
+            f'{leaves}, and loss.kind = "{config.loss.kind}" compares the {config.loss.asks.k} best of it, which may '
+            f'be among them: write {drop}, or loss.kind = "reverse_kl_mc" with keep_mask = true'
         )
     if sampler.keep_mask or (who := _looks_at_behavior(config, method)) is None:
         return
