@@ -442,8 +442,8 @@ IN_BRANCHES = [
     if each.policy is None or (policy.LOSSES[each.policy.loss].scope != "row" and each.policy.loss != "clip_cov")
     if name not in ("weights by turn, bypass", "OTB by position")
 ]
-"""A ratio of a whole row is that of its lineage, and a branch is a call of its own; what is drawn for a place, or compared
-at one, is drawn for another."""
+"""A ratio of a whole row is that of its lineage, and a branch is a call of its own; what is drawn for a place, or
+compared at one, is drawn for another."""
 
 
 @pytest.mark.parametrize("name", IN_BRANCHES)
