@@ -19,6 +19,7 @@ from slipstream.commands.doctor import arrival, by_itself, doctor, rewarded, roo
 from slipstream.config.file import load
 from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
+from slipstream.errors import ModelError
 from slipstream.plan.checks import PROMPTS, CheckFailed, Finding, quick, raised
 from slipstream.plan.placement import needs
 from slipstream.plan.plan import plan
@@ -146,7 +147,7 @@ def test_a_load_that_was_skipped_is_told_by_the_fingerprint() -> None:
     def wrap(engines: Engines) -> Engines:
         return replace(engines, samplers=(Forgetful(engines.samplers[0]),))
 
-    with pytest.raises(CheckFailed, match="a sampler runs weights 0123456789abcdef after a publish, .* did not arrive"):
+    with pytest.raises(ModelError, match="sampler runs weights 0123456789abcdef, the learner exported .* the student"):
         examined(config(), wrap, at_the_start)
 
 

@@ -29,10 +29,10 @@ from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerC
 from slipstream.engines.base import Fingerprint, Learner, Metrics, Sampling, WeightsRef
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import fingerprint, load_weights
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.correction import PRESETS
 from slipstream.objective.method import Method

@@ -9,7 +9,6 @@ Shapes: V vocabulary, T response positions, N flat positions, M draws.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.engines.draws import draw, process, uniforms
+from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.records import (
@@ -34,6 +34,7 @@ from slipstream.records import (
     Scored,
     counts_of,
     derive_seed,
+    graded,
     header_of,
 )
 
@@ -52,7 +53,7 @@ def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def fingerprint(table_VV: Tensor) -> Fingerprint:
-    return hashlib.blake2b(table_VV.detach().numpy().tobytes(), digest_size=8).hexdigest()
+    return combined([checksum(table_VV.detach())])
 
 
 def previous(rollout: Rollout) -> Tensor:
@@ -115,7 +116,7 @@ class ToySampler:
             self.restarts += 1
             self.running.clear()
         spec = weights.manifest[0]
-        self.table = torch.from_numpy(weights.body.copy()).view(torch.float64).view(spec.shape)
+        self.table = view_of(spec, torch.from_numpy(weights.body.copy()))
         self.version = version
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
@@ -156,7 +157,7 @@ class ToyScorer:
         return [self._mark(handle) for handle in group]
 
     def _mark(self, handle: Handle) -> Handle:
-        rollout = replace(handle.body, rewards=handle.header.rewards)
+        rollout = graded(handle)
         actions_TM = torch.from_numpy(np.where(rollout.loss_mask[:, None], rollout.actions, 0).astype(np.int64))
         logq_TM = self.logq_VV[previous(rollout)].gather(1, actions_TM).numpy()
         scored = Scored(rollout=rollout, teacher="toy", teacher_logp=logq_TM[:, 0], teacher_action_logp=logq_TM)

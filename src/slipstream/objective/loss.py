@@ -22,7 +22,7 @@ from torch import Tensor
 from slipstream.config.objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
 from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass, with_tail
 from slipstream.estimators.kl import kl_loss
-from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_at, merge_metrics
+from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_at, merge_metrics, reduced
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
@@ -30,6 +30,7 @@ from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.method import Method
 from slipstream.records import Counts, Scored
+from slipstream.vocabulary import extreme
 
 Metrics = dict[str, Tensor]
 LossOfRows = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
@@ -263,11 +264,8 @@ def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
     out = Metrics()
     for name, value_C in metrics_C.items():
         kept = value_C[mask_C]
-        if not len(kept):
-            continue
-        out[name] = (
-            kept.amax() if name.endswith("_max") else kept.amin() if name.endswith("_min") else kept.sum() / n_tokens
-        )
+        if len(kept):
+            out[name] = reduced(name, kept) / (1 if extreme(name) else n_tokens)
     if "loss" in out:
         loss_C = metrics_C["loss"]
         out |= {"loss_abs": loss_C.abs().sum() / n_tokens, "loss_max": loss_C.amax(), "loss_min": loss_C.amin()}

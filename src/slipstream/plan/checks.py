@@ -15,6 +15,8 @@ from slipstream.config.schema import Config
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Engines, Metrics, Sampling, of_teacher
 from slipstream.errors import ModelError
+from slipstream.pipeline.pool import names
+from slipstream.pipeline.publish import load
 from slipstream.records import Batch, Group, Prompt
 
 PROMPTS, TOKENS = 8, 32
@@ -73,13 +75,8 @@ def long_prompt(config: Config, prompts: Sequence[Prompt]) -> Prompt | None:
 async def publish(engines: Engines, *, version: int) -> str:
     """Returns the fingerprint of what all samplers then run."""
     weights, expected = await engines.learner.export()
-    for sampler in engines.samplers:
-        loaded = await sampler.publish(weights, version, "drain")
-        if loaded.fingerprint != expected:
-            raise CheckFailed(
-                f"a sampler runs weights {loaded.fingerprint} after a publish, the learner exported {expected}: they "
-                "did not arrive; is the sampler's model the student, and its dtype sampler.dtype?"
-            )
+    for name, sampler in zip(names("sampler", len(engines.samplers)), engines.samplers, strict=True):
+        await load(sampler, name, weights, expected, version=version, mode="drain")
     return expected
 
 
