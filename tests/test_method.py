@@ -17,7 +17,7 @@ from slipstream.estimators.correction import PRESETS
 from slipstream.estimators.options import REQUIRED
 from slipstream.estimators.policy.table import LOSSES
 from slipstream.objective.method import OURS, method_of
-from slipstream.runtimes.build import snapshots_of
+from slipstream.plan import engines
 
 
 def config(**sections: Any) -> Config:
@@ -236,6 +236,10 @@ def test_every_cut_is_named() -> None:
 
 def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
     decoupled = {"correction": {"preset": "decoupled_token_is"}}
+
+    def snapshots_of(settings: Config) -> int:
+        return engines.snapshots_of(settings, method_of(settings))
+
     assert snapshots_of(config()) == 0
     assert snapshots_of(config(schedule={"kind": "sync"}, **decoupled)) == 1
     assert snapshots_of(config(schedule={"kind": "async", "tau": 4}, **decoupled)) == 5

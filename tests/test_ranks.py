@@ -35,9 +35,10 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.correction import PRESETS
-from slipstream.objective.method import Method
+from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import Passes
+from slipstream.plan.engines import engines_of
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import ray as runtime
@@ -562,7 +563,7 @@ def test_a_run_with_two_ranks_over_ray(models_dir: Path, tokenizer: PreTrainedTo
     )
     tokens = [np.array([2, 10 + i, 20, 5], np.int32)[: 2 + i % 3] for i in range(6)]
     prompts = Prompts([Row(id=str(i), prompt="x") for i in range(6)], tokens, seed=0, shuffle=True)
-    engines = runtime.open_engines(config, tokenizer, say=lambda _: None)
+    engines = runtime.open_engines(engines_of(config, method_of(config)), tokenizer, say=lambda _: None)
     try:
         with RunLog.create(config, tmp_path / "run") as log:
             asyncio.run(Run(config, engines, prompts, log, say=lambda _: None).train())

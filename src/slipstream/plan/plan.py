@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from slipstream.config.schema import Config, DataConfig
-from slipstream.engines.asked import cache_of
+from slipstream.config.schema import Config
+from slipstream.engines.asked import cache_of, rollout_sampling
+from slipstream.engines.base import Sampling
 from slipstream.engines.native import positions
 from slipstream.engines.native.model import load_config, pick_device
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError
 from slipstream.objective.method import Method, method_of
+from slipstream.plan.engines import EnginesPlan, engines_of
+from slipstream.plan.evaluation import eval_prompts
 from slipstream.plan.placement import Need, adapted, needs
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
+from slipstream.plan.vllm import sampler_context, vocabulary_of, with_vllm
 from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
-from slipstream.runtimes.build_vllm import sampler_context, vocabulary_of, with_vllm
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
 from slipstream.tasks.data import Prompts, load_rows
@@ -32,6 +35,9 @@ class Plan:
     tokenizer: Tokenizer
     prompts: Prompts
     held_out: list[Prompt]
+    engines: EnginesPlan
+    sampling: Sampling
+    """How rollouts are drawn."""
     notes: tuple[str, ...]
     """What was decided for a person who did not say."""
     warnings: tuple[str, ...]
@@ -39,7 +45,7 @@ class Plan:
     @property
     def needs(self) -> list[Need]:
         """Who sits where, and how much memory each takes."""
-        return needs(self.config)
+        return needs(self.engines)
 
 
 def plan(config: Config, *, ask: bool = True) -> Plan:
@@ -65,7 +71,24 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
     notes += position_notes(config)
-    return Plan(config, method, tokenizer, prompts, held_out, tuple(notes), tuple(warnings_of(config)))
+    return Plan(
+        config=config,
+        method=method,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        engines=engines_of(config, method),
+        sampling=rollout_sampling(config),
+        notes=tuple(notes),
+        warnings=tuple(warnings_of(config)),
+    )
+
+
+def changed(made: Plan, config: Config) -> Plan:
+    """The plan of another config on the same files."""
+    method = method_of(config)
+    engines, sampling = engines_of(config, method), rollout_sampling(config)
+    return replace(made, config=config, method=method, engines=engines, sampling=sampling)
 
 
 def check_device(config: Config) -> None:
@@ -90,7 +113,7 @@ def check_adapters(config: Config) -> None:
         return
     if find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
-    if not adapted(config):
+    if not adapted(config.student, lora):
         raise ConfigError(f"learner.lora: {config.student} has no linear layers beside its head: drop [learner.lora]")
 
 
@@ -141,18 +164,6 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
     check_ids(prompts, tokens, student, vocabulary_of(student))
     return prompts
-
-
-def eval_prompts(
-    tokenizer: Tokenizer, data: DataConfig, source: str, *, split: str, limit: int | None, seed: int
-) -> list[Prompt]:
-    """Prompts whose answers can be graded, in the order of the rows."""
-    rows = load_rows(source, split=split, limit=limit)
-    for row in rows:
-        if row.ground_truth is None:
-            raise DataError(f"{row.id}: has neither 'ground_truth' nor 'answer' to grade against")
-    prompts = Prompts(rows, encode_rows(rows, tokenizer, data), seed=seed, shuffle=False)
-    return [prompts.at(number) for number in range(len(rows))]
 
 
 # --- what a person should know of it ----------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from slipstream.engines.asked import cache_of
 from slipstream.engines.http.check import Need, check
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
+from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints, Prompt
-from slipstream.runtimes.build import endpoint_of
 from slipstream.tasks.chat import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
 from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.data import Prompts, Row
