@@ -142,6 +142,24 @@ def test_no_two_files_import_each_other_by_whatever_way() -> None:
     TopologicalSorter(graph).prepare()
 
 
+MAKES_CONFIG = {"config.schema.Config", "config.file.load", "config.file.parse"}
+
+
+def has_config(tree: ast.AST) -> bool:
+    """Whether the whole config passes through a file: it names the class, reads a config, or takes it from a plan."""
+    from_plan = any(
+        isinstance(node, ast.Attribute) and node.attr == "config" and ast.unparse(node.value) in ("made", "plan")
+        for node in ast.walk(tree)
+    )
+    return from_plan or not MAKES_CONFIG.isdisjoint(ours(imports(tree, loaded_only=False)))
+
+
+def test_the_config_goes_from_a_command_to_the_plan_and_no_further() -> None:
+    having = {part for part, tree in PARTS.items() if not part.startswith("config") and has_config(tree)}
+    assert len(having) <= 12, having
+    assert not {part for part in having if part.startswith(("engines.", "runtimes"))} - {"engines.asked"}
+
+
 def test_the_rules_see_what_they_forbid() -> None:
     code = """
 import torch.nn as nn
@@ -156,4 +174,7 @@ def later():
     assert ours(imports(tree, loaded_only=True)) == set()
     assert theirs(imports(tree, loaded_only=True)) == {"torch"}
     assert place("engines.base.Handle", LINE) == "engines.base"
-    assert LINE["pipeline"] > LINE["objective"] > LINE["engines.base"] > LINE["estimators"]
+    assert has_config(ast.parse("from slipstream.config.schema import Config, LearnerConfig"))
+    assert has_config(ast.parse("def f():\n    return made.config.learner"))
+    assert not has_config(ast.parse("from slipstream.config.schema import LearnerConfig\nmodel.config"))
+    assert LINE["runtimes"] > LINE["plan"] > LINE["pipeline"] > LINE["objective"] > LINE["engines.base"] > LINE["estimators"]
