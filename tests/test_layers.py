@@ -177,4 +177,11 @@ def later():
     assert has_config(ast.parse("from slipstream.config.schema import Config, LearnerConfig"))
     assert has_config(ast.parse("def f():\n    return made.config.learner"))
     assert not has_config(ast.parse("from slipstream.config.schema import LearnerConfig\nmodel.config"))
-    assert LINE["runtimes"] > LINE["plan"] > LINE["pipeline"] > LINE["objective"] > LINE["engines.base"] > LINE["estimators"]
+    assert (
+        LINE["runtimes"]
+        > LINE["plan"]
+        > LINE["pipeline"]
+        > LINE["objective"]
+        > LINE["engines.base"]
+        > LINE["estimators"]
+    )

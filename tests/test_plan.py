@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from slipstream.cli import main
 from slipstream.commands import train as command
 from slipstream.config.file import fields, load
+from slipstream.engines.http import client
 from slipstream.plan.plan import plan
 
 BASE = """
@@ -251,6 +252,28 @@ runtime.kind=slurm
 log.to=papertrail
 log.to=["wandb","mlflow"]
 task.reward=vibes
+task.timeout=5.0
+runtime.graders=2
+data.eval=builtin:arithmetic
+data.eval_split=train
+eval.prompts=10
+eval.n=2
+eval.temperature=0.5
+log.project=mine
+log.to=tensorboard log.project=mine
+data.teacher_key=level
+teachers.main.key=math
+{RL} loss.m=4
+{RL} loss.kind=forward_kl
+{RL} loss.kind=reverse_kl
+{RL} loss.temperature=0.5
+teachers.main.engine=vllm teachers.main.token_budget=2048
+teachers.main.engine=vllm teachers.main.packing=false
+teachers.main.engine=vllm teachers.main.longest=512
+learner.dropout=true
+data.train=rows.jsonl data.split=test
+eval.every=1 task.reward=exact data.eval=rows.jsonl data.eval_split=test
+data.template_args={{enable_thinking=false}}
 seed=one
 updates=0
 nonsense=1
@@ -290,6 +313,7 @@ def words(line: str) -> list[str]:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(client, "PAUSES", ())  # nobody waits for an endpoint that is not there
     (tmp_path / "run.toml").write_text(BASE)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.toml").write_text("")

@@ -22,6 +22,7 @@ from slipstream.plan.evaluation import Evaluation, eval_prompts, evaluation
 from slipstream.records import Handle
 from slipstream.runtimes.build import build_grader, build_sampler
 from slipstream.tasks.chat import load_tokenizer
+from slipstream.tasks.data import FILES
 from slipstream.tasks.rewards import PoolGrader
 
 
@@ -88,6 +89,8 @@ def evaluate(
         raise RunDirError(f"{model}: this run has no final student; its checkpoints: {', '.join(kept) or 'none'}")
     if (Path(model) / "final").is_dir():
         model = str(Path(model) / "final")
+    if split != "eval" and Path(source).suffix in FILES:
+        raise ConfigError(f"--split {split} does nothing: {source} is one file; drop it")
     tokenizer = load_tokenizer(model)
     data = DataConfig(system_prompt=system_prompt)
     prompts = eval_prompts(tokenizer, data, source, split=split, limit=limit, seed=seed)

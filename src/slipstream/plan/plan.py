@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 
-from slipstream.config.schema import Config
+from slipstream.config.schema import Config, DataConfig
 from slipstream.engines.asked import cache_of, rollout_sampling
 from slipstream.engines.base import Sampling
 from slipstream.engines.native import positions
@@ -22,7 +23,7 @@ from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
-from slipstream.tasks.data import Prompts, load_rows
+from slipstream.tasks.data import FILES, Prompts, load_rows
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     tokenizer = load_tokenizer(config.student)
     prompts = training_prompts(config, tokenizer)
     check_adapters(config)
+    check_dropout(config)
     check_support(config)
     scored = check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
@@ -117,8 +119,17 @@ def check_adapters(config: Config) -> None:
         raise ConfigError(f"learner.lora: {config.student} has no linear layers beside its head: drop [learner.lora]")
 
 
+def check_dropout(config: Config) -> None:
+    if not config.learner.dropout:
+        return
+    named = load_config(config.student).get_text_config().to_dict()
+    if not any("drop" in name and isinstance(value, float) and value > 0 for name, value in named.items()):
+        raise ConfigError(f"learner.dropout does nothing: the config of {config.student} names none; drop it")
+
+
 def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
+    check_split("data.split", data, data.train)
     rows = load_rows(data.train, split=data.split, limit=data.limit)
     if config.task.reward and any(row.ground_truth is None for row in rows):
         row = next(row for row in rows if row.ground_truth is None)
@@ -133,11 +144,17 @@ def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     return Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle, teachers=routes(config, rows))
 
 
+def check_split(field: str, data: DataConfig, source: str) -> None:
+    name = field.removeprefix("data.")
+    if Path(source).suffix in FILES and getattr(data, name) != DataConfig.model_fields[name].default:
+        raise ConfigError(f"{field} = {getattr(data, name)!r} does nothing: {source} is one file; drop it")
+
+
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
     """The longest sequence that is drawn, and that each teacher scores, where the config does not say."""
     teachers = {
         name: teacher.model_copy(update={"longest": long_enough(f"teachers.{name}", teacher.longest, scored[name])})
-        if name in scored
+        if name in scored and teacher.engine == "native"
         else teacher
         for name, teacher in config.teachers.items()
     }
@@ -157,6 +174,7 @@ def long_enough(section: str, given: int | None, longest: int) -> int:
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     data, student = config.data, config.student
     assert data.eval is not None
+    check_split("data.eval_split", data, data.eval)
     prompts = eval_prompts(
         tokenizer, data, data.eval, split=data.eval_split, limit=config.eval.prompts, seed=config.seed
     )
@@ -179,8 +197,6 @@ def position_notes(config: Config) -> list[str]:
 
 def warnings_of(config: Config) -> list[str]:
     found: list[str] = []
-    if config.data.eval is not None and not config.eval.every:
-        found.append("data.eval is not used: set eval.every to evaluate during training")
     if len(config.teachers) > 1 and not config.data.shuffle:
         found.append("several teachers and data.shuffle = false: updates may hold prompts of one of them only")
     if config.loss.weight and config.reference is not None:

@@ -63,7 +63,8 @@ def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> di
         rows, tokens = [prompt for prompt, _ in seen], [tokens for _, tokens in seen]
         check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
         found[name] = max(map(len, tokens)) + max_tokens
-        check_budget(f"teachers.{name}", teacher.token_budget, found[name])
+        if teacher.engine == "native":
+            check_budget(f"teachers.{name}", teacher.token_budget, found[name])
     return found
 
 

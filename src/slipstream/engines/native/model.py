@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,10 +76,18 @@ def has_windows(config: Any) -> bool:
 
 
 def load_config(name: str) -> Any:
+    """A copy for whoever asks, and many do; a file is read once."""
+    path = model_path(name)
+    file = Path(path, "config.json").absolute()
     try:
-        return AutoConfig.from_pretrained(model_path(name))
+        return deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
+
+
+@cache
+def _config(path: str, file: Path, written: int) -> Any:
+    return AutoConfig.from_pretrained(path)
 
 
 def empty_model(name: str) -> PreTrainedModel:
