@@ -46,6 +46,7 @@ class NoSampler:
                     prompt=prompt.id,
                     number=prompt.number,
                     index=index,
+                    episode=index,
                     data_source="x",
                     prompt_tokens=1,
                     tokens=100,

@@ -46,7 +46,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators.logprobs import HELD
 from slipstream.objective.method import Method
-from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, total
+from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, one_turn, total
 from slipstream.tasks.chat import encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.data import Prompts, load_rows
 
@@ -362,16 +362,13 @@ def synthetic(samples: int, prompt: int, response: int, vocabulary: int, hidden:
     for i in range(samples):
         actions = rng.integers(2, vocabulary, (response, DRAWS))
         logp = np.full(actions.shape, -np.log(vocabulary), np.float32)
-        rollout = Rollout(
-            prompt=Prompt(id=str(i), number=i, tokens=rng.integers(2, vocabulary, prompt)),
-            index=0,
-            tokens=actions[:, 0],
-            versions=np.zeros(response, np.int64),
-            logp=logp[:, 0],
+        rollout = one_turn(
+            Prompt(id=str(i), number=i, tokens=rng.integers(2, vocabulary, prompt)),
+            0,
             actions=actions,
             action_logp=logp,
+            versions=np.zeros(response, np.int64),
             finish="length",
-            loss_mask=np.ones(response, bool),
         )
         found.append(Scored(rollout=rollout, teacher="teacher", teacher_logp=logp[:, 0], teacher_action_logp=logp))
     return found

@@ -24,7 +24,7 @@ from slipstream.engines.native.packing import Item, MicroBatch, pack, token_savi
 from slipstream.engines.native.rows import Rows, use_rows
 from slipstream.estimators.logprobs import logprobs_at
 from slipstream.estimators.numerics import joined
-from slipstream.records import Prompt, Rollout
+from slipstream.records import Prompt, Rollout, one_turn
 
 VOCABULARY = 4096
 
@@ -49,17 +49,13 @@ def make_group(prompt_length: int, count: int, response_length: int) -> list[Rol
     prompt = Prompt(id="p", number=0, tokens=rng.integers(0, VOCABULARY, prompt_length))
     group = []
     for index in range(count):
-        tokens, logp = rng.integers(0, VOCABULARY, response_length), np.zeros(response_length)
-        rollout = Rollout(
-            prompt=prompt,
-            index=index,
-            tokens=tokens,
+        rollout = one_turn(
+            prompt,
+            index,
+            actions=rng.integers(0, VOCABULARY, (response_length, 1)),
+            action_logp=np.zeros((response_length, 1)),
             versions=np.zeros(response_length, np.int64),
-            logp=logp,
-            actions=tokens[:, None],
-            action_logp=logp[:, None],
             finish="length",
-            loss_mask=np.ones(response_length, np.bool_),
         )
         group.append(rollout)
     return group

@@ -183,7 +183,15 @@ def _header(index: int) -> Any:
     from slipstream.records import Header
 
     return Header(
-        prompt="p", number=0, index=index, data_source="d", prompt_tokens=1, tokens=1, versions=((0, 1),), finish="eos"
+        prompt="p",
+        number=0,
+        index=index,
+        episode=index,
+        data_source="d",
+        prompt_tokens=1,
+        tokens=1,
+        versions=((0, 1),),
+        finish="eos",
     )
 
 

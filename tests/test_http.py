@@ -597,21 +597,21 @@ def test_rows_shifted_by_one_are_found_whichever_way_and_however_many_are_asked_
     for k in (0, 5, 20):
         rows = prompt_logprobs(logp_TV, sent, k)
         answer = {"choices": [{"prompt_logprobs": rows}]}
-        assert read(answer, sent, first=10, k=k).logp_T.shape == (30,)
+        assert read(answer, sent, range(10, 40), k=k).logp_N.shape == (30,)
         for shifted in ([None, *rows[2:], rows[1]], [None, rows[-1], *rows[1:-1]]):
             with pytest.raises(WrongAnswer):
-                read({"choices": [{"prompt_logprobs": shifted}]}, sent, first=10, k=k)
+                read({"choices": [{"prompt_logprobs": shifted}]}, sent, range(10, 40), k=k)
 
 
 @pytest.mark.parametrize("answer", [None, [], {}, {"choices": []}, {"choices": [{}, {}]}, {"choices": "x"}], ids=str)
 def test_what_is_no_answer_is_refused(answer: Any) -> None:
     with pytest.raises(WrongAnswer, match="not one choice for one prompt|no prompt_logprobs"):
-        read(answer, [1, 2], first=1, k=0)
+        read(answer, [1, 2], [1], k=0)
 
 
 def test_rounding_above_zero_is_forgiven() -> None:
     answer = {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": 1e-6}}]}]}
-    assert read(answer, [5, 7], first=1, k=0).logp_T.tolist() == [0.0]
+    assert read(answer, [5, 7], [1], k=0).logp_N.tolist() == [0.0]
 
 
 # --- the fake, from a terminal ----------------------------------------------------------------------------------------

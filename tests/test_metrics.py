@@ -32,6 +32,7 @@ def header(
         prompt="p",
         number=0,
         index=0,
+        episode=0,
         data_source="default",
         prompt_tokens=1,
         tokens=tokens or sum(count for _, count in versions),

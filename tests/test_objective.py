@@ -34,7 +34,7 @@ from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.frozen import Evidence, freeze
 from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total
-from tiny import EOS, littered, make_model, make_prompts, wrap
+from tiny import EOS, littered, make_model, make_prompts, masked, masked_sample, wrap
 
 T = TypeVar("T")
 DTYPE = torch.float64
@@ -103,7 +103,8 @@ def aged(handle: Handle, versions: list[PreTrainedModel]) -> Handle:
         actions[:, 0] = logp
     mask = rollout.loss_mask.copy()
     mask[1:3] = (number, index) != (2, 1)
-    rollout = replace(rollout, versions=made_by, logp=logp, action_logp=actions, loss_mask=mask, rewards=rewards)
+    rollout = replace(rollout, versions=made_by, logp=logp, action_logp=actions, rewards=rewards)
+    rollout = masked(rollout, mask)
     return Handle(header_of(rollout), rollout)
 
 
@@ -181,10 +182,11 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
     if method.loss.weight:
         rows = []
         for sample in samples:
-            ids = torch.from_numpy(sample.rollout.actions).long()
-            at = log_probs(model, sample.rollout, method.loss.temperature).gather(1, ids)
+            ids, trained = torch.from_numpy(sample.rollout.actions).long(), torch.from_numpy(sample.rollout.loss_mask)
+            at = log_probs(model, sample.rollout, method.loss.temperature)[trained].gather(1, ids)
             behavior = torch.from_numpy(sample.rollout.action_logp).double()
-            rows.append(mc_reverse_kl(at, behavior, torch.from_numpy(sample.teacher_action_logp).double())[0])
+            loss_N, _ = mc_reverse_kl(at, behavior, torch.from_numpy(sample.teacher_action_logp).double())
+            rows.append(torch.zeros(len(trained), dtype=DTYPE).index_put((trained,), loss_N))
         part = aggregate(pad_sequence(rows, batch_first=True), kept, "token-mean", n_tokens=counts["n_tokens"])
         loss = loss + method.loss.weight * part
     return loss, kept
@@ -302,9 +304,7 @@ def test_what_stands_in_masked_rows_changes_not_a_bit(case: Case, name: str) -> 
     """Not the loss, a gradient, a metric, or which passes are made. One response is masked as a whole."""
     groups = [list(group) for group in case.groups]
     last = groups[0][0].body
-    groups[0][0] = Handle(
-        groups[0][0].header, replace(last, rollout=replace(last.rollout, loss_mask=last.rollout.loss_mask & False))
-    )
+    groups[0][0] = Handle(groups[0][0].header, masked_sample(last, last.rollout.loss_mask & False))
     found = []
     for litter in (False, True):
         handles = [
@@ -387,7 +387,7 @@ def test_rows_beyond_the_trust_region_are_rejected_by_their_exact_kl(case: Case)
         with torch.no_grad():
             now, *before = (log_probs(case.versions[v], rollout, TEMPERATURE) for v in (2, 0, 1))
         kl = torch.stack([(old.exp() * (old - now)).sum(-1) for old in before])
-        at = torch.from_numpy(rollout.versions)[None]
+        at = torch.from_numpy(rollout.versions)[None].clamp(min=0)
         worst.append(float(kl.gather(0, at)[0][torch.from_numpy(rollout.loss_mask)].max()))
     bound = sorted(worst)[len(worst) // 2] * 1.000001
     by_kl = replace(
@@ -595,10 +595,10 @@ def test_teachers_have_weights_and_metrics_of_their_own(case: Case) -> None:
     sums, tokens = {"a": 0.0, "b": 0.0}, {"a": 0, "b": 0}
     for sample in case.samples:
         ids, name = torch.from_numpy(sample.rollout.actions).long(), names[sample.rollout.prompt.number]
-        at = log_probs(case.versions[2], sample.rollout, TEMPERATURE).gather(1, ids)
-        behavior, logq = torch.from_numpy(sample.rollout.action_logp), torch.from_numpy(sample.teacher_action_logp)
         mask = torch.from_numpy(sample.rollout.loss_mask)
-        sums[name] += mc_reverse_kl(at.detach(), behavior.double(), logq.double())[0][mask].sum().item()
+        at = log_probs(case.versions[2], sample.rollout, TEMPERATURE)[mask].gather(1, ids)
+        behavior, logq = torch.from_numpy(sample.rollout.action_logp), torch.from_numpy(sample.teacher_action_logp)
+        sums[name] += mc_reverse_kl(at.detach(), behavior.double(), logq.double())[0].sum().item()
         tokens[name] += int(mask.sum())
     everyone = tokens["a"] + tokens["b"]
     assert found["loss"] == pytest.approx(SOME.weight * (sums["a"] + 3 * sums["b"]) / everyone, rel=1e-9)

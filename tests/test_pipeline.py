@@ -25,6 +25,7 @@ from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
+from tiny import masked
 
 # --- the loops, over toy engines --------------------------------------------------------------------------------------
 
@@ -181,11 +182,7 @@ class Observing(toy.ToySampler):
         mask = np.arange(len(rollout.tokens)) != 1
         if (rollout.prompt.number + rollout.index) % 3 == 0:
             mask[:] = False
-        actions, junk = rollout.actions.copy(), np.where(mask, rollout.logp, np.nan)
-        actions[~mask, 1:] = -5
-        logp = np.where(mask[:, None], rollout.action_logp, np.nan)
-        versions = np.where(mask, rollout.versions, -1)
-        found = replace(rollout, versions=versions, loss_mask=mask, actions=actions, logp=junk, action_logp=logp)
+        found = replace(masked(rollout, mask), logp=np.where(mask, rollout.logp, np.nan))
         return Handle(header_of(found), found)
 
 
@@ -194,6 +191,9 @@ def test_what_was_not_drawn_has_no_age_and_no_part_in_the_loss(tmp_path: Path) -
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert run.admission.version == 5 and all(np.isfinite(line["loss"]) for line in lines)
     assert all(0 <= line["lag/max"] <= 5 for line in lines)
+    for entry in read_lines(tmp_path / "ledger.jsonl"):
+        lags = enumerate(entry.get("lag", ()))
+        assert all(lag == 0 for index, lag in lags if (entry["number"] + index) % 3 == 0), "nothing of it is trained"
 
 
 class Deaf(toy.ToySampler):

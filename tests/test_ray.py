@@ -29,7 +29,7 @@ from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDi
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import EnginesPlan, engines_of
-from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, total
+from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, one_turn, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import ray as runtime
 from slipstream.runtimes.exchange import Body
@@ -160,17 +160,12 @@ def opened(cluster: None) -> Iterator[Callable[..., Any]]:
 
 
 def rollout(prompt: Prompt, tokens: int = 3) -> Rollout:
-    return Rollout(
-        prompt=prompt,
-        index=0,
-        tokens=np.full(tokens, 2, np.int32),
-        versions=np.zeros(tokens, np.int32),
-        logp=np.zeros(tokens, np.float32),
-        actions=np.full((tokens, 1), 2, np.int32),
-        action_logp=np.zeros((tokens, 1), np.float32),
-        finish="eos",
-        loss_mask=np.ones(tokens, np.bool_),
+    ids, logp, versions = (
+        np.full((tokens, 1), 2, np.int32),
+        np.zeros((tokens, 1), np.float32),
+        np.zeros(tokens, np.int32),
     )
+    return one_turn(prompt, 0, actions=ids, action_logp=logp, versions=versions, finish="eos")
 
 
 def prompt(number: int = 0) -> Prompt:
@@ -399,7 +394,7 @@ def test_what_was_learned_from_leaves_the_object_store(opened: Any) -> None:
     sampler = opened(RemoteSampler, partial(Maker, LARGE))
     scorer, learner = opened(RemoteScorer, Reader), opened(RemoteLearner, Weigher)
     empty = stored()
-    one = 21 * LARGE  # bytes of a record
+    one = 25 * LARGE  # bytes of a record
 
     async def group(number: int) -> list[Handle]:
         made = await sampler.generate(prompt(number), SAMPLING)

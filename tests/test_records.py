@@ -20,6 +20,7 @@ from slipstream.records import (
     Scored,
     derive_seed,
     header_of,
+    one_turn,
     version_runs,
 )
 
@@ -28,31 +29,40 @@ VOCAB = 50
 ROLLOUT, SCORED = "rollout p/3", "scored p/3"
 
 
-def rollout_fields(length: int = 4, draws: int = 3, seed: int = 0) -> Fields:
+def rollout_fields(length: int = 4, draws: int = 3, seed: int = 0, mask: np.ndarray | None = None) -> Fields:
     """Tokens all differ, so that a shifted row is never the right one by chance."""
     rng = np.random.default_rng(seed)
     tokens = rng.permutation(VOCAB)[:length].astype(np.int32)
     actions = rng.integers(VOCAB, size=(length, draws), dtype=np.int32)
     action_logp = -rng.random((length, draws), dtype=np.float32)
     actions[:, 0] = tokens
-    return {
+    fields: Fields = {
         "prompt": Prompt(id="p", number=7, tokens=np.array([1, 2], np.int32), data_source="maths"),
         "index": 3,
+        "episode": 2,
         "tokens": tokens,
         "versions": np.sort(rng.integers(3, size=length)),
         "logp": action_logp[:, 0].copy(),
+        "turn": np.zeros(length, np.int32),
         "actions": actions,
         "action_logp": action_logp,
         "finish": "eos",
-        "loss_mask": rng.random(length) < 0.8,
+        "loss_mask": np.ones(length, np.bool_),
     }
+    return with_mask(fields, rng.random(length) < 0.8 if mask is None else mask)
+
+
+def with_mask(fields: Fields, mask: np.ndarray) -> Fields:
+    """Of fields of a rollout that is trained as a whole."""
+    return fields | {"loss_mask": mask, **{name: fields[name][mask] for name in ("actions", "action_logp")}}
 
 
 def scored_fields(
     cache: str = "none", length: int = 4, draws: int = 3, k: int = 2, seed: int = 0, mask: np.ndarray | None = None
 ) -> Fields:
-    rollout = Rollout(**rollout_fields(length, draws, seed) | ({} if mask is None else {"loss_mask": mask}))
+    rollout = Rollout(**rollout_fields(length, draws, seed, mask))
     rng = np.random.default_rng(seed + 1)
+    emitted, length = rollout.tokens[rollout.loss_mask], rollout.trained_tokens
     logp = -rng.random(length, dtype=np.float32)
     fields: Fields = {"rollout": rollout, "teacher": "main", "teacher_logp": logp}
     match cache:
@@ -63,7 +73,7 @@ def scored_fields(
             # the emitted token is among the teacher's best in every other row
             fields["teacher_ids"] = VOCAB + rng.integers(VOCAB, size=(length, k))
             fields["teacher_topk_logp"] = -rng.random((length, k), dtype=np.float32)
-            fields["teacher_ids"][::2, -1] = rollout.tokens[::2]
+            fields["teacher_ids"][::2, -1] = emitted[::2]
             fields["teacher_topk_logp"][::2, -1] = logp[::2]
         case "hidden":
             fields["teacher_hidden"] = rng.integers(1 << 16, size=(length, 5), dtype=np.uint16)
@@ -138,7 +148,7 @@ def test_a_scored_record_whose_field_has_another_shape_is_rejected_by_name(cache
 )
 def test_a_rollout_with_nothing_in_it_or_the_wrong_type_is_rejected(changes: Fields, named: str) -> None:
     with pytest.raises(ValueError, match=rf"^{ROLLOUT}: .*{re.escape(named)}"):
-        Rollout(**rollout_fields() | changes)
+        Rollout(**rollout_fields(mask=np.ones(4, np.bool_)) | changes)
 
 
 @pytest.mark.parametrize(
@@ -150,14 +160,12 @@ def test_a_rollout_with_nothing_in_it_or_the_wrong_type_is_rejected(changes: Fie
     ],
 )
 def test_ids_that_no_sampler_can_draw_are_rejected(field: str, at: Any, value: float, named: str) -> None:
-    fields = rollout_fields() | {"loss_mask": np.array([True, True, True, False])}
+    fields = rollout_fields(mask=np.array([True, False, True, True]))
     fields["actions"][2, 1] = 37
     fields[field][at] = value
-    fields["actions"][:, 0] = fields["tokens"]
+    fields["actions"][:, 0] = fields["tokens"][[0, 2, 3]]
     with pytest.raises(ValueError, match=f"^{ROLLOUT}: {re.escape(named)}$"):
         Rollout(**fields)
-    if field != "tokens":  # masked, it was not drawn
-        assert Rollout(**fields | {"loss_mask": np.array([True, True, False, True])})
 
 
 @pytest.mark.parametrize("field", ["tokens", "actions"])
@@ -168,24 +176,40 @@ def test_ids_are_integers(field: str) -> None:
         Rollout(**fields)
 
 
-@pytest.mark.parametrize("cache", ["sampled", "teacher_topk"])
-def test_masked_rows_hold_anything(cache: str) -> None:
-    """But tokens, which the others see, and column 0 of the draws, which is them."""
-    masked = np.array([True, False, True, False])
-    fields, scores = rollout_fields() | {"loss_mask": masked}, scored_fields(cache)
-    fields["logp"][1], fields["action_logp"][1], fields["actions"][1, 1:] = np.nan, -np.inf, -7
-    scores["rollout"] = Rollout(**fields)
-    for name, garbage in (("teacher_logp", np.inf), ("teacher_action_logp", np.nan), ("teacher_topk_logp", 3.0)):
-        if name in scores:
-            scores[name][1] = garbage
-    if cache == "teacher_topk":
-        scores["teacher_ids"][1] = fields["tokens"][1]
-    assert Scored(**scores)
+def test_masked_rows_hold_anything() -> None:
+    """But tokens, which the others see. Draws, and what a teacher says, have no such rows."""
+    fields = rollout_fields(mask=np.array([True, False, True, False]))
+    fields["logp"][1], fields["versions"][1], fields["turn"][1] = np.nan, -7, 9
+    assert Rollout(**fields).trained_tokens == len(fields["actions"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("turn", "named"),
+    [
+        ([0, 0, -1, 1], "a trained token is of no turn: turn is -1 where nothing was sampled"),
+        ([1, 1, 0, 0], "turn falls: calls are numbered in their order"),
+    ],
+)
+def test_turns_number_the_calls_that_sampled(turn: list[int], named: str) -> None:
+    fields = rollout_fields(mask=np.array([True, False, True, True])) | {"turn": np.array(turn)}
+    with pytest.raises(ValueError, match=f"^{ROLLOUT}: {named}$"):
+        Rollout(**fields)
+    observed = np.array([True, False, False, False])
+    assert Rollout(**rollout_fields(mask=observed) | {"turn": np.array([turn[0], -1, -1, -1])})
+
+
+def test_a_response_of_one_call_is_an_episode_of_one_turn() -> None:
+    fields = rollout_fields(mask=np.ones(4, np.bool_))
+    asked = {name: fields[name] for name in ("prompt", "index", "actions", "action_logp", "versions", "finish")}
+    rollout = one_turn(**asked)
+    assert (rollout.index, rollout.episode, rollout.branch) == (3, 3, 0)
+    for name in ("tokens", "logp", "turn", "loss_mask"):
+        np.testing.assert_array_equal(getattr(rollout, name), fields[name])
 
 
 @given(length=st.integers(2, 12), draws=sizes, seed=seeds, by=st.integers(1, 11))
 def test_a_rollout_with_shifted_rows_is_rejected(length: int, draws: int, seed: int, by: int) -> None:
-    fields = rollout_fields(length, draws, seed) | {"loss_mask": np.ones(length, np.bool_)}
+    fields = rollout_fields(length, draws, seed, np.ones(length, np.bool_))
     by = 1 + (by - 1) % (length - 1)
     shifted = np.roll(fields["actions"], by, axis=0)
     with pytest.raises(ValueError, match=rf"^{ROLLOUT}: actions\[:, 0\] is not the emitted token"):
@@ -250,13 +274,13 @@ def test_version_runs_on_numbers() -> None:
 
 
 def test_a_header_tells_what_the_coordinator_needs() -> None:
-    fields = rollout_fields() | {
+    fields = rollout_fields(mask=np.array([True, True, True, False])) | {
         "versions": np.array([2, 2, 3, 3]),
-        "loss_mask": np.array([True, True, True, False]),
         "rewards": {"exact": 1.0},
     }
     header = header_of(Rollout(**fields), teacher="main")
-    assert (header.prompt, header.number, header.index, header.data_source) == ("p", 7, 3, "maths")
+    assert (header.prompt, header.number, header.index, header.episode) == ("p", 7, 3, 2)
+    assert header.data_source == "maths"
     assert (header.prompt_tokens, header.tokens, header.trained_tokens, header.finish) == (2, 4, 3, "eos")
     assert (header.versions, header.oldest) == (((2, 2), (3, 1)), 2)
     assert (header.rewards, header.teacher) == ({"exact": 1.0}, "main")

@@ -32,7 +32,7 @@ from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
-from tiny import EOS, SHAPE, VOCAB, littered, make_model, make_prompts, wrap
+from tiny import EOS, SHAPE, TEACHERS, VOCAB, littered, make_model, make_prompts, masked, masked_sample, wrap
 
 T = TypeVar("T")
 
@@ -140,8 +140,9 @@ def test_a_failing_forward_reaches_everyone_who_waits() -> None:
 
 
 def dense_loss(student: PreTrainedModel, teacher: PreTrainedModel, sample: Scored, loss: LossConfig) -> Tensor:
-    """The loss of every position of a sample, from full log-softmaxes."""
-    logits, teacher_logits = logits_of(student, sample), logits_of(teacher, sample).detach()
+    """The loss of every trained token of a sample, from full log-softmaxes."""
+    trained = torch.from_numpy(sample.rollout.loss_mask)
+    logits, teacher_logits = logits_of(student, sample)[trained], logits_of(teacher, sample).detach()[trained]
     logp, logq = (logits / loss.temperature).log_softmax(-1), (teacher_logits / loss.temperature).log_softmax(-1)
     match loss:
         case ReverseKLMC():
@@ -183,8 +184,10 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
     if isinstance(loss, ForwardKL):
         options |= {"cache": loss.cache, "k": loss.k}
     groups = score(teacher, roll_out(behind), **options)
-    masked: Scored = groups[0][0].body
-    masked.rollout.loss_mask[: len(masked.rollout.tokens) // 2] = False
+    first: Scored = groups[0][0].body
+    places = np.arange(len(first.rollout.tokens))
+    sample = masked_sample(first, places >= len(places) // 2)
+    groups[0][0] = Handle(header_of(sample.rollout, teacher="main"), sample)
 
     teacher_head = wrap(teacher).head
     learner = NativeLearner(
@@ -208,9 +211,7 @@ def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(loss: LossConfi
 
     reference = copy.deepcopy(student)
     samples = [handle.body for group in groups for handle in group]
-    expected = sum(
-        (dense_loss(reference, teacher, s, loss) * torch.from_numpy(s.rollout.loss_mask)).sum() for s in samples
-    )
+    expected = sum(dense_loss(reference, teacher, s, loss).sum() for s in samples)
     expected = expected / n_tokens
     expected.backward()
     assert found == pytest.approx(expected.item(), rel=1e-10)
@@ -226,13 +227,14 @@ def test_what_stands_in_masked_rows_is_neither_scored_nor_learned_from(loss: Los
     if isinstance(loss, ForwardKL):
         options |= {"cache": loss.cache, "k": loss.k}
     rolled = [handle for group in roll_out(make_model(seed=0)) for handle in group]
+    kept = []
     for number, handle in enumerate(rolled):
-        mask = handle.body.loss_mask
+        mask = handle.body.loss_mask.copy()
         mask[number % 2 : (number % 2) + 2] = False
-        mask[:] &= number != 3
+        kept.append(masked(handle.body, mask & (number != 3)))
     found = []
     for litter in (False, True):
-        bodies = [littered(Scored(rollout=h.body), seed=i).rollout if litter else h.body for i, h in enumerate(rolled)]
+        bodies = [littered(Scored(rollout=body), seed=i).rollout if litter else body for i, body in enumerate(kept)]
         ((*scored,),) = score(teacher, [[Handle(header_of(body), body) for body in bodies]], **options)
         if litter:
             scored = [Handle(handle.header, littered(handle.body, seed=i)) for i, handle in enumerate(scored)]
@@ -256,13 +258,12 @@ def test_what_stands_in_masked_rows_is_neither_scored_nor_learned_from(loss: Los
     assert numbers == its_numbers
     assert gradients and all(torch.equal(a, b) for a, b in zip(gradients, its_gradients, strict=True))
     for one, two in zip(plain, other, strict=True):
-        trained = one.body.rollout.loss_mask
-        for name in ("teacher_logp", "teacher_action_logp", "teacher_ids", "teacher_topk_logp", "teacher_hidden"):
+        for name in TEACHERS:
             a, b = getattr(one.body, name), getattr(two.body, name)
             assert (a is None) == (b is None)
             if a is not None:
-                np.testing.assert_array_equal(a[trained], b[trained])
-                assert not a[~trained].any(), "nothing is scored there"
+                np.testing.assert_array_equal(a, b)
+                assert len(a) == one.body.rollout.trained_tokens, "nothing else is scored"
 
 
 def make_learner(**config: Any) -> NativeLearner:

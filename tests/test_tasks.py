@@ -24,11 +24,12 @@ from conftest import build_tokenizer
 from hostile import Deadly, Endless
 from slipstream.config.schema import DataConfig
 from slipstream.errors import ConfigError, DataError, ModelError
-from slipstream.records import Handle, Prompt, Rollout, header_of
+from slipstream.records import Handle, Prompt, header_of
 from slipstream.tasks import arithmetic
 from slipstream.tasks.chat import check_fits, check_ids, check_same_vocabulary, encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.data import Prompts, Row, load_rows
 from slipstream.tasks.rewards import PoolGrader, exact, grade_texts, math
+from tiny import uniform
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello"}
@@ -491,18 +492,7 @@ def group_of(texts: list[str], truth: Any) -> list[Handle]:
     prompt = Prompt(id="p", number=0, tokens=np.array([1]), ground_truth=truth)
     group = []
     for index, text in enumerate(texts):
-        tokens, logp = np.array([ord(char) for char in text]), np.zeros(len(text))
-        rollout = Rollout(
-            prompt=prompt,
-            index=index,
-            tokens=tokens,
-            versions=np.zeros(len(text), int),
-            logp=logp,
-            actions=tokens[:, None],
-            action_logp=logp[:, None],
-            finish="eos",
-            loss_mask=np.ones(len(text), bool),
-        )
+        rollout = uniform(prompt, index, [ord(char) for char in text], finish="eos")
         group.append(Handle(header_of(rollout), rollout))
     return group
 

@@ -38,6 +38,7 @@ from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.data import Prompts, Row
+from tiny import uniform
 
 ENDPOINT = {"model": "t", "base_url": "http://host:8000/v1"}
 
@@ -302,19 +303,7 @@ def test_a_teacher_that_is_gone_stops_the_run_by_name_though_another_goes_on_sco
 
 def rollout(prompt: Prompt, text: str = "5!", tokenizer: PreTrainedTokenizerFast | None = None) -> Rollout:
     ids = [3] * len(text) if tokenizer is None else tokenizer(text, add_special_tokens=False)["input_ids"]
-    tokens, n = np.array(ids, np.int32), len(text)
-    logp = np.full(n, -1.0, np.float32)
-    return Rollout(
-        prompt=prompt,
-        index=0,
-        tokens=tokens,
-        versions=np.zeros(n, np.int32),
-        logp=logp,
-        actions=tokens[:, None],
-        action_logp=logp[:, None],
-        finish="length",
-        loss_mask=np.ones(n, np.bool_),
-    )
+    return uniform(prompt, 0, np.array(ids, np.int32))
 
 
 def asked(tokenizer: PreTrainedTokenizerFast, **fields: Any) -> Prompt:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.records import Prompt, Rollout, Scored, derive_seed
+from slipstream.records import Finish, Prompt, Rollout, Scored, derive_seed, one_turn
 
 VOCAB, EOS = 31, 1
 SHAPE = {
@@ -77,31 +77,47 @@ def random_rollouts(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Rollout
     for number, (length, responses) in enumerate(groups):
         prompt = Prompt(id=f"p{number}", number=number, tokens=rng.integers(2, VOCAB, length))
         for index, count in enumerate(responses):
-            tokens, logp = rng.integers(2, VOCAB, count), np.zeros(count)
-            found.append(
-                Rollout(
-                    prompt=prompt,
-                    index=index,
-                    tokens=tokens,
-                    versions=np.zeros(count, np.int64),
-                    logp=logp,
-                    actions=tokens[:, None],
-                    action_logp=logp[:, None],
-                    finish="length",
-                    loss_mask=np.ones(count, np.bool_),
-                )
-            )
+            found.append(uniform(prompt, index, rng.integers(2, VOCAB, count)))
     return found
 
 
+def uniform(prompt: Prompt, index: int, tokens: Any, *, finish: Finish = "length") -> Rollout:
+    """A response of these tokens by version 0, one draw each, with log-prob 0."""
+    ids = np.asarray(tokens)
+    zeros, versions = np.zeros((len(ids), 1), np.float32), np.zeros(len(ids), np.int32)
+    return one_turn(prompt, index, actions=ids[:, None], action_logp=zeros, versions=versions, finish=finish)
+
+
+def masked(rollout: Rollout, mask: np.ndarray) -> Rollout:
+    """The same tokens, of which fewer are trained."""
+    kept = mask[rollout.loss_mask]
+    return replace(
+        rollout,
+        versions=np.where(mask, rollout.versions, -1),
+        logp=np.where(mask, rollout.logp, 0).astype(rollout.logp.dtype),
+        turn=np.where(mask, rollout.turn, -1),
+        loss_mask=mask,
+        actions=rollout.actions[kept],
+        action_logp=rollout.action_logp[kept],
+    )
+
+
+TEACHERS = ("teacher_logp", "teacher_action_logp", "teacher_ids", "teacher_topk_logp", "teacher_hidden")
+
+
+def masked_sample(sample: Scored, mask: np.ndarray) -> Scored:
+    """The same with what its teacher said."""
+    kept = mask[sample.rollout.loss_mask]
+    rows = {name: rows[kept] for name in TEACHERS if (rows := getattr(sample, name)) is not None}
+    return replace(sample, rollout=masked(sample.rollout, mask), **rows)
+
+
 def littered(sample: Scored, *, seed: int) -> Scored:
-    """The same record with garbage in every masked row of every field, but for the tokens, which the others see."""
+    """The same record with garbage in every masked row there is; but not in the tokens, which the others see."""
     rng, rollout = np.random.default_rng(seed), sample.rollout
     masked = ~rollout.loss_mask
 
     def spoilt(array: Any) -> Any:
-        if array is None or not masked.any():
-            return array
         junk = array.copy()
         if np.issubdtype(array.dtype, np.floating):
             junk[masked] = rng.choice([np.nan, np.inf, -np.inf, 1e30, -7.0], size=junk[masked].shape)
@@ -109,9 +125,5 @@ def littered(sample: Scored, *, seed: int) -> Scored:
             junk[masked] = rng.integers(-100, 100, size=junk[masked].shape)
         return junk
 
-    actions = spoilt(rollout.actions)
-    actions[:, 0] = rollout.tokens
-    names = ("versions", "logp", "action_logp")
-    rollout = replace(rollout, actions=actions, **{name: spoilt(getattr(rollout, name)) for name in names})
-    names = ("teacher_logp", "teacher_action_logp", "teacher_ids", "teacher_topk_logp", "teacher_hidden")
-    return replace(sample, rollout=rollout, **{name: spoilt(getattr(sample, name)) for name in names})
+    names = ("versions", "logp", "turn")
+    return replace(sample, rollout=replace(rollout, **{name: spoilt(getattr(rollout, name)) for name in names}))

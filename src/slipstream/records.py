@@ -1,9 +1,10 @@
 """The four records that travel, Prompt → Rollout → Scored → Batch, and the handles that carry them.
 
-Numpy only. Every per-token array has one row for each token of the response, and row t describes the prediction *of*
-token t: nothing is ever shifted again. A record that breaks this cannot be built.
+Numpy only. What every token has, has T rows; what only trained tokens have (draws, what a teacher says), has N, as
+many as there are, in their order. A row describes the prediction *of* its token: nothing is ever shifted again. A
+record that breaks this cannot be built.
 
-Shapes: T response tokens, M cached actions, K teacher's top-k, D teacher's hidden size.
+Shapes: T tokens after the prompt, N trained ones, M cached actions, K teacher's top-k, D teacher's hidden size.
 """
 
 from __future__ import annotations
@@ -62,54 +63,88 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One response, with where every token came from.
+    """A lineage: everything after one prompt, sampled or observed, with where every sampled token came from.
 
-    `logp` is the behaviour log-prob of the emitted token, under the processed distribution that drew it, as the engine
-    computed it then. `actions` and `action_logp` are the cache that the teacher scores: `draws`, M i.i.d. draws of that
-    same distribution, column 0 being the emitted token. Tokens are ids, masked or not; what else stands in a masked row
-    is nobody's.
+    `loss_mask` is true where a token was sampled and is trained, once: the first lineage of an episode that holds a
+    token trains it. There `versions` is what drew it, `logp` its behaviour log-prob, under the processed distribution
+    that drew it, as the engine computed it then, and `turn` the number of its call. `actions` and `action_logp` have a
+    row for each of these tokens and for no other: M i.i.d. draws of that same distribution, the emitted token first,
+    which are the cache that the teacher scores. Elsewhere `versions` and, off every turn, `turn` are written as −1 and
+    `logp` as 0, and whatever stands there is nobody's; tokens are ids everywhere.
+
+    `index` tells the rows of a group apart, `episode` and `branch` which of them are of one episode.
     """
 
     prompt: Prompt
     index: int
+    episode: int
+    branch: int = 0
     tokens: Ints
     versions: Ints
     logp: Floats
+    turn: Ints
+    loss_mask: NDArray[np.bool_]
     actions: Ints
     action_logp: Floats
     finish: Finish
-    loss_mask: NDArray[np.bool_]
-    turns: int = 1
     rewards: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        who, n = f"rollout {self.prompt.id}/{self.index}", self.tokens.size
-        _require(self.tokens.ndim == 1 and n > 0, who, f"tokens has shape {self.tokens.shape}, needs at least one")
-        for name in ("versions", "logp", "loss_mask"):
+        who, t = f"rollout {self.prompt.id}/{self.index}", self.tokens.size
+        _require(self.tokens.ndim == 1 and t > 0, who, f"tokens has shape {self.tokens.shape}, needs at least one")
+        for name in ("versions", "logp", "turn", "loss_mask"):
             shape = getattr(self, name).shape
-            _require(shape == (n,), who, f"{name} has shape {shape}, tokens ({n},)")
+            _require(shape == (t,), who, f"{name} has shape {shape}, tokens ({t},)")
         _require(self.loss_mask.dtype == np.bool_, who, f"loss_mask is {self.loss_mask.dtype}, must be bool")
-        _require(_rows_of(self.actions, n), who, f"actions has shape {self.actions.shape}, must be [{n}, M]")
+        trained, n = self.loss_mask, self.trained_tokens
+        of_trained = f"must be [{n}, M], a row for each trained token"
+        _require(_rows_of(self.actions, n), who, f"actions has shape {self.actions.shape}, {of_trained}")
         _require(self.action_logp.shape == self.actions.shape, who, "action_logp and actions differ in shape")
-        aligned = np.array_equal(self.actions[:, 0], self.tokens)
+        aligned = np.array_equal(self.actions[:, 0], self.tokens[trained])
         _require(aligned, who, "actions[:, 0] is not the emitted token (a shifted row?)")
-        trained = self.loss_mask
-        same = np.array_equal(self.action_logp[trained, 0], self.logp[trained], equal_nan=True)
+        same = np.array_equal(self.action_logp[:, 0], self.logp[trained], equal_nan=True)
         _require(same, who, "action_logp[:, 0] is not logp (a shifted row?)")
-        for name, ids in (("tokens", self.tokens), ("actions", self.actions[trained])):
+        for name, ids in (("tokens", self.tokens), ("actions", self.actions)):
             _require(np.issubdtype(ids.dtype, np.integer), who, f"{name} is {ids.dtype}, must be integers")
             _require(ids.size == 0 or ids.min() >= 0, who, f"{name} holds a negative id, which no sampler draws")
-        impossible = self.actions[trained][np.isneginf(self.action_logp[trained])]
+        impossible = self.actions[np.isneginf(self.action_logp)]
         _require(
             len(impossible) == 0, who, f"actions holds {impossible[:1]}, whose log-prob is -inf: no sampler draws it"
         )
+        turns = self.turn[trained]
+        _require(bool((turns >= 0).all()), who, "a trained token is of no turn: turn is -1 where nothing was sampled")
+        _require(bool((np.diff(turns) >= 0).all()), who, "turn falls: calls are numbered in their order")
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+
+def one_turn(
+    prompt: Prompt, index: int, *, actions: Ints, action_logp: Floats, versions: Ints, finish: Finish
+) -> Rollout:
+    """A response that was sampled in one call, all of it: an episode of its own."""
+    return Rollout(
+        prompt=prompt,
+        index=index,
+        episode=index,
+        tokens=actions[:, 0],
+        versions=versions,
+        logp=action_logp[:, 0],
+        turn=np.zeros(len(actions), np.int32),
+        loss_mask=np.ones(len(actions), np.bool_),
+        actions=actions,
+        action_logp=action_logp,
+        finish=finish,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
     """A rollout with its teacher's answer, in at most one of three caches: sampled, teacher_topk or hidden.
 
-    Where there is no teacher, a rollout with nothing to it.
+    Every field of the teacher has a row for each trained token, and for no other. Where there is no teacher, a rollout
+    with nothing to it.
     """
 
     rollout: Rollout
@@ -123,7 +158,7 @@ class Scored:
 
     def __post_init__(self) -> None:
         rollout = self.rollout
-        who, n, trained = f"scored {rollout.prompt.id}/{rollout.index}", len(rollout.tokens), rollout.loss_mask
+        who, n = f"scored {rollout.prompt.id}/{rollout.index}", rollout.trained_tokens
         caches = [self.teacher_action_logp, self.teacher_topk_logp, self.teacher_hidden]
         _require(sum(cache is not None for cache in caches) <= 1, who, "holds more than one teacher cache")
         if self.teacher_logp is None:
@@ -134,8 +169,7 @@ class Scored:
         if self.teacher_action_logp is not None:
             same_shape = self.teacher_action_logp.shape == rollout.actions.shape
             _require(same_shape, who, "teacher_action_logp and actions differ in shape")
-            emitted = self.teacher_action_logp[trained, 0]
-            same = np.array_equal(emitted, self.teacher_logp[trained], equal_nan=True)
+            same = np.array_equal(self.teacher_action_logp[:, 0], self.teacher_logp, equal_nan=True)
             _require(same, who, "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)")
         paired = (self.teacher_ids is None) == (self.teacher_topk_logp is None)
         _require(paired, who, "teacher_ids and teacher_topk_logp need each other")
@@ -143,7 +177,7 @@ class Scored:
             _require(_rows_of(self.teacher_ids, n), who, f"teacher_ids must be [{n}, K]")
             same_shape = self.teacher_topk_logp.shape == self.teacher_ids.shape
             _require(same_shape, who, "teacher_topk_logp and teacher_ids differ in shape")
-            hit = (self.teacher_ids == rollout.tokens[:, None]) & trained[:, None]
+            hit = self.teacher_ids == rollout.tokens[rollout.loss_mask][:, None]
             agree = np.where(hit, self.teacher_topk_logp == self.teacher_logp[:, None], True).all()
             _require(bool(agree), who, "teacher_topk_logp is not teacher_logp on the emitted token (a shifted row?)")
         if self.teacher_hidden is not None:
@@ -157,6 +191,7 @@ class Header:
     prompt: str
     number: int
     index: int
+    episode: int
     data_source: str
     prompt_tokens: int
     tokens: int
@@ -255,6 +290,7 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         prompt=rollout.prompt.id,
         number=rollout.prompt.number,
         index=rollout.index,
+        episode=rollout.episode,
         data_source=rollout.prompt.data_source,
         prompt_tokens=len(rollout.prompt.tokens),
         tokens=len(rollout.tokens),

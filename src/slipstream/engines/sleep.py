@@ -172,6 +172,7 @@ class SleepSampler:
             prompt=prompt.id,
             number=prompt.number,
             index=index,
+            episode=index,
             data_source=prompt.data_source,
             prompt_tokens=len(prompt.tokens),
             tokens=length,

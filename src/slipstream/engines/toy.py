@@ -3,7 +3,7 @@
 For tests of the pipeline and for studying estimators. The same records, draws, protocols and estimators as the real
 engines; a row of the table is the distribution after one token. Durations, if given, pass on the event loop's clock.
 
-Shapes: V vocabulary, T response positions, N flat positions, M draws.
+Shapes: V vocabulary, N trained tokens, M draws.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from slipstream.records import (
     derive_seed,
     graded,
     header_of,
+    one_turn,
 )
 
 EOS = 0
@@ -57,8 +58,9 @@ def fingerprint(table_VV: Tensor) -> Fingerprint:
 
 
 def previous(rollout: Rollout) -> Tensor:
-    """The token before every response token."""
-    return torch.from_numpy(np.concatenate([rollout.prompt.tokens[-1:], rollout.tokens[:-1]]).astype(np.int64))
+    """The token before every trained one."""
+    before = np.concatenate([rollout.prompt.tokens[-1:], rollout.tokens[:-1]])
+    return torch.from_numpy(before[rollout.loss_mask].astype(np.int64))
 
 
 @dataclass
@@ -134,17 +136,13 @@ class ToySampler:
         return row.last == EOS
 
     def _read(self, row: Row, prompt: Prompt, index: int) -> Rollout:
-        tokens_TM, logp_TM = np.stack(row.actions), np.stack(row.logps)
-        return Rollout(
-            prompt=prompt,
-            index=prompt.first + index,
-            tokens=tokens_TM[:, 0],
+        return one_turn(
+            prompt,
+            prompt.first + index,
+            actions=np.stack(row.actions),
+            action_logp=np.stack(row.logps),
             versions=np.array(row.versions, np.int32),
-            logp=logp_TM[:, 0],
-            actions=tokens_TM,
-            action_logp=logp_TM,
             finish="eos" if row.last == EOS else "length",
-            loss_mask=np.ones(len(tokens_TM), np.bool_),
         )
 
 
@@ -158,9 +156,9 @@ class ToyScorer:
 
     def _mark(self, handle: Handle) -> Handle:
         rollout = graded(handle)
-        actions_TM = torch.from_numpy(np.where(rollout.loss_mask[:, None], rollout.actions, 0).astype(np.int64))
-        logq_TM = self.logq_VV[previous(rollout)].gather(1, actions_TM).numpy()
-        scored = Scored(rollout=rollout, teacher="toy", teacher_logp=logq_TM[:, 0], teacher_action_logp=logq_TM)
+        actions_NM = torch.from_numpy(rollout.actions.astype(np.int64))
+        logq_NM = self.logq_VV[previous(rollout)].gather(1, actions_NM).numpy()
+        scored = Scored(rollout=rollout, teacher="toy", teacher_logp=logq_NM[:, 0], teacher_action_logp=logq_NM)
         return Handle(header_of(rollout, teacher="toy"), scored)
 
 
@@ -184,10 +182,9 @@ class ToyLearner:
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await asyncio.sleep(self.cost(sum(header.tokens for header in batch.headers)))
         samples = [self.samples[header.number, header.index] for header in batch.headers]
-        mask_N = np.concatenate([sample.rollout.loss_mask for sample in samples])
-        state_N = torch.cat([previous(sample.rollout) for sample in samples])[mask_N]
+        state_N = torch.cat([previous(sample.rollout) for sample in samples])
         actions_NM, behavior_NM, logq_NM = (
-            torch.from_numpy(np.concatenate(arrays)[mask_N])
+            torch.from_numpy(np.concatenate(arrays))
             for arrays in zip(
                 *((s.rollout.actions, s.rollout.action_logp, s.teacher_action_logp) for s in samples), strict=True
             )
@@ -212,7 +209,11 @@ class ToyLearner:
     async def compare(self, batch: Batch) -> Metrics:
         rollouts = [handle.body.rollout for handle in batch.handles]
         logp_VV = self.table.detach().log_softmax(-1)
-        gaps = [logp_VV[previous(r), torch.from_numpy(r.tokens).long()] - torch.from_numpy(r.logp) for r in rollouts]
+        gaps = [
+            logp_VV[previous(r)].gather(1, torch.from_numpy(r.actions[:, :1]).long())[:, 0]
+            - torch.from_numpy(r.action_logp[:, 0])
+            for r in rollouts
+        ]
         return {"drift/kl": -torch.cat(gaps).mean().item()}
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]:

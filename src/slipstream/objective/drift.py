@@ -59,18 +59,17 @@ def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metric
     What is hard to guess for one is hard for the other, so their log-probs correlate best unshifted.
     """
     pairs = [
-        (torch.tensor(sample.teacher_logp[trained]).double(), logp_T[torch.tensor(trained)].double())
+        (torch.tensor(sample.teacher_logp).double(), logp_T[torch.tensor(sample.rollout.loss_mask)].double())
         for sample, logp_T in zip(samples, logp, strict=True)
-        for trained in [sample.rollout.loss_mask]
-        if sample.teacher_logp is not None and trained.any()
+        if sample.teacher_logp is not None and sample.rollout.trained_tokens
     ]
     if not pairs:
         return {}
 
     def correlation(shift: int) -> float:
-        """Of the teacher's row t + shift with the student's t."""
-        q_N = torch.cat([q_T[max(shift, 0) : len(q_T) + min(shift, 0)] for q_T, _ in pairs])
-        p_N = torch.cat([p_T[max(-shift, 0) : len(p_T) - max(shift, 0)] for _, p_T in pairs])
+        """Of the teacher's row n + shift with the student's n."""
+        q_N = torch.cat([q_N[max(shift, 0) : len(q_N) + min(shift, 0)] for q_N, _ in pairs])
+        p_N = torch.cat([p_N[max(-shift, 0) : len(p_N) - max(shift, 0)] for _, p_N in pairs])
         both = torch.stack([q_N, p_N]).exp()
         return float(torch.corrcoef(both)[0, 1].nan_to_num()) if both.shape[1] > 1 else 0.0
 
@@ -78,5 +77,5 @@ def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metric
         "teacher/difference_max": max(float((q - p).abs().max()) for q, p in pairs),
         "teacher/aligned": correlation(0),
         "teacher/shifted": max(correlation(1), correlation(-1)),
-        "teacher/compared": float(sum(len(q_T) for q_T, _ in pairs)),
+        "teacher/compared": float(sum(len(q_N) for q_N, _ in pairs)),
     }

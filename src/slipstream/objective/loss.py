@@ -140,7 +140,7 @@ class Objective:
         """The teacher's head is applied here, to a chunk at a time: both whole distributions, and no N×V tensor."""
         teacher, loss = self.teacher_head, self.method.loss
         assert teacher is not None, "the hidden cache needs the teacher's head"
-        hidden_ND = _hidden(terms.of_trained([_present(s.teacher_hidden) for s in samples])).to(terms.device)
+        hidden_ND = _hidden([_present(s.teacher_hidden) for s in samples]).to(terms.device)
         kinds = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
         beta = loss.beta if isinstance(loss, JSD) else 0.5
 
@@ -167,7 +167,7 @@ class Terms:
     ) -> None:
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
         self.masks = [sample.rollout.loss_mask for sample in samples]
-        self.tokens_N = self.trained([sample.rollout.tokens for sample in samples], torch.int64)
+        self.tokens_N = self._of_mask([sample.rollout.tokens for sample in samples], torch.int64)
         self.teachers = [sample.teacher for sample in samples]
         self.mask_N, self.behavior_N = self._joined("mask_T", torch.bool), self._joined("behavior_T", dtype)
         present = [each.name for each in fields(Frozen) if isinstance(getattr(frozen[0], each.name), Tensor)]
@@ -176,15 +176,16 @@ class Terms:
         self.shape = trained_BT.shape
         self.row_N, self.position_N = trained_BT.nonzero().to(device).unbind(1)
 
-    def of_trained(self, arrays: Sequence[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]]:
-        """Of every sample its trained rows."""
-        return [array[mask_T] for array, mask_T in zip(arrays, self.masks, strict=True)]
-
     def trained(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
-        return joined(self.of_trained(arrays), self.device, dtype)
+        """What exists for trained tokens only."""
+        return joined(arrays, self.device, dtype)
+
+    def _of_mask(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
+        """Of what every token has, the rows of trained ones."""
+        return self.trained([array[mask_T] for array, mask_T in zip(arrays, self.masks, strict=True)], dtype)
 
     def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
-        return self.trained([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
+        return self._of_mask([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
 
     def rows(self, x_N: Tensor) -> Tensor:
         """One row for each sample, [B, T]."""

@@ -32,7 +32,7 @@ class Account:
                 "end": "trained",
                 "update": update,
                 "version": version,
-                "lag": [version - handle.header.oldest for handle in group],
+                "lag": [version - h.header.oldest if h.header.trained_tokens else 0 for h in group],
                 "mean_lag": [round(mean_lag(handle.header, version), 4) for handle in group],
                 "tokens": [handle.header.tokens for handle in group],
                 "rewards": [handle.header.rewards for handle in group],

@@ -4,7 +4,7 @@
 the k best, among which it may be. Servers were seen that return nothing of it, rows of another request, or rows that
 are shifted by one: so every position must hold the token that was sent there, and as many others as were asked for.
 
-Shapes: T response tokens, K top-k.
+Shapes: N places that were asked about, K top-k.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class WrongAnswer(Exception):
 
 @dataclass(frozen=True)
 class LogProbs:
-    logp_T: NDArray[np.float32]
+    logp_N: NDArray[np.float32]
     """Of the tokens that were sent."""
-    ids_TK: NDArray[np.int32]
-    logp_TK: NDArray[np.float32]
+    ids_NK: NDArray[np.int32]
+    logp_NK: NDArray[np.float32]
     """Of the k best, the best first."""
 
 
-def read(answer: Any, sent: Sequence[int], *, first: int, k: int) -> LogProbs:
-    """Log-probs of the tokens from place `first` on, and of the k best beside each."""
+def read(answer: Any, sent: Sequence[int], places: Sequence[int], *, k: int) -> LogProbs:
+    """Log-probs of the tokens at these places, and of the k best beside each; all places are checked."""
     rows = _rows(answer)
     if len(rows) != len(sent):
         raise WrongAnswer(f"{len(rows)} rows of prompt_logprobs for {len(sent)} tokens")
@@ -48,15 +48,15 @@ def read(answer: Any, sent: Sequence[int], *, first: int, k: int) -> LogProbs:
                 f"place {place} holds no log-prob of token {sent[place]}, which was sent there, but of {held} "
                 "(other token ids, or a shifted row?)"
             )
-    n = len(sent) - first
-    logp_T, ids_TK, logp_TK = np.empty(n, np.float32), np.empty((n, k), np.int32), np.empty((n, k), np.float32)
-    for t, place in enumerate(range(first, len(sent))):
+    n = len(places)
+    logp_N, ids_NK, logp_NK = np.empty(n, np.float32), np.empty((n, k), np.int32), np.empty((n, k), np.float32)
+    for i, place in enumerate(places):
         entries, token = found[place - 1], sent[place]
-        logp_T[t] = entries[token]
+        logp_N[i] = entries[token]
         if k:
             best = _best(entries, token, k, place)
-            ids_TK[t], logp_TK[t] = [index for index, _ in best], [logp for _, logp in best]
-    return LogProbs(logp_T, ids_TK, logp_TK)
+            ids_NK[i], logp_NK[i] = [index for index, _ in best], [logp for _, logp in best]
+    return LogProbs(logp_N, ids_NK, logp_NK)
 
 
 def _rows(answer: Any) -> list[Any]:

@@ -50,8 +50,7 @@ async def check(endpoint: Endpoint, need: Need) -> str:
 
 
 async def _ask(client: Client, endpoint: Endpoint, tokens: Sequence[int], k: int) -> None:
-    ids = np.array(tokens, np.int32)
-    await log_probs(client, endpoint.model, ids[:1], ids[1:], k=k)
+    await log_probs(client, endpoint.model, list(tokens), np.arange(1, len(tokens)), k=k)
 
 
 async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
+import numpy as np
+
 from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.http.answers import LogProbs, WrongAnswer, read
 from slipstream.engines.http.client import Client, Endpoint
@@ -43,27 +45,28 @@ class HttpScorer:
     async def _score(self, handle: Handle) -> Handle:
         rollout = graded(handle)
         try:
-            found = await log_probs(self.client, self.model, self.context(rollout), rollout.tokens, k=self.k)
+            prefix = self.context(rollout)
+            sent, places = [*prefix.tolist(), *rollout.tokens.tolist()], len(prefix) + np.flatnonzero(rollout.loss_mask)
+            found = await log_probs(self.client, self.model, sent, places, k=self.k)
         except EndpointError as error:
             where = f"{rollout.prompt.id}/{rollout.index}"
             raise EndpointError(f"{error}; it was asked about {where}", status=error.status) from None
         cached: dict[str, Any] = (
-            {"teacher_ids": found.ids_TK, "teacher_topk_logp": found.logp_TK}
+            {"teacher_ids": found.ids_NK, "teacher_topk_logp": found.logp_NK}
             if self.k
-            else {"teacher_action_logp": found.logp_T[:, None]}
+            else {"teacher_action_logp": found.logp_N[:, None]}
         )
         scored = Scored(
-            rollout=rollout, teacher=self.name, context_id=self.context.id, teacher_logp=found.logp_T, **cached
+            rollout=rollout, teacher=self.name, context_id=self.context.id, teacher_logp=found.logp_N, **cached
         )
         return Handle(header_of(rollout, teacher=self.name), scored)
 
 
-async def log_probs(client: Client, model: str, prefix: Ints, tokens: Ints, *, k: int) -> LogProbs:
-    """Of tokens after a prefix. The one token that a server generates at least is thrown away."""
-    sent = [*prefix.tolist(), *tokens.tolist()]
+async def log_probs(client: Client, model: str, sent: list[int], places: Ints, *, k: int) -> LogProbs:
+    """Of the tokens at these places. The one token that a server generates at least is thrown away."""
     body = {"model": model, "prompt": sent, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
     answer = await client.ask("POST", "/completions", body)
     try:
-        return await asyncio.to_thread(read, answer, sent, first=len(prefix), k=k)
+        return await asyncio.to_thread(read, answer, sent, places.tolist(), k=k)
     except WrongAnswer as error:
         raise EndpointError(f"{client.where} gives a wrong answer: {error}") from None

@@ -32,7 +32,7 @@ from slipstream.engines.native.attention import Reach, check_told, errors, limit
 from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows, is_recurrent, widened
 from slipstream.engines.native.packing import Item, MicroBatch
 from slipstream.errors import ModelError, first_line
-from slipstream.records import Ints, Prompt, Rollout
+from slipstream.records import Ints, Prompt, Rollout, one_turn
 
 NAME = "slipstream_rows"
 BLOCK = 128
@@ -154,14 +154,16 @@ def _predictors(item: Item) -> Ints:
     return before
 
 
-def by_sample(x_N: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """What was found for trained tokens, [T, …] of each sample; 0 where a token is masked."""
+def by_sample(x_N: Tensor, rollouts: Sequence[Rollout]) -> tuple[Tensor, ...]:
+    """What was found for trained tokens, of each sample its own."""
+    return torch.split(x_N, [rollout.trained_tokens for rollout in rollouts])
+
+
+def over_tokens(x_N: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """The same over all tokens, [T] of each sample; 0 where a token is masked."""
     masks = [torch.from_numpy(rollout.loss_mask).to(x_N.device) for rollout in rollouts]
-    parts = torch.split(x_N, [int(mask_T.sum()) for mask_T in masks])
-    return [
-        x_N.new_zeros(len(mask_T), *x_N.shape[1:]).index_put((mask_T,), part)
-        for mask_T, part in zip(masks, parts, strict=True)
-    ]
+    parts = by_sample(x_N, rollouts)
+    return [x_N.new_zeros(len(mask_T)).index_put((mask_T,), part) for mask_T, part in zip(masks, parts, strict=True)]
 
 
 def _attention(backbone: nn.Module) -> Any:
@@ -338,18 +340,14 @@ def _samples(vocabulary: int, packed: bool) -> tuple[list[Rollout], MicroBatch, 
     for number, index, prompt, response in [(0, 0, 5, 6), (1, 0, 3, 9), (2, 0, 4, 8), (2, 1, 4, 5)]:
         ids = (np.arange(prompt + response) * (5 + 2 * index) + 3 * number + 1) % vocabulary
         ids[:prompt] = np.arange(prompt) * (number + 3) % vocabulary
-        tokens, logp = ids[prompt:], np.zeros(response)
         rollouts.append(
-            Rollout(
-                prompt=Prompt(id="probe", number=number, tokens=ids[:prompt]),
-                index=index,
-                tokens=tokens,
+            one_turn(
+                Prompt(id="probe", number=number, tokens=ids[:prompt]),
+                index,
+                actions=ids[prompt:, None],
+                action_logp=np.zeros((response, 1)),
                 versions=np.zeros(response, np.int64),
-                logp=logp,
-                actions=tokens[:, None],
-                action_logp=logp[:, None],
                 finish="length",
-                loss_mask=np.ones(response, np.bool_),
             )
         )
     items = [Item(len(r.prompt.tokens), (len(r.tokens),), (i,)) for i, r in enumerate(rollouts)]

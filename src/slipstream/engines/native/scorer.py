@@ -124,12 +124,12 @@ class NativeScorer:
         return [Handle(header_of(rollouts[i], teacher=self.name), scored[i]) for i in range(len(handles))]
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[Scored]:
-        """What the cache holds, for every sample of a micro-batch; 0 where a token is masked."""
+        """What the cache holds, for every sample of a micro-batch."""
         device = hidden_ND.device
         found: dict[str, Tensor] = {}
         if self.cache == "sampled":
             found["teacher_action_logp"] = self._logp(
-                hidden_ND, joined([r.actions[r.loss_mask] for r in rollouts], device, torch.int64)
+                hidden_ND, joined([r.actions for r in rollouts], device, torch.int64)
             )
             found["teacher_logp"] = found["teacher_action_logp"][:, 0]
         else:

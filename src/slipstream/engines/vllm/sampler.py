@@ -26,7 +26,7 @@ from slipstream.engines.native.model import empty_model
 from slipstream.engines.vllm.core import Core, Settings, failed, known, version
 from slipstream.engines.weights import check_fits, combined, fingerprinted
 from slipstream.errors import EngineError, ModelError, NonFiniteError
-from slipstream.records import Finish, Handle, Prompt, Rollout, derive_seed, header_of
+from slipstream.records import Finish, Handle, Prompt, Rollout, derive_seed, header_of, one_turn
 
 EXTENSION = "slipstream.engines.vllm.worker.Extension"
 SHARED_MEMORY = Path("/dev/shm")
@@ -259,14 +259,4 @@ def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> R
     for span in output.weight_versions:
         versions[span.start : span.end] = -1 if span.version == "default" else int(span.version)
     finish: Finish = "eos" if output.finish_reason == "stop" else "length"
-    return Rollout(
-        prompt=prompt,
-        index=index,
-        tokens=tokens,
-        versions=versions,
-        logp=logp_TM[:, 0],
-        actions=actions_TM,
-        action_logp=logp_TM,
-        finish=finish,
-        loss_mask=np.ones(len(tokens), np.bool_),
-    )
+    return one_turn(prompt, index, actions=actions_TM, action_logp=logp_TM, versions=versions, finish=finish)

@@ -1,7 +1,7 @@
 """A teacher in vLLM: each response, as token ids after its prompt, is one request for the log-probs of a prompt.
 
 Of the emitted token alone and of the k best they come from every runner; of any other tokens (several draws) only from
-the V2 runner, on GPUs. Shapes: T tokens, M draws, K top-k.
+the V2 runner, on GPUs. Shapes: T tokens, N trained ones, M draws, K top-k.
 """
 
 from __future__ import annotations
@@ -73,27 +73,31 @@ class VllmScorer:
             )
         tokens, params = TokensPrompt(prompt_token_ids=sent), self._params(rollout, len(prefix))
         (output,) = [out async for out in self.core.llm.generate(tokens, params, str(next(self.numbers)))]
+        trained = np.flatnonzero(rollout.loss_mask)
         if self.draws > 1:
-            logp_TM = np.array(output.prompt_token_id_logprobs, np.float32)
-            return {"teacher_logp": logp_TM[:, 0], "teacher_action_logp": logp_TM}
-        rows = slice(len(prefix) - 1, None)  # there is nothing before the first token
-        logp_TK = np.array(output.prompt_logprobs.logprobs, np.float32).reshape(len(sent) - 1, -1)[rows]
+            logp_NM = np.array(output.prompt_token_id_logprobs, np.float32)[trained]
+            return {"teacher_logp": logp_NM[:, 0], "teacher_action_logp": logp_NM}
+        rows = len(prefix) - 1 + trained  # there is nothing before the first token
+        logp_NK = np.array(output.prompt_logprobs.logprobs, np.float32).reshape(len(sent) - 1, -1)[rows]
         if not self.k:
-            return {"teacher_logp": logp_TK[:, 0], "teacher_action_logp": logp_TK}
-        ids_TK = np.array(output.prompt_logprobs.token_ids, np.int32).reshape(len(sent) - 1, -1)[rows, 1:]
-        if (ids_TK >= self.vocabulary).any():
+            return {"teacher_logp": logp_NK[:, 0], "teacher_action_logp": logp_NK}
+        ids_NK = np.array(output.prompt_logprobs.token_ids, np.int32).reshape(len(sent) - 1, -1)[rows, 1:]
+        if (ids_NK >= self.vocabulary).any():
             raise ModelError(
                 f"teacher {self.name}: among the best tokens of {self.model} are some that the student does not have; "
                 f"write teachers.{self.name}.engine = 'native', which leaves them out"
             )
-        return {"teacher_logp": logp_TK[:, 0], "teacher_ids": ids_TK, "teacher_topk_logp": logp_TK[:, 1:]}
+        return {"teacher_logp": logp_NK[:, 0], "teacher_ids": ids_NK, "teacher_topk_logp": logp_NK[:, 1:]}
 
     def _params(self, rollout: Rollout, prefix: int) -> Any:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         asked: dict[str, Any] = {"prompt_logprobs": self.k}
         if self.draws > 1:
-            asked = {"prompt_logprob_token_ids": rollout.actions, "prompt_logprob_start": prefix - 1}
+            # vLLM takes so many ids for every token: where none is trained, any will do
+            ids_TM = np.repeat(rollout.tokens[:, None], self.draws, 1)
+            ids_TM[rollout.loss_mask] = rollout.actions
+            asked = {"prompt_logprob_token_ids": ids_TM, "prompt_logprob_start": prefix - 1}
         return SamplingParams(
             max_tokens=1,
             ignore_eos=True,

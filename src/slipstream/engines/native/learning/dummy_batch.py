@@ -12,19 +12,16 @@ from torch import Tensor
 from slipstream.engines.native.packing import Item, MicroBatch
 from slipstream.engines.native.rows import Rows
 from slipstream.estimators.logprobs.head import Head
-from slipstream.records import Prompt, Rollout
+from slipstream.records import Prompt, one_turn
 
 ONE_TOKEN = np.zeros(1, np.int64)
-ROLLOUT = Rollout(
-    prompt=Prompt(id="dummy", number=-1, tokens=ONE_TOKEN),
-    index=0,
-    tokens=ONE_TOKEN,
-    versions=ONE_TOKEN,
-    logp=np.zeros(1),
-    actions=np.zeros((1, 1), np.int64),
+ROLLOUT = one_turn(
+    Prompt(id="dummy", number=-1, tokens=ONE_TOKEN),
+    0,
+    actions=ONE_TOKEN[:, None],
     action_logp=np.zeros((1, 1)),
+    versions=ONE_TOKEN,
     finish="length",
-    loss_mask=np.ones(1, np.bool_),
 )
 ITEM = Item(prompt=1, responses=(1,), members=(0,))
 

@@ -27,7 +27,7 @@ from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Sn
 from slipstream.engines.native.learning.storage import restore, save
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
-from slipstream.engines.native.rows import by_sample
+from slipstream.engines.native.rows import over_tokens
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
@@ -183,7 +183,7 @@ class NativeLearner:
             raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
 
     def _note(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
-        found = by_sample(logp_N, [sample.rollout for sample in samples])
+        found = over_tokens(logp_N, [sample.rollout for sample in samples])
         for sample, each, logp_T in zip(samples, frozen, found, strict=True):
             self.seen.append(Seen.of(sample, each, logp_T))
 

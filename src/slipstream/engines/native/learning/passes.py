@@ -18,7 +18,7 @@ from slipstream.engines.native.learning.snapshots import Snapshots
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
-from slipstream.engines.native.rows import Rows, by_sample, use_rows
+from slipstream.engines.native.rows import Rows, over_tokens, use_rows
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.logprobs.head import Head
@@ -116,7 +116,7 @@ class Passes:
                     continue
                 chosen = [samples[i].rollout for i in members]
                 logp_N = self.student(rows, lambda h, head, chosen=chosen: at_tokens(h, head, chosen))
-                found |= zip(members, by_sample(logp_N.cpu().double(), chosen), strict=True)
+                found |= zip(members, over_tokens(logp_N.cpu().double(), chosen), strict=True)
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ class Passes:
                     self.student(rows, nothing)
                     continue
                 chosen = [samples[i].rollout for i in members]
-                kl |= zip(members, by_sample(self.student(rows, kl_to).cpu(), chosen), strict=True)
+                kl |= zip(members, over_tokens(self.student(rows, kl_to).cpu(), chosen), strict=True)
         return [kl[i] for i in range(len(samples))]
 
 

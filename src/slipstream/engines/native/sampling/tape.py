@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.base import Sampling
-from slipstream.records import Finish, Prompt, Rollout, derive_seed
+from slipstream.records import Finish, Prompt, Rollout, derive_seed, one_turn
 
 
 class Tape:
@@ -51,18 +51,13 @@ class Tape:
             tensor[target] = tensor[source]
 
     def read(self, slot: int, prompt: Prompt, index: int, *, tokens: int, draws: int, finish: Finish) -> Rollout:
-        actions_TM = self.action_STM[slot, :tokens, :draws].cpu().numpy().astype(np.int32)
-        logp_TM = self.logp_STM[slot, :tokens, :draws].cpu().numpy().copy()
-        return Rollout(
-            prompt=prompt,
-            index=prompt.first + index,
-            tokens=actions_TM[:, 0],
+        return one_turn(
+            prompt,
+            prompt.first + index,
+            actions=self.action_STM[slot, :tokens, :draws].cpu().numpy().astype(np.int32),
+            action_logp=self.logp_STM[slot, :tokens, :draws].cpu().numpy().copy(),
             versions=self.version_ST[slot, :tokens].cpu().numpy().astype(np.int32),
-            logp=logp_TM[:, 0],
-            actions=actions_TM,
-            action_logp=logp_TM,
             finish=finish,
-            loss_mask=np.ones(tokens, np.bool_),
         )
 
 
