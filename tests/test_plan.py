@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -360,3 +361,14 @@ def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
     assert any("rounds small updates away" in warning for warning in made.warnings)
     assert [need.name for need in made.needs] == ["learner", "sampler", "teacher main"]
     assert made.config.sampler.longest == max(map(len, made.prompts.tokens)) + 16
+
+
+def test_an_evaluation_that_cannot_be_is_refused_before_a_weight_is_loaded(
+    models_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(models_dir / "student", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert main(["eval", str(tmp_path / "empty"), "--max-tokens", "500"]) == 2
+    assert "prompt and --max-tokens exceed the context of 64" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    assert main(["eval", str(tmp_path / "empty"), "--data", str(tmp_path / "rows.jsonl"), "--split", "test"]) == 2
+    assert "--split test does nothing: " in capsys.readouterr().err
