@@ -247,11 +247,11 @@ def trained(
 @pytest.mark.parametrize(
     "spec, updates, parts",
     [
-        (Spec(), 10, False),
+        (Spec(), 5, False),
         (Spec(options={"packing": False}), 5, True),
-        (Spec(method=BY_ROW), 10, False),
+        (Spec(method=BY_ROW), 5, False),
         (Spec(method=BY_ROW, options={"checkpointing": True}), 5, True),
-        (Spec(method=BY_BATCH, options={"minibatches": 2, "shared_prompt": True}), 10, False),
+        (Spec(method=BY_BATCH, options={"minibatches": 2, "shared_prompt": True}), 5, False),
         (Spec(options={"lora": LoraConfig(rank=2), "optimizer_dtype": "float32"}), 5, False),
     ],
     ids=["opd", "opd in parts, padded", "by row", "by row in parts", "by batch, twice", "lora"],
@@ -361,7 +361,7 @@ def test_who_was_stopped_and_goes_on_learns_the_same_to_the_bit(
     make: Any, tmp_path: Path, spec: Spec, size: int
 ) -> None:
     minibatches = spec.options.get("minibatches", 1)
-    work, more = batches(3), [rolled_again(batch, since=3) for batch in batches(4, first=4)]
+    work, more = batches(2), [rolled_again(batch, since=2) for batch in batches(2, first=3)]
     expected, _, metrics = trained(make(spec, size), [*work, *more], minibatches=minibatches)
     stopped = make(spec, size)
     trained(stopped, work, minibatches=minibatches)
