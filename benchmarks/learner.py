@@ -37,7 +37,7 @@ from learner_trl import Saved
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.assets import model_path
-from slipstream.config.objective import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
+from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import DataConfig, LearnerConfig
 from slipstream.engines.base import Metrics, Sampling
 from slipstream.engines.native.learning.learner import NativeLearner

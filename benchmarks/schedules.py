@@ -113,7 +113,7 @@ async def timed(run: Run) -> tuple[float, dict[str, float]]:
 
 def accuracy_of(model: str, tokenizer: Any) -> float:
     prompts = eval_prompts(tokenizer, parse_data(), "builtin:arithmetic", split="eval", limit=200, seed=0)
-    grader = build_grader(GraderPlan(reward="exact"), tokenizer)
+    grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     try:
         sampling = Sampling(max_tokens=MAX_TOKENS, group=4)
         return measure(evaluation(model, prompts, tokenizer, sampling=sampling, reward="exact"), grader).avg

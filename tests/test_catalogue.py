@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from slipstream.cli import main
+from slipstream.config.losses import LOSSES as DISTILLATION
+from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
 from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.catalogue import Entry, catalogue, find, markdown
-from slipstream.estimators.correction import PRESETS
-from slipstream.estimators.methods import DISTILLATION
+from slipstream.estimators.correction import PRESETS, RS_MODES
 from slipstream.estimators.policy.table import LOSSES
 
 
@@ -25,11 +27,40 @@ def test_every_estimator_is_on_it_with_every_column_filled() -> None:
     families = catalogue()
     assert [entry.name for entry in families["distillation"]] == list(DISTILLATION)
     assert [entry.name for entry in families["policy"]] == list(LOSSES)
-    assert [entry.name for entry in families["advantage"]] == list(ADVANTAGES)
+    assert [entry.name for entry in families["advantage"]] == [name for name in ADVANTAGES if name != "gae"]
     assert [entry.name for entry in families["correction"]] == list(PRESETS) and len(PRESETS) == 19
+    assert [entry.name for entry in families["rejection"]] == list(RS_MODES) and len(RS_MODES) == 13
     for entries in families.values():
         for entry in entries:
             assert all(getattr(entry, column) for column in Entry.__dataclass_fields__), entry
+
+
+@pytest.mark.parametrize(
+    ("family", "section", "setting"),
+    [
+        ("policy", PolicyConfig, "loss"),
+        ("advantage", PolicyConfig, "advantage"),
+        ("correction", CorrectionConfig, "preset"),
+        ("level", CorrectionConfig, "is_level"),
+        ("estimate", ReferenceConfig, "estimate"),
+        ("controller", ReferenceConfig, "control"),
+    ],
+)
+def test_it_lists_what_a_config_can_choose_and_nothing_else(family: str, section: Any, setting: str) -> None:
+    assert {entry.name for entry in catalogue()[family]} == set(choices(section, setting))
+
+
+def choices(section: Any, setting: str) -> list[str]:
+    """The names that a setting takes, left out not counted."""
+    annotation = section.model_fields[setting].annotation
+    literals = [annotation] if get_origin(annotation) is Literal else get_args(annotation)
+    return [name for literal in literals for name in get_args(literal)]
+
+
+def test_what_needs_a_critic_says_so_and_is_not_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="gae needs a critic, and there is none here"):
+        find("gae")
+    assert "`gae`" not in markdown(catalogue())
 
 
 def test_one_is_found_by_name_and_a_wrong_name_meets_the_nearest() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 from collections.abc import Callable
+from dataclasses import astuple
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,12 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from slipstream.estimators import divergence, freshness, methods, surrogate
+from slipstream.config.losses import LOSSES
+from slipstream.estimators import divergence, surrogate
 from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.divergence import KL_KINDS, dense, forward_kl_topk, kl_estimate, reverse_kl_topk
 from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.numerics import blanked
 from slipstream.estimators.surrogate import decoupled_ppo, m2po, m2po_mask, mc_reverse_kl
+from slipstream.objective.method import formula
+from slipstream.scope import Scope
 
 Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(student, behaviour policy, teacher), log-probs of any [N, M] actions → the loss of each position."""
@@ -236,26 +239,34 @@ def public_losses(module: ModuleType) -> set[str]:
     return {f"{module.__name__.split('.')[-1]}.{name}" for name in own if not name.startswith("_")}
 
 
-def test_the_catalogue_names_every_loss_and_only_what_exists() -> None:
-    listed = {method.function for method in methods.DISTILLATION.values()}
+def test_every_formula_is_of_a_loss_that_a_config_can_choose() -> None:
+    """But for those of the freshness section, and `m2po`, whose choice is made over the batch before its formula."""
+    variants: dict[str, list[dict[str, Any]]] = {
+        "forward_kl": [{}, {"cache": "hidden"}],
+        "jsd": [{}, {"cache": "teacher_topk"}],
+        "k1": [{"as": "reward"}],
+    }
+    asked = [
+        row.model_validate({"kind": name} | changes).asks
+        for name, row in LOSSES.items()
+        for changes in variants.get(name, [{}])
+    ]
+    chosen = {asks.formula for asks in asked} | {asks.chooses for asks in asked if asks.chooses}
     helpers = {
         *(f"divergence.{name}" for name in ("with_tail", "support_mass", "overlap_ratio", "overlap_token_advantage")),
         *(f"divergence.{name}" for name in ("clamped", "raised")),
-        *(f"surrogate.{name}" for name in ("m2po_mask", "second_moment_mask")),
-        *(f"freshness.{name}" for name in ("score", "weight", "rollout_kl_from_cache", "aligned_mean")),
-        *(f"freshness.{name}" for name in ("buffer_level", "refresh_reason")),
+        *(f"surrogate.{name}" for name in ("m2po", "second_moment_mask")),
     }
-    assert listed | helpers == set().union(*(public_losses(module) for module in (divergence, surrogate, freshness)))
-    for name in listed:
-        module, function = name.split(".")
-        assert callable(getattr(importlib.import_module(f"slipstream.estimators.{module}"), function))
+    assert (chosen - {"kl.kl_as_reward"}) | helpers == public_losses(divergence) | public_losses(surrogate)
+    for asks in asked:
+        takes = list(inspect.signature(formula(asks.formula)).parameters.values())
+        assert all(each.kind is each.POSITIONAL_OR_KEYWORD for each in takes[: len(asks.takes)])
+        assert set(asks.options) <= {each.name for each in takes[len(asks.takes) :]}
 
 
-def test_the_catalogue_is_complete_and_says_one_line_each() -> None:
-    assert set(KL_KINDS) < set(methods.DISTILLATION)
-    for method in methods.DISTILLATION.values():
-        assert method.scope in get_args(methods.Scope)
-        assert method.caches and set(method.caches) <= set(get_args(methods.Cache))
-        assert all(value and "\n" not in value for value in vars(method).values() if isinstance(value, str))
-    scopes = {name: method.scope for name, method in methods.DISTILLATION.items() if method.scope != "token"}
-    assert scopes == {"m2po": "batch", "fopd": "row"}
+def test_what_is_told_of_a_loss_is_one_line_each() -> None:
+    assert set(KL_KINDS) < set(LOSSES)
+    for name, row in LOSSES.items():
+        assert row.scope in get_args(Scope)
+        assert all(value and "\n" not in value for value in astuple(row.told[name]))
+    assert {name for name, row in LOSSES.items() if row.scope != "token"} == {"m2po"}

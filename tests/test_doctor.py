@@ -17,6 +17,7 @@ from slipstream.cli import main
 from slipstream.commands import train as launch
 from slipstream.commands.doctor import arrival, by_itself, doctor, rewarded, room
 from slipstream.config.file import load
+from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
 from slipstream.errors import ModelError
@@ -177,6 +178,8 @@ def test_a_policy_loss_without_a_teacher_is_examined_too() -> None:
     assert doctor(settings, QUIET)
     group = [Handle(replace(header, rewards={}), None) for header in [_header(0), _header(1)]]
     assert [handle.header.rewards for handle in rewarded(settings, group)] == [{"exact": 0.0}, {"exact": 1.0}]
+    against_greedy = settings.model_copy(update={"policy": PolicyConfig(advantage="remax")})
+    assert rewarded(against_greedy, group)[1].header.rewards == {"exact": 1.0, "greedy_exact": 0.5}
 
 
 def _header(index: int) -> Any:

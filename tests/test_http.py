@@ -79,9 +79,9 @@ async def toy_group(group: int = 2, number: int = 0) -> list[Handle]:
     return await sampler.generate(prompt, Sampling(max_tokens=8, group=group))
 
 
-def score(fake: FakeEndpoint, *, groups: int = 1, cache: Any = "sampled", k: int = 0, **changes: Any) -> list[Handle]:
+def score(fake: FakeEndpoint, *, groups: int = 1, k: int = 0, **changes: Any) -> list[Handle]:
     async def work() -> list[Handle]:
-        scorer = HttpScorer(endpoint(fake, **changes), cache=cache, k=k)
+        scorer = HttpScorer(endpoint(fake, **changes), k=k)
         made = [await toy_group(number=number) for number in range(groups)]
         return [
             handle for scored in await asyncio.gather(*[scorer.score(group) for group in made]) for handle in scored
@@ -103,7 +103,7 @@ def test_an_endpoint_scores_as_the_model_itself_does(cache: Any, k: int, tmp_pat
         groups = [await sampler.generate(p, Sampling(max_tokens=12, group=2, draws=1)) for p in make_prompts(4)]
         sampler.close()
         native = NativeScorer(split("tiny", teacher), cache=cache, k=max(k, 1), name="main")
-        remote = HttpScorer(Endpoint("main", url, "teacher"), cache=cache, k=k)
+        remote = HttpScorer(Endpoint("main", url, "teacher"), k=k)
         both = [[handle for group in groups for handle in await each.score(group)] for each in (native, remote)]
         native.close()
         return both
@@ -123,7 +123,7 @@ def test_an_endpoint_scores_as_the_model_itself_does(cache: Any, k: int, tmp_pat
 
 def test_the_emitted_token_comes_besides_the_best_also_where_it_is_not_among_them(fake: FakeEndpoint) -> None:
     """Of 6 tokens 2 are asked for: some emitted tokens are among those, some are not."""
-    handles = score(fake, groups=4, cache="teacher_topk", k=2)
+    handles = score(fake, groups=4, k=2)
     logq_VV, inside = TEACHER.log_softmax(-1), set[bool]()
     for scored in (handle.body for handle in handles):
         logq_TV = logq_VV[toy.previous(scored.rollout)]
@@ -198,7 +198,7 @@ def test_what_lasts_is_an_error_that_names_teacher_endpoint_and_fault(
 ) -> None:
     fake.always = fault
     with pytest.raises(EndpointError) as caught:
-        score(fake, cache="teacher_topk" if k else "sampled", k=k)
+        score(fake, k=k)
     said = str(caught.value)
     assert re.match(f"teacher main at {fake.url} (gives )?{message}", said), said
     assert re.search(r"it was asked about p0/[01]$", said) and "\n" not in said

@@ -117,6 +117,38 @@ def test_fused_loss_equals_the_dense_loss(
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("chunk", [None, 1, 40])
+@pytest.mark.parametrize("bend", BENDS, ids=str)
+def test_fused_loss_shows_entropies_and_the_likeliest_ids(chunk: int | None, bend: dict[str, float]) -> None:
+    hidden, weight, bias, ids = make()
+    logp = dense(hidden, weight, bias, 0.7, **bend).detach()
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def loss_fn(at: Tensor, rows: slice, *, entropy: Tensor, best_ids: Tensor) -> tuple[Tensor, Metrics]:
+        seen.append((entropy, best_ids))
+        return at.sum(), {}
+
+    options = {"bias": bias, "temperature": 0.7, "chunk": chunk, **bend}
+    loss, _ = fused_loss(hidden, weight, ids, loss_fn, best=3, entropy=True, **options)
+    entropy, best = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    torch.testing.assert_close(entropy, -(logp.exp() * logp).sum(-1))
+    torch.testing.assert_close(best, logp.topk(3, -1).indices)
+    torch.testing.assert_close(loss, logp.gather(1, ids).sum())
+
+
+def test_entropies_that_are_only_looked_at_change_no_gradient() -> None:
+    hidden, weight, bias, ids = make()
+    logp, entropy = logprobs_and_entropy_at(hidden, weight, ids, bias=bias)
+    found = torch.autograd.grad(logp.square().sum(), (hidden, weight, bias), retain_graph=True)
+    alone = torch.autograd.grad(logprobs_at(hidden, weight, ids, bias=bias).square().sum(), (hidden, weight, bias))
+    for ours, theirs in zip(found, alone, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    full = dense(hidden, weight, bias, 1.0)
+    expected = torch.autograd.grad(-(full.exp() * full).sum(), (hidden, weight, bias))
+    for ours, theirs in zip(torch.autograd.grad(entropy.sum(), (hidden, weight, bias)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_fused_loss_ignores_padding_ids() -> None:
     hidden, weight, _, ids = make()
     ids[:, 2:] = -1

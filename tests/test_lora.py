@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.config.objective import ReverseKLMC
+from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters

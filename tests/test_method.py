@@ -8,16 +8,28 @@ from typing import Any, get_args
 import pytest
 
 from slipstream.config.file import parse
-from slipstream.config.objective import AdvantageName, Aggregation, PolicyName, PresetName
-from slipstream.config.schema import Config
+from slipstream.config.objective import (
+    AdvantageName,
+    Aggregation,
+    EstimateName,
+    LevelName,
+    PolicyName,
+    PresetName,
+    ReferenceConfig,
+)
+from slipstream.config.schema import Config, RewardName
 from slipstream.errors import ConfigError
 from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.aggregate import Mode
 from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.divergence import KL_KINDS
+from slipstream.estimators.kl import CONTROLLERS
 from slipstream.estimators.options import REQUIRED
 from slipstream.estimators.policy.table import LOSSES
+from slipstream.estimators.ratio import Unit
 from slipstream.objective.method import OURS, method_of
 from slipstream.plan import engines
+from slipstream.tasks.rewards import REWARDS
 
 
 def config(**sections: Any) -> Config:
@@ -32,8 +44,12 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
     assert set(get_args(PolicyName)) == set(LOSSES)
     assert set(get_args(PresetName)) == set(PRESETS)
     assert get_args(Aggregation) == get_args(Mode)
-    from_rewards = {name for name, each in ADVANTAGES.items() if REQUIRED not in each.options.values()}
-    assert set(get_args(AdvantageName)) == from_rewards
+    assert set(get_args(AdvantageName)) == {name for name, each in ADVANTAGES.items() if not each.needs_critic}
+    for name, each in ADVANTAGES.items():
+        assert {option for option, default in each.options.items() if default is REQUIRED} <= set(each.evidence), name
+    assert get_args(LevelName) == get_args(Unit) and get_args(EstimateName) == KL_KINDS
+    assert get_args(ReferenceConfig.model_fields["control"].annotation) == tuple(CONTROLLERS)
+    assert set(get_args(RewardName)) == set(REWARDS)
     required = {name for each in LOSSES.values() for name, default in each.options.items() if default is REQUIRED}
     assert required == set(OURS)
 
@@ -44,6 +60,8 @@ def test_every_policy_loss_goes_with_rejection_and_without(loss: str, preset: st
     method = method_of(config(policy={"loss": loss}, correction={"preset": preset}))
     assert f"1 · {loss} on grpo of exact; correction: {preset}" in str(method)
 
+
+TWO_REWARDS = {"task": {"reward": ["exact", "math"]}}
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "weights without a policy loss": (
@@ -73,6 +91,61 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "rejection without a mode": (
         {"correction": {"rs": {"seq_mean_k3": 0.1}}},
         "correction: weights and rejection need a mode",
+    ),
+    "weights of no mode": (
+        {"correction": {"is_level": "token"}},
+        "correction: weights and rejection need a mode: a preset 'decoupled_…' or 'bypass_…' says",
+    ),
+    "weights of rejection without a policy loss": (
+        DISTILLATION | {"correction": {"preset": "decoupled_geo_rs", "is_level": "geometric"}},
+        "correction.preset = 'decoupled_geo_rs' with is_level = 'geometric' weighs a policy loss, and there is none",
+    ),
+    "a level that counts a ratio twice": (
+        {"correction": {"preset": "bypass_ppo_clip_geo_rs", "is_level": "turn"}},
+        "correction.preset = 'bypass_ppo_clip_geo_rs' with is_level = 'turn': loss vanilla already holds the ratio",
+    ),
+    "a clip of no product": (
+        {"correction": {"preset": "decoupled_token_is", "ctpo_clip": 0.1}},
+        'correction.ctpo_clip does nothing: it is for correction.is_level = "cumulative"',
+    ),
+    "bounds with nothing to turn round": (
+        {"correction": {"preset": "decoupled_seq_is_rs", "verl_compat": True}},
+        "correction.verl_compat does nothing: it turns round bounds (L, U) of k1 rejection that are not (1/U, U)",
+    ),
+    "several rewards that are one": (
+        {"policy": {"advantage": "gdpo"}},
+        "policy.advantage = \"gdpo\" normalises each of several rewards by itself, and task.reward is 'exact' alone",
+    ),
+    "a KL in rewards that go nowhere": (
+        TWO_REWARDS | {"policy": {"advantage": "gdpo"}, "reference": {"weight": 0.1, "into": "reward"}},
+        'reference.into = "reward" would reach no advantage: write reference.into = "loss"',
+    ),
+    "weights of one reward": (
+        {"policy": {"reward_weights": {"exact": 2.0}}},
+        "policy.reward_weights says what several rewards count beside each other, and task.reward is 'exact' alone",
+    ),
+    "weights of no reward": (
+        TWO_REWARDS | {"policy": {"reward_weights": {"maths": 2.0}}},
+        "unknown reward in policy.reward_weights 'maths': choose one of exact, math; did you mean 'math'?",
+    ),
+    "rewards that count nothing": (
+        TWO_REWARDS | {"policy": {"reward_weights": {"exact": 0.0, "math": 0.0}}},
+        "policy.reward_weights makes every reward count 0",
+    ),
+    **{
+        f"nothing for {advantage} to compare an answer with": (
+            TWO_REWARDS | {"policy": {"advantage": advantage}, "sampler": {"group": 1}},
+            f"policy.advantage = '{advantage}' compares the answers to one prompt, and sampler.group = 1",
+        )
+        for advantage in ("gdpo", "opob", "optimal_token_baseline")
+    },
+    "evidence as an option": (
+        {"policy": {"advantage": "remax", "advantage_options": {"greedy_rewards": 1.0}}},
+        "policy.advantage_options of remax: it has none",
+    ),
+    "steps that could turn the sign of the KL": (
+        {"reference": {"weight": 0.1, "control": "adaptive", "target": 0.1, "horizon": 12.8}},
+        "reference.horizon = 12.8 is not above a fifth of learner.batch_size = 64",
     ),
     "an option of no loss": (
         {"policy": {"options": {"clip_hi": 0.3}}},
@@ -200,6 +273,7 @@ HOLDS_NONE: dict[str, dict[str, Any]] = {
         f"{loss} to the weights before": {"policy": {"loss": loss, "old": "previous"}}
         for loss in ("vanilla", "gspo", "m2po", "dro")
     },
+    "a KL in the loss as it is": REINFORCE | {"reference": {"weight": 0.1, "importance": False}},
     "a KL of the weights before in the reward": {
         "policy": {"old": "previous"},
         "reference": {"weight": 0.1, "into": "reward"},
@@ -250,3 +324,45 @@ def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
     assert snapshots_of(config(schedule={"kind": "step_off", "k": 2}, **by_kl)) == 3
     dropping = {"kind": "async", "tau": 2, "max_lag": 8, "on_old": "drop"}
     assert snapshots_of(config(schedule=dropping, **decoupled)) == 9
+
+
+def test_a_level_takes_the_place_of_the_presets_own() -> None:
+    made = method_of(config(correction={"preset": "decoupled_token_is", "is_level": "cumulative", "ctpo_clip": 0.1}))
+    assert (made.correction.is_level, made.correction.ctpo_clip) == ("cumulative", 0.1)
+    made = method_of(config(correction={"preset": "decoupled_geo_rs", "is_level": "turn", "is_threshold": 3.0}))
+    assert made.correction.is_level == "turn" and made.correction.rs == PRESETS["decoupled_geo_rs"].rs
+    rs = {"seq_mean_k1": [0.9, 1.3]}
+    assert method_of(config(correction={"preset": "decoupled_geo_rs", "rs": rs, "verl_compat": True})).correction
+
+
+def test_a_run_says_what_its_rewards_count_and_how_its_kl_is_steered() -> None:
+    steered = {"weight": 0.1, "control": "adaptive", "target": 0.05, "horizon": 1000}
+    policy = {"advantage": "gdpo", "reward_weights": {"math": 0.5}}
+    said = str(method_of(config(**TWO_REWARDS, policy=policy, reference=steered)))
+    assert said == (
+        "loss: 1 · vanilla on gdpo of exact + 0.5 · math + 0.1 · KL to the reference in the loss, steered to 0.05; "
+        "correction: disabled"
+    )
+
+
+REFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "a ratio in the reward": ({"into": "reward", "importance": False}, 'importance = false is for into = "loss"'),
+    "a gradient in the reward": ({"into": "reward", "estimate": "k3+"}, 'the reward has no gradient: write "k3"'),
+    "a second gradient": ({"estimate": "k1+"}, 'with importance has the gradient of the KL anyway: write "k1"'),
+    "no gradient": ({"estimate": "k1", "importance": False}, "has a gradient without the reference in it"),
+    "a target of nobody": ({"target": 0.1}, 'target steer control = "adaptive"'),
+    "a controller without a target": ({"control": "adaptive", "horizon": 1e4}, "needs target and horizon"),
+}
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_a_reference_that_would_do_nothing_is_refused_in_one_line(case: str) -> None:
+    reference, message = REFERENCES[case]
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
+        config(reference={"weight": 0.1, **reference})
+    assert "\n" not in str(caught.value)
+
+
+def test_what_needs_a_critic_says_so() -> None:
+    with pytest.raises(ConfigError, match='policy.advantage: "gae" needs a critic, and there is none here: write'):
+        config(policy={"advantage": "gae"})

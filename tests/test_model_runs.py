@@ -124,7 +124,7 @@ def test_evaluation_sees_what_hf_generates(name: str, tmp_path: Path) -> None:
             response = response[: response.index(TOKENIZER.eos_token_id)]
         answers.append(TOKENIZER.decode(response, skip_special_tokens=True).strip())
         prompts.append(Prompt(id=f"p{number}", number=number, tokens=tokens, ground_truth=answers[-1]))
-    grader = build_grader(GraderPlan(reward="exact"), TOKENIZER)
+    grader = build_grader(GraderPlan(rewards=("exact",)), TOKENIZER)
     try:
         sampling = Sampling(max_tokens=8, group=1)
         model = str(tmp_path / "student")

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from slipstream.config.objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner
@@ -26,10 +27,11 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators import policy
 from slipstream.estimators.advantage import advantage
 from slipstream.estimators.aggregate import aggregate
-from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.correction import PRESETS, CorrectionPreset
 from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_loss, kl_reward
 from slipstream.estimators.policy import policy_loss
+from slipstream.estimators.ratio import Unit
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.frozen import Evidence, freeze
 from slipstream.objective.method import Method
@@ -90,10 +92,15 @@ def case() -> Case:
 
 
 def aged(handle: Handle, versions: list[PreTrainedModel]) -> Handle:
-    """Version 1 continues every other response from its middle; one response has a stretch that is not trained."""
+    """Version 1 continues every other response from its middle; one response has a stretch that is not trained.
+
+    A second turn begins after a third of it.
+    """
     rollout = handle.body
     number, index, n = rollout.prompt.number, rollout.index, len(rollout.tokens)
-    rewards = {"exact": float((number + index) % 3 == 0)}
+    rewards = {"exact": float((number + index) % 3 == 0), "math": (2 * number + index) % 5 / 4}
+    rewards |= {"greedy_exact": float(number % 2), "greedy_math": 0.25}
+    turn = (np.arange(n) >= n // 3).astype(np.int32)
     made_by, logp, actions = np.zeros(n, np.int64), rollout.logp.copy(), rollout.action_logp.copy()
     if (number + index) % 2:
         made_by[n // 2 :] = 1
@@ -103,7 +110,7 @@ def aged(handle: Handle, versions: list[PreTrainedModel]) -> Handle:
         actions[:, 0] = logp
     mask = rollout.loss_mask.copy()
     mask[1:3] = (number, index) != (2, 1)
-    rollout = replace(rollout, versions=made_by, logp=logp, action_logp=actions, rewards=rewards)
+    rollout = replace(rollout, versions=made_by, logp=logp, action_logp=actions, rewards=rewards, turn=turn)
     rollout = masked(rollout, mask)
     return Handle(header_of(rollout), rollout)
 
@@ -142,7 +149,8 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
         kept, weights = mask, None
         if method.correction.corrects:
             anchor = old if method.decoupled else by_version[2]
-            found = method.correction.apply(anchor, rollout_logp, mask)
+            turns = {"turns": of(samples, "turn")} if method.correction.is_level == "turn" else {}
+            found = method.correction.apply(anchor, rollout_logp, mask, **turns)
             kept, weights = found.mask, found.weights
     counts = {"n_tokens": float(kept.sum()), "n_sequences": float(kept.any(-1).sum())}
     loss = torch.zeros((), dtype=DTYPE)
@@ -151,11 +159,13 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
         rewards = torch.zeros(mask.shape, dtype=DTYPE)
         for row, sample in enumerate(samples):
             if kept[row].any():
-                rewards[row, kept[row].nonzero().max()] = sample.rollout.rewards["exact"]
+                rewards[row, kept[row].nonzero().max()] = reward_of(sample, method)
         if method.reference is not None and method.reference.into == "reward":
-            rewards, _ = kl_reward(rewards, old, by_version[0], kept, beta=method.reference.weight)
+            kind = method.reference.estimate or "k1"
+            rewards, _ = kl_reward(rewards, old, by_version[0], kept, beta=method.reference.weight, kind=kind)
         name, options = method.policy.loss, dict(method.policy.options)
-        advantages = advantage(method.policy.advantage, rewards, kept, groups=groups, **method.policy.advantage_options)
+        known = method.policy.advantage_options | evidence(case, method, by_version[2], kept, weights)
+        advantages = advantage(method.policy.advantage, rewards, kept, groups=groups, **known)
         extra: dict[str, Any] = {}
         if name == "topr":
             extra["positive"] = (advantages * kept).sum(-1) > 0
@@ -177,7 +187,9 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
         )
         loss = loss + method.policy.weight * part
     if method.reference is not None and method.reference.into == "loss":
-        part, _ = kl_loss(logp, by_version[0], kept, logp_old=rollout_logp, n_tokens=counts["n_tokens"])
+        drew = rollout_logp if method.reference.importance else None
+        kind = method.reference.estimate
+        part, _ = kl_loss(logp, by_version[0], kept, logp_old=drew, kind=kind, n_tokens=counts["n_tokens"])
         loss = loss + method.reference.weight * part
     if method.loss.weight:
         rows = []
@@ -190,6 +202,37 @@ def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, T
         part = aggregate(pad_sequence(rows, batch_first=True), kept, "token-mean", n_tokens=counts["n_tokens"])
         loss = loss + method.loss.weight * part
     return loss, kept
+
+
+def reward_of(sample: Scored, method: Method, prefix: str = "") -> float:
+    return sum(weight * sample.rollout.rewards[prefix + name] for name, weight in method.rewards.items())
+
+
+def evidence(case: Case, method: Method, current: Tensor, kept: Tensor, weights: Tensor | None) -> dict[str, Any]:
+    """What advantages need beside rewards; for OPOB the gradient of every row's weighted log-prob is really taken."""
+    samples = case.samples
+    with torch.no_grad():
+        full = [log_probs(case.versions[2], sample.rollout, TEMPERATURE) for sample in samples]
+    match method.policy and method.policy.advantage:
+        case "gdpo":
+            named = {name: torch.tensor([s.rollout.rewards[name] for s in samples]).double() for name in method.rewards}
+            return {"components": named, "component_weights": dict(method.rewards)}
+        case "remax":
+            return {"greedy_rewards": torch.tensor([reward_of(s, method, "greedy_") for s in samples]).double()}
+        case "optimal_token_baseline":
+            squares = pad_sequence([logp.exp().square().sum(-1) for logp in full], batch_first=True)
+            return {"logp": current, "sum_pi_squared": squares, "weights": weights}
+        case "opob":
+            energy = []
+            for row, (sample, logp) in enumerate(zip(samples, full, strict=True)):
+                n, logits = len(logp), logp.clone().requires_grad_()
+                weight = kept[row, :n].double() if weights is None else (weights[row, :n] * kept[row, :n])
+                ids = torch.from_numpy(sample.rollout.tokens).long()[:, None]
+                chosen = logits.log_softmax(-1).gather(1, ids)[:, 0]
+                (gradient,) = torch.autograd.grad((weight * chosen).sum(), logits)
+                energy.append(gradient.square().sum())
+            return {"weights": torch.ones(len(samples)), "grad_norm_squared": torch.stack(energy)}
+    return {}
 
 
 def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
@@ -218,12 +261,17 @@ SOME = ReverseKLMC(m=2, weight=0.5, temperature=TEMPERATURE)
 APART = ReverseKLMC(m=2, weight=0.5, temperature=1.0)
 
 
-def method(loss: Any = NOTHING, preset: str = "disabled", reference: ReferenceConfig | None = None) -> Method:
+def method(
+    loss: Any = NOTHING,
+    preset: str = "disabled",
+    reference: ReferenceConfig | None = None,
+    correction: CorrectionPreset | None = None,
+) -> Method:
     return Method(
         loss=loss,
-        correction=PRESETS[preset],
+        correction=correction or PRESETS[preset],
         reference=reference,
-        reward="exact",
+        rewards={"exact": 1.0},
         temperature=TEMPERATURE,
         max_tokens=12,
     )
@@ -260,6 +308,50 @@ METHODS |= {
     "a choice of the batch, means of rows": replace(
         method(SOME), policy=PolicyConfig(loss="m2po", aggregation="seq-mean-token-mean")
     ),
+    **{
+        f"weights by {level}, decoupled": replace(
+            method(correction=replace(PRESETS["decoupled_token_is"], is_level=level)), policy=PolicyConfig()
+        )
+        for level in get_args(Unit)
+    },
+    **{
+        f"weights by {level}, bypass": replace(
+            method(correction=replace(PRESETS["bypass_pg_is"], is_level=level, is_threshold=1.05)),
+            policy=PolicyConfig(loss="reinforce"),
+        )
+        for level in get_args(Unit)
+    },
+    "several rewards": replace(method(), rewards={"exact": 1.0, "math": -0.5}, policy=PolicyConfig(advantage="rloo")),
+    "several rewards apart": replace(
+        method(), rewards={"exact": 1.0, "math": 0.5}, policy=PolicyConfig(advantage="gdpo")
+    ),
+    "against the greedy answer": replace(
+        method(), rewards={"exact": 1.0, "math": 0.5}, policy=PolicyConfig(loss="reinforce", advantage="remax")
+    ),
+    **{
+        f"{advantage}, {name}": replace(
+            method(preset=preset), policy=PolicyConfig(loss="reinforce", advantage=advantage, advantage_options=options)
+        )
+        for advantage, options in (("optimal_token_baseline", {"multi_turn": True}), ("opob", {}))
+        for name, preset in (("alone", "disabled"), ("weighed", "bypass_pg_is"), ("icepop", "decoupled_token_icepop"))
+    },
+    "OTB by position": replace(method(), policy=PolicyConfig(advantage="optimal_token_baseline")),
+    **{
+        f"reference in the loss by {kind}": method(SOME, reference=ReferenceConfig(weight=0.3, estimate=kind))
+        for kind in ("k1", "abs", "k2", "k3")
+    },
+    **{
+        f"reference in the loss by {kind} as it is": method(
+            SOME, reference=ReferenceConfig(weight=0.3, estimate=kind, importance=False)
+        )
+        for kind in ("abs", "k2", "k3", "k1+", "k3+")
+    },
+    **{
+        f"reference in the reward by {kind}": replace(
+            method(reference=ReferenceConfig(weight=0.3, estimate=kind, into="reward")), policy=PolicyConfig()
+        )
+        for kind in ("k1", "abs", "k2", "k3")
+    },
     "unnormalised": replace(method(), policy=PolicyConfig(advantage_options={"norm": False})),
 }
 
@@ -358,6 +450,42 @@ def test_a_decoupled_correction_measures_the_engines_apart_from_staleness(case: 
     assert noted["correction/rollout_is_mean"] == pytest.approx(1.0)
 
 
+def test_a_turn_is_one_unit_and_several_are_several(case: Case) -> None:
+    """By turns of the record: another weight in each, and the whole row's where all of it is one turn."""
+
+    def weights(groups: list[list[Handle]], level: Unit) -> dict[Any, Tensor]:
+        by_level = replace(PRESETS["bypass_pg_is"], is_level=level, is_threshold=1e9)
+        learner = make_learner(case, replace(method(correction=by_level), policy=PolicyConfig(loss="reinforce")))
+        run(learner.prepare(Batch(tuple(groups), 3)))
+        return {key: each.weight_T[each.mask_T] for key, each in learner.frozen.items() if each.weight_T is not None}
+
+    def in_one_turn(handle: Handle) -> Handle:
+        rollout = handle.body.rollout
+        return replace(handle, body=replace(handle.body, rollout=replace(rollout, turn=np.zeros_like(rollout.turn))))
+
+    by_turn, by_row = weights(case.groups, "turn"), weights(case.groups, "sequence")
+    assert max(len(weight.unique()) for weight in by_turn.values()) == 2
+    for key, weight in by_turn.items():
+        torch.testing.assert_close(weight.unique().prod(), by_row[key][0])
+    assert {len(weight.unique()) for weight in by_row.values()} == {1}
+    once = weights([[in_one_turn(handle) for handle in group] for group in case.groups], "turn")
+    for key, weight in by_row.items():
+        torch.testing.assert_close(once[key], weight, rtol=1e-14, atol=0)
+
+
+def test_the_squares_of_all_probabilities_come_with_the_log_probs_of_the_drawn(case: Case) -> None:
+    learner = make_learner(case, method())
+    logp, squares = learner.passes.log_probs_and_squares(case.samples)
+    for sample, logp_T, square_T in zip(case.samples, logp, squares, strict=True):
+        with torch.no_grad():
+            full = log_probs(case.versions[2], sample.rollout, TEMPERATURE)
+        mask = torch.from_numpy(sample.rollout.loss_mask)
+        torch.testing.assert_close(square_T[mask], full.exp().square().sum(-1)[mask], rtol=1e-10, atol=0)
+        ids = torch.from_numpy(sample.rollout.tokens).long()
+        torch.testing.assert_close(logp_T[mask], full[torch.arange(len(ids)), ids][mask], rtol=1e-10, atol=1e-12)
+        assert (square_T[~mask] == 0).all()
+
+
 def test_bad_answers_that_the_policy_has_left_are_rejected_in_both_modes(case: Case) -> None:
     """The engines agree, so a decoupled correction that looked at the old policy would never reject anything."""
     samples = case.samples
@@ -422,7 +550,7 @@ def test_toprs_sign_is_that_of_the_advantage_as_used(
 ) -> None:
     logp, mask = torch.full((3,), -1.0, dtype=DTYPE), torch.ones(3, dtype=torch.bool)
     batch = [
-        Evidence(group=0, reward=reward, mask_T=mask, behavior_T=logp, reference_T=logp - 1 + near)
+        Evidence(group=0, rewards={"exact": reward}, mask_T=mask, behavior_T=logp, reference_T=logp - 1 + near)
         for reward, near in zip(rewards, reference or [1.0, 1.0], strict=True)
     ]
     of_reward = ReferenceConfig(weight=0.5, into="reward") if reference else None
@@ -576,6 +704,38 @@ def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> Non
     ((_, noted),) = learner.noted
     assert noted["drift/rollout_kl"] == pytest.approx(kl / tokens, rel=1e-9)
     assert noted["drift/rollout_kl_coverage"] == 1.0
+
+
+def test_the_trust_region_and_exact_drift_make_their_passes_once(case: Case) -> None:
+    by_kl = replace(
+        method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": 9})
+    )
+    computed, noted = [], []
+    for given, config in ((by_kl, {}), (method(SOME), {"exact_drift": True}), (by_kl, {"exact_drift": True})):
+        learner = make_learner(case, given, **config)
+        run(learner.prepare(Batch(tuple(case.groups), 3)))
+        computed.append(learner.passes.tokens["computed"])
+        noted.append({name: value for _, part in learner.noted for name, value in part.items()})
+        learner.close()
+    region, drift, both = computed
+    plain = make_learner(case, replace(by_kl, correction=PRESETS["bypass_ppo_clip_geo_rs"]))
+    run(plain.prepare(Batch(tuple(case.groups), 3)))
+    plain_pass = plain.passes.tokens["computed"]
+    plain.close()
+    assert region - plain_pass == drift and both == region, "the current policy's own pass, and each version's"
+    assert noted[2] == noted[0] | noted[1]
+
+
+def test_rewards_of_samples_that_nobody_trains_on_are_in_no_mean() -> None:
+    logp, some = torch.full((3,), -1.0, dtype=DTYPE), torch.tensor([True, True, False])
+    batch = [
+        Evidence(group=0, rewards={"exact": reward}, mask_T=mask, behavior_T=logp)
+        for reward, mask in ((1.0, some), (0.0, some), (100.0, some & False))
+    ]
+    _, metrics = freeze(batch, replace(method(), policy=PolicyConfig()), update=1)
+    assert metrics["policy/reward"] == 0.5 and metrics["policy/rows_moved"] == 1.0
+    _, metrics = freeze(batch[2:], replace(method(), policy=PolicyConfig()), update=1)
+    assert metrics["policy/reward"] == metrics["policy/rows_moved"] == 0.0
 
 
 def test_teachers_have_weights_and_metrics_of_their_own(case: Case) -> None:

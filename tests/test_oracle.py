@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.config.objective import ReverseKLMC
+from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async, Periodic, Sync
 from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Engines

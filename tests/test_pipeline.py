@@ -15,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Sync
-from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TaskConfig, TeacherConfig
 from slipstream.engines import toy
+from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.pipeline.run import Run
@@ -156,6 +158,70 @@ def test_a_failed_member_is_not_graded() -> None:
     one, two = asyncio.run(Graded(Careless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
     assert (one.header.index, two.header.index, two.header.rewards) == (0, 1, {}) and "ended" in one.header.rewards
     asyncio.run(Graded(Useless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
+
+
+def test_the_greedy_answer_leaves_its_reward_and_nothing_else() -> None:
+    prompt, table = Prompt(id="p", number=0, tokens=np.array([3], np.int32), seed=5), toy.random_table(VOCAB, seed=0)
+    sampling = Sampling(max_tokens=10, group=2, draws=3, top_p=0.9)
+    plain = asyncio.run(Graded(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, sampling))
+    (best,) = asyncio.run(
+        Graded(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, Sampling(max_tokens=10, temperature=0))
+    )
+    group = asyncio.run(Graded(toy.ToySampler(table), toy.ToyGrader()).generate(prompt, replace(sampling, greedy=True)))
+    assert [h.body.tokens.tolist() for h in group] == [h.body.tokens.tolist() for h in plain]
+    assert [h.header.greedy_tokens for h in group] == [best.header.tokens, 0]
+    for handle, before in zip(group, plain, strict=True):
+        ended = float(best.header.finish == "eos")
+        assert handle.header.rewards == before.header.rewards | {"greedy_ended": ended}
+
+
+class NotGreedily(toy.ToySampler):
+    """Cannot say what it likes best."""
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        group = await super().generate(prompt, sampling)
+        if sampling.temperature:
+            return group
+        return [Handle(replace(handle.header, finish="error"), None) for handle in group]
+
+
+def test_without_a_greedy_answer_a_group_has_nothing_to_learn() -> None:
+    prompt, table = Prompt(id="p", number=0, tokens=np.array([3], np.int32)), toy.random_table(VOCAB, seed=0)
+    sampling = Sampling(max_tokens=4, group=2, greedy=True)
+    group = asyncio.run(Graded(NotGreedily(table), toy.ToyGrader()).generate(prompt, sampling))
+    assert [handle.header.finish for handle in group] == ["error", "error"]
+
+
+def test_whoever_fails_beside_a_greedy_answer_fails_as_itself() -> None:
+    class Broken(toy.ToySampler):
+        async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+            if sampling.group > 1:
+                raise ModelError("too long")
+            return await super().generate(prompt, sampling)
+
+    prompt, table = Prompt(id="p", number=0, tokens=np.array([3], np.int32)), toy.random_table(VOCAB, seed=0)
+    with pytest.raises(ModelError, match="too long"):
+        asyncio.run(
+            Graded(Broken(table), toy.ToyGrader()).generate(prompt, Sampling(max_tokens=4, group=2, greedy=True))
+        )
+
+
+def test_greedy_answers_are_paid_for_in_training_and_not_in_evaluation(tmp_path: Path) -> None:
+    """Nobody trains on them, no eval draws them, and a run says what they cost."""
+    engines, said = toy_engines(), []
+    policy, reward = PolicyConfig(advantage="remax"), TaskConfig(reward=("exact",))
+    train(tmp_path / "remax", engines, policy=policy, task=reward)
+    train(tmp_path / "plain", toy_engines(), policy=PolicyConfig(), task=reward)
+    for name in ("remax", "plain"):
+        said.append(read_lines(tmp_path / name / "metrics.jsonl"))
+    for ours, plain in zip(*said, strict=True):
+        assert ours["tokens"] == plain["tokens"] and ours["samples"] == plain["samples"] == 8
+        assert "greedy_tokens" not in plain and "reward/greedy_ended" not in plain
+        assert ours["reward/ended"] == plain["reward/ended"] and 0 <= ours["reward/greedy_ended"] <= 1
+    costs = [line["greedy_tokens"] for line in said[0]]
+    assert costs == sorted(costs) and 4 * 5 <= costs[-1] <= 10 * 4 * 5, "one answer for each of four groups an update"
+    assert rollout_sampling(config(policy=policy, task=reward)).greedy
+    assert not eval_sampling(config(policy=policy, task=reward)).greedy
 
 
 def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:

@@ -54,6 +54,22 @@ loss.kind=reverse_kl
 loss.kind=jsd
 loss.kind=jsd loss.cache=teacher_topk loss.k=8 loss.beta=0.1
 loss.temperature=0.7
+loss.kind=decoupled_ppo learner.minibatches=2
+loss.kind=decoupled_ppo loss.m=4 loss.advantage=current loss.clip=[0.1,0.3] loss.weight_cap=2.0
+loss.kind=m2po
+loss.kind=m2po loss.m=2 loss.budget=0.01
+loss.kind=reverse_kl_topk loss.k=8
+loss.kind=reverse_kl_topk loss.k=8 loss.reweight=false
+loss.kind=reverse_kl_topk loss.k=8 loss.renormalise=false loss.tail=true
+loss.kind=k1 loss.as=reward
+loss.kind=abs
+loss.kind=k2 loss.loss_max_clamp=5.0
+loss.kind=k3 loss.as=reward loss.clip=[0.2,0.28] loss.dual_clip=2.0
+loss.kind=k1+
+loss.kind=k3+ loss.log_prob_min_clamp=-9.0
+loss.kind=low_var_kl
+loss.kind=forward_kl_topk loss.loss_max_clamp=5.0
+{BOTH} loss.kind=k1 loss.as=reward
 schedule.kind=sync
 schedule.kind=periodic
 schedule.kind=step_off schedule.k=2
@@ -81,6 +97,27 @@ schedule.max_lag=2 schedule.on_old=restart
 {RL} reference.weight=0.1
 {RL} reference.weight=0.1 reference.into=reward
 {RL} reference.weight=0.1 reference.host=true
+{RL} correction.preset=decoupled_token_is correction.is_level=sequence
+{RL} correction.preset=decoupled_token_is correction.is_level=cumulative correction.ctpo_clip=0.1
+{RL} correction.preset=decoupled_geo_rs correction.is_level=turn correction.is_threshold=3.0
+{RL} correction.preset=decoupled_geo_rs correction.rs={{seq_mean_k1=[0.9,1.3]}} correction.verl_compat=true
+{RL} policy.loss=reinforce correction.preset=bypass_pg_is correction.is_level=prefix_min
+{RL} policy.loss=reinforce correction.preset=bypass_pg_geo_rs correction.is_level=geometric
+{RL} policy.advantage=gdpo task.reward=["exact","math"]
+{RL} policy.advantage=gdpo task.reward=["exact","math"] policy.reward_weights={{math=0.5}}
+{RL} task.reward=["math","exact"] policy.reward_weights={{exact=-0.1}}
+{RL} policy.advantage=remax
+{RL} policy.advantage=remax sampler.group=1
+{RL} policy.advantage=optimal_token_baseline correction.preset=decoupled_token_is
+{RL} policy.advantage=optimal_token_baseline policy.advantage_options={{multi_turn=true}}
+{RL} policy.advantage=opob policy.loss=reinforce correction.preset=bypass_pg_is
+{RL} policy.advantage=opob schedule.kind=periodic
+{RL} reference.weight=0.1 reference.estimate=k1
+{RL} reference.weight=0.1 reference.importance=false reference.estimate=k3+
+{RL} reference.weight=0.1 reference.into=reward reference.estimate=k3
+{RL} reference.weight=0.1 reference.control=adaptive reference.target=0.05 reference.horizon=1000
+{RL} reference.weight=0.1 reference.importance=false policy.loss=reinforce sampler.top_p=0.9
+task.reward=["exact","math"] eval.every=1 data.eval=builtin:arithmetic eval.prompts=4
 {RL} learner.shared_prompt=true
 {RL} learner.minibatches=2 learner.epochs=2
 {RL} schedule.kind=periodic
@@ -117,6 +154,23 @@ loss.kind=jsd loss.cache=teacher_topk loss.k=1000
 loss.kind=jsd loss.beta=2
 loss.kind=forward_kl loss.m=4
 loss.kind=reverse_kl loss.k=4
+loss.kind=k1
+loss.kind=kl
+loss.kind=k2 loss.clip=0.2
+loss.kind=k2 loss.dual_clip=3.0
+loss.kind=k2 loss.m=4
+loss.kind=k1 loss.as=advantage
+loss.kind=k1 loss.as=reward sampler.top_p=0.9
+loss.kind=forward_kl loss.as=reward
+loss.kind=reverse_kl_topk loss.k=1000
+loss.kind=reverse_kl_topk loss.tail=true
+loss.kind=reverse_kl_topk sampler.top_k=5
+loss.kind=m2po schedule.kind=periodic
+loss.kind=m2po sampler.min_p=0.1
+loss.kind=m2po loss.clip=0.2
+loss.kind=decoupled_ppo sampler.top_p=0.9
+loss.kind=decoupled_ppo loss.ratio_cap=2.0
+loss.kind=decoupled_ppo correction.preset=decoupled_token_is
 loss.clip=0.2 loss.ratio_cap=2.0
 loss.importance=false loss.clip=0.2
 loss.importance=false loss.ratio_cap=2
@@ -151,6 +205,44 @@ policy.loss=vanilla
 {BOTH} correction.is_normalize=true
 {BOTH} correction.is_threshold=2.0
 {BOTH} correction.rs={{token_k1=2.0}}
+{BOTH} correction.is_level=token
+{BOTH} correction.preset=decoupled_geo_rs correction.is_level=row
+{BOTH} correction.preset=bypass_ppo_clip correction.is_level=token
+{BOTH} correction.preset=decoupled_token_is correction.is_level=turn policy.loss=decoupled_ppo
+{BOTH} correction.preset=decoupled_token_is correction.ctpo_clip=0.1
+{BOTH} correction.preset=decoupled_geo_rs correction.ctpo_clip=0.1
+{BOTH} correction.preset=decoupled_token_is correction.is_level=cumulative correction.ctpo_clip=0
+{BOTH} correction.preset=decoupled_token_is correction.verl_compat=true
+{BOTH} correction.preset=decoupled_seq_is_rs correction.verl_compat=true
+{BOTH} correction.preset=decoupled_k3_rs correction.verl_compat=true
+correction.preset=decoupled_geo_rs correction.is_level=geometric
+{BOTH} policy.advantage=gae
+{BOTH} policy.advantage=gdpo
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] reference.weight=0.1 reference.into=reward
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] schedule.kind=periodic
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] sampler.group=1
+{BOTH} policy.advantage=opob sampler.group=1
+{BOTH} policy.advantage=optimal_token_baseline sampler.group=1
+{BOTH} policy.advantage=optimal_token_baseline policy.advantage_options={{logp=1.0}}
+{BOTH} policy.advantage=remax policy.advantage_options={{greedy_rewards=1.0}}
+{BOTH} policy.reward_weights={{exact=2.0}}
+{BOTH} task.reward=["exact","math"] policy.reward_weights={{maths=2.0}}
+{BOTH} task.reward=["exact","math"] policy.reward_weights={{exact=0.0,math=0.0}}
+{BOTH} task.reward=["exact","exact"]
+task.reward=["exact","vibes"]
+task.reward=false
+reference.weight=0.1 reference.estimate=k4
+reference.weight=0.1 reference.estimate=k1+
+reference.weight=0.1 reference.importance=false reference.estimate=k1
+{BOTH} reference.weight=0.1 reference.into=reward reference.importance=false
+{BOTH} reference.weight=0.1 reference.into=reward reference.estimate=k3+
+reference.weight=0.1 reference.target=0.1
+reference.weight=0.1 reference.horizon=1000
+reference.weight=0.1 reference.control=adaptive
+reference.weight=0.1 reference.control=adaptive reference.target=0.1
+reference.weight=0.1 reference.control=adaptive reference.target=0.1 reference.horizon=1
+reference.weight=0.1 reference.control=adaptive reference.target=0 reference.horizon=1000
+reference.weight=0.1 reference.control=mpc
 correction.preset=decoupled_token_is
 correction.preset=decoupled_seq_is_rs
 correction.preset=bypass_pg_is
@@ -297,7 +389,7 @@ def beyond(info: FieldInfo) -> Iterator[str]:
 
 
 SCHEMA = [
-    f"{'loss.kind=' + kind + ' ' if name.startswith('loss.') and kind else ''}"
+    f"{'loss.kind=' + kind.split(' ')[0] + ' ' if name.startswith('loss.') and kind else ''}"
     f"{'schedule.kind=' + kind + ' ' if name.startswith('schedule.') and kind else ''}"
     f"{name.replace('.NAME', '.main')}={value}"
     for name, info, kind in fields()
@@ -352,6 +444,13 @@ def test_what_is_legal_passes_both(line: str, config: str, monkeypatch: pytest.M
     assert main(["config", config, "--check", *words(line)]) == 0
     with pytest.raises(EnginesStart):
         main(["train", config, *words(line)])
+
+
+def test_a_plan_says_what_a_greedy_baseline_costs(config: str) -> None:
+    words = RL.replace("vanilla", "vanilla policy.advantage=remax").split()
+    settings = [(key, value) for key, _, value in (word.partition("=") for word in words)]
+    assert any("5 answers are drawn where 4 are trained on" in note for note in plan(load(config, settings)).notes)
+    assert not any("are trained on" in note for note in plan(load(config)).notes)
 
 
 def test_a_plan_holds_what_a_person_must_know(config: str) -> None:

@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from slipstream.config.objective import PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Fingerprint, Learner, Metrics, Sampling, WeightsRef
@@ -52,9 +53,20 @@ BY_ROW = Method(
     loss=ReverseKLMC(weight=0.0),
     policy=PolicyConfig(loss="gspo", aggregation="seq-mean-token-mean"),
     correction=PRESETS["decoupled_geo_rs"],
-    reward="right",
+    rewards={"right": 1.0},
 )
-BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), reward="right")
+OPOB = replace(BY_ROW, policy=PolicyConfig(advantage="opob"), correction=PRESETS["decoupled_seq_is"])
+STEERED = Method(
+    loss=ReverseKLMC(m=M),
+    reference=ReferenceConfig(weight=0.3, control="adaptive", target=1e-3, horizon=40),
+)
+CHARGED = replace(
+    BY_ROW,
+    policy=PolicyConfig(advantage="optimal_token_baseline"),
+    correction=PRESETS["decoupled_token_is"],
+    reference=ReferenceConfig(weight=0.3, into="reward", control="adaptive", target=1e-3, horizon=40),
+)
+BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), rewards={"right": 1.0})
 
 
 @dataclass(frozen=True)
@@ -253,8 +265,10 @@ def trained(
         (Spec(method=BY_ROW, options={"checkpointing": True}), 5, True),
         (Spec(method=BY_BATCH, options={"minibatches": 2, "shared_prompt": True}), 5, False),
         (Spec(options={"lora": LoraConfig(rank=2), "optimizer_dtype": "float32"}), 5, False),
+        (Spec(method=STEERED), 5, True),
+        (Spec(method=OPOB), 5, False),
     ],
-    ids=["opd", "opd in parts, padded", "by row", "by row in parts", "by batch, twice", "lora"],
+    ids=["opd", "opd in parts, padded", "by row", "by row in parts", "by batch, twice", "lora", "steered", "energy"],
 )
 def test_any_number_of_ranks_learns_the_same(make: Any, spec: Spec, updates: int, parts: bool) -> None:
     minibatches = spec.options.get("minibatches", 1)
@@ -329,7 +343,7 @@ NEAR = Method(loss=ReverseKLMC(m=M), reference=ReferenceConfig(weight=0.3))
 AGAINST_BEFORE = Method(
     loss=ReverseKLMC(weight=0.0),
     policy=PolicyConfig(loss="dro", old="previous", options={"dro_beta": 5.0}),
-    reward="right",
+    rewards={"right": 1.0},
 )
 DECOUPLED = replace(AGAINST_BEFORE, policy=PolicyConfig(), correction=PRESETS["decoupled_token_is"])
 
@@ -354,8 +368,13 @@ def rolled_again(batch: Batch, *, since: int) -> Batch:
         Spec(method=AGAINST_BEFORE, options={"lora": LoraConfig(rank=2)}),
         Spec(method=AGAINST_BEFORE, options={"minibatches": 2}),
         Spec(method=DECOUPLED, options={"exact_drift": True}),
+        Spec(method=STEERED, options={"minibatches": 2}),
+        Spec(method=CHARGED),
     ],
-    ids=["opd", "reference", "previous", "previous, lora", "previous, two steps", "decoupled"],
+    ids=[
+        *("opd", "reference", "previous", "previous, lora", "previous, two steps", "decoupled"),
+        *("steered, two steps", "steered in the reward"),
+    ],
 )
 def test_who_was_stopped_and_goes_on_learns_the_same_to_the_bit(
     make: Any, tmp_path: Path, spec: Spec, size: int
@@ -387,6 +406,43 @@ def test_the_weights_before_the_last_update_go_to_any_number_of_ranks(
         asyncio.run(learner.restore(tmp_path))
         found, _, _ = trained(learner, batches(2, first=4))
         np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
+
+
+def test_a_steered_run_that_is_stopped_in_an_update_begins_it_as_it_did(make: Any, tmp_path: Path) -> None:
+    """Prepared, and no step made: its KL is not yet one that anything follows from."""
+    for name, method in (("steered", STEERED), ("charged", CHARGED)):
+        work, more = batches(3), [rolled_again(batch, since=3) for batch in batches(2, first=4)]
+        expected, _, _ = trained(make(Spec(method=method), 1), [*work, *more])
+        stopped, learner = make(Spec(method=method), 1), make(Spec(method=method), 1)
+        trained(stopped, work)
+        asyncio.run(stopped.prepare(more[0]))
+        (tmp_path / name).mkdir()
+        asyncio.run(stopped.save(tmp_path / name))
+        asyncio.run(learner.restore(tmp_path / name))
+        found, _, _ = trained(learner, more)
+        assert np.array_equal(found, expected)
+
+
+def test_a_checkpoint_without_what_the_kl_counts_cannot_be_steered_on(make: Any, tmp_path: Path) -> None:
+    first = make(Spec(method=NEAR), 1)
+    trained(first, batches(1))
+    asyncio.run(first.save(tmp_path))
+    with pytest.raises(RunDirError, match="does not hold what the KL to the reference has come to count: write the"):
+        asyncio.run(make(Spec(method=STEERED), 1).restore(tmp_path))
+
+
+def test_beta_follows_the_kl_update_by_update(make: Any) -> None:
+    """β·(1 + clip(KL/target − 1, ±0.2)·samples/horizon), of the update before, whatever its number of steps."""
+    for method in (STEERED, CHARGED):
+        _, _, metrics = trained(make(Spec(method=method), 1), batches(5), minibatches=2)
+        work, steps, beta, seen = batches(5), iter(metrics), 0.3, []
+        for batch in work:
+            here = [next(steps) for _ in range(min(2, len(batch.groups)))]
+            assert [step["reference/beta"] for step in here] == pytest.approx([beta] * len(here), rel=1e-12)
+            seen.append(beta)
+            kl = sum(step["reference/kl"] for step in here) / len(here)
+            beta *= 1 + min(max(kl / 1e-3 - 1, -0.2), 0.2) * len(batch.handles) / 40
+        assert len(set(seen)) == 5
 
 
 def test_a_checkpoint_without_the_weights_before_cannot_be_compared_with_them(make: Any, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel
 
-from slipstream.config.objective import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
+from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner, learning_rate

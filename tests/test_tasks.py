@@ -481,11 +481,21 @@ def test_math_knows_a_wrong_answer(answer: str, truth: object) -> None:
 
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_one_is_graded() -> None:
     before = signal.getsignal(signal.SIGALRM)
-    assert grade_texts("exact", ["a", "b"], Endless(), 0.05) == [{"exact": 0.0, "timeout": 1.0}] * 2
+    assert grade_texts(("exact",), ["a", "b"], Endless(), 0.05) == [{"exact": 0.0, "timeout": 1.0}] * 2
     # math-verify catches every Exception on its way and tries the next thing
-    assert grade_texts("math", ["$9^{9^{9^{9}}}$", "$3$"], "3", 0.5) == [{"math": 0.0, "timeout": 1.0}, {"math": 1.0}]
+    assert grade_texts(("math",), ["$9^{9^{9^{9}}}$", "$3$"], "3", 0.5) == [
+        {"math": 0.0, "timeout": 1.0},
+        {"math": 1.0},
+    ]
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_answer_is_graded_by_every_reward_that_is_named() -> None:
+    both = grade_texts(("exact", "math"), ["0.5", "1/2", "2"], "1/2", 10.0)
+    assert both == [{"exact": 0.0, "math": 1.0}, {"exact": 1.0, "math": 1.0}, {"exact": 0.0, "math": 0.0}]
+    grader = PoolGrader(("exact", "math"), decode)
+    assert grade_all(grader, group_of(["1"], Deadly())) == [[{"exact": 0.0, "math": 0.0, "crash": 1.0}]]
 
 
 def group_of(texts: list[str], truth: Any) -> list[Handle]:
@@ -514,32 +524,32 @@ def grade_all(grader: PoolGrader, *groups: list[Handle]) -> list[list[dict[str, 
 
 
 def test_a_grading_process_grades_group_after_group() -> None:
-    grader = PoolGrader("exact", decode, processes=2)
+    grader = PoolGrader(("exact",), decode, processes=2)
     found = grade_all(grader, group_of(["1", "2"], 1), group_of(["2"], 2), group_of(["x"], "y"))
     assert found == [[{"exact": 1.0}, {"exact": 0.0}], [{"exact": 1.0}], [{"exact": 0.0}]]
 
 
 def test_without_a_reward_groups_pass_ungraded() -> None:
     group = group_of(["1", "2"], 1)
-    grader = PoolGrader(None, decode)
+    grader = PoolGrader((), decode)
     assert asyncio.run(grader.grade(group)) == group
     grader.close()
 
 
 def test_a_grading_process_is_not_held_up_by_an_endless_answer() -> None:
-    grader = PoolGrader("exact", decode, timeout=0.1)
+    grader = PoolGrader(("exact",), decode, timeout=0.1)
     found = grade_all(grader, group_of(["a", "b"], Endless()), group_of(["1"], 1))
     assert found == [[{"exact": 0.0, "timeout": 1.0}] * 2, [{"exact": 1.0}]]
 
 
 def test_an_answer_that_kills_its_grading_process_is_wrong_and_costs_no_other_answer() -> None:
-    grader = PoolGrader("exact", decode)
+    grader = PoolGrader(("exact",), decode)
     found = grade_all(grader, group_of(["1"], 1), group_of(["a", "b"], Deadly()), group_of(["2", "3"], 3))
     assert found == [[{"exact": 1.0}], [{"exact": 0.0, "crash": 1.0}] * 2, [{"exact": 0.0}, {"exact": 1.0}]]
 
 
 def test_the_pool_that_replaces_a_broken_one_grades_on() -> None:
-    grader = PoolGrader("exact", decode)
+    grader = PoolGrader(("exact",), decode)
 
     async def run() -> list[list[Handle]]:
         return [await grader.grade(group) for group in (group_of(["a"], Deadly()), group_of(["1"], 1))]
@@ -551,7 +561,7 @@ def test_the_pool_that_replaces_a_broken_one_grades_on() -> None:
 
 def test_a_cancelled_call_leaves_the_pool_whole() -> None:
     """One call is cancelled while its answer is graded and one while it waits for the only process."""
-    grader = PoolGrader("exact", decode, timeout=0.5)
+    grader = PoolGrader(("exact",), decode, timeout=0.5)
 
     async def run() -> list[Handle]:
         await grader.grade(group_of(["1"], 1))  # the process is there
@@ -575,7 +585,7 @@ import os, signal
 from slipstream.tasks.rewards import PoolGrader
 
 if __name__ == "__main__":
-    pool = PoolGrader("exact", str).pool
+    pool = PoolGrader(("exact",), str).pool
     child = pool.submit(os.getpid).result()
     if {busy}:
         pool.submit(signal.pause)

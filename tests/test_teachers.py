@@ -359,7 +359,9 @@ def test_the_response_is_scored_behind_the_context_and_aligned_to_its_tokens(
     else:
         with FakeEndpoint(model(name)) as fake:
             endpoint = Endpoint("main", fake.url, "teacher")
-            (scored,) = asyncio.run(HttpScorer(endpoint, cache=cache, k=4, context=context).score([handle]))
+            (scored,) = asyncio.run(
+                HttpScorer(endpoint, k=4 if cache == "teacher_topk" else 0, context=context).score([handle])
+            )
         assert fake.requests[0]["prompt"] == [*context.before(prompt).tolist(), *given.tokens.tolist()]
     ids = torch.tensor([[*context.before(prompt).tolist(), *given.tokens.tolist()]])
     logq = AutoModelForCausalLM.from_pretrained(name)(ids).logits[0].log_softmax(-1)

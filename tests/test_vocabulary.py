@@ -14,7 +14,6 @@ from slipstream import vocabulary
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.engines import toy
-from slipstream.engines.asked import cache_of
 from slipstream.engines.base import Engines, Graded, Sampling, Unscored
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
@@ -59,6 +58,10 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "loss": {"kind": "forward_kl", "k": 3},
         "learner": {"minibatches": 2, "exact_drift": True},
     },
+    "draws around a proximal policy": {"loss": {"kind": "decoupled_ppo", "m": 2}},
+    "draws within a budget": {"loss": {"kind": "m2po", "m": 2}},
+    "the student's own best": {"loss": {"kind": "reverse_kl_topk", "k": 3}},
+    "the emitted token as a reward": {"loss": {"kind": "k1", "as": "reward"}},
     "hidden states, shared prompts": {"loss": {"kind": "jsd"}, "learner": {"shared_prompt": True}},
     "weights of stale answers": {
         **REWARDED,
@@ -72,16 +75,23 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "policy": {"loss": "reinforce"},
         "correction": {"preset": "bypass_pg_geo_rs", "rs": {"seq_max_kl": 9.0, "negative_seq": 9.0}},
     },
+    "rewards against a greedy answer, a steered reference": {
+        **REWARDED,
+        "policy": {"loss": "reinforce", "advantage": "remax"},
+        "task": {"reward": ["exact", "math"]},
+        "reference": {"weight": 0.1, "control": "adaptive", "target": 0.1, "horizon": 100},
+    },
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}},
 }
 
 
-class Exact:
-    """Rewards every other answer."""
+class EveryOther:
+    """Rewards every other answer, in two ways."""
 
     async def grade(self, group: Group) -> list[Handle]:
-        return [Handle(replace(h.header, rewards={"exact": float(h.header.index % 2)}), h.body) for h in group]
+        rewards = [{"exact": float(handle.header.index % 2), "math": 0.5} for handle in group]
+        return [Handle(replace(h.header, rewards=each), h.body) for h, each in zip(group, rewards, strict=True)]
 
 
 def prompts(config: Config) -> Prompts:
@@ -103,7 +113,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The lines of a run of two updates, all of it real and tiny."""
     config = parse(merged(TREE, changes))
     student, teacher = wrap(make_model(seed=1)), make_model(seed=2)
-    (cache, k), method = cache_of(config), method_of(config)
+    cache, k, method = config.loss.asks.cache, config.loss.asks.k, method_of(config)
     learner = NativeLearner(
         wrap(student.model),
         method=method,
@@ -115,7 +125,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     sampler = NativeSampler(student, slots=8, stop_ids={EOS})
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
     engines = Engines(
-        samplers=(Graded(sampler, Exact()),),
+        samplers=(Graded(sampler, EveryOther()),),
         scorers=scorers or {"": (Unscored(),)},
         learner=learner,
         close=lambda: None,

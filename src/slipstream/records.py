@@ -86,6 +86,9 @@ class Rollout:
     loss_mask: NDArray[np.bool_]
     actions: Ints
     action_logp: Floats
+    best_ids: Ints | None = None
+    """The ids that the policy which drew found likeliest at each trained position, and their log-probs."""
+    best_logp: Floats | None = None
     finish: Finish
     rewards: dict[str, float] = field(default_factory=dict)
 
@@ -111,6 +114,13 @@ class Rollout:
         _require(
             len(impossible) == 0, who, f"actions holds {impossible[:1]}, whose log-prob is -inf: no sampler draws it"
         )
+        _require((self.best_ids is None) == (self.best_logp is None), who, "best_ids and best_logp need each other")
+        if self.best_ids is not None and self.best_logp is not None:
+            _require(_rows_of(self.best_ids, n), who, f"best_ids has shape {self.best_ids.shape}, must be [{n}, K]")
+            _require(self.best_logp.shape == self.best_ids.shape, who, "best_logp and best_ids differ in shape")
+            hit = self.best_ids == self.tokens[trained][:, None]
+            agree = np.where(hit, self.best_logp == self.logp[trained][:, None], True).all()
+            _require(bool(agree), who, "best_logp is not logp on the emitted token (a shifted row?)")
         turns = self.turn[trained]
         _require(bool((turns >= 0).all()), who, "a trained token is of no turn: turn is -1 where nothing was sampled")
         _require(bool((np.diff(turns) >= 0).all()), who, "turn falls: calls are numbered in their order")
@@ -121,7 +131,15 @@ class Rollout:
 
 
 def one_turn(
-    prompt: Prompt, index: int, *, actions: Ints, action_logp: Floats, versions: Ints, finish: Finish
+    prompt: Prompt,
+    index: int,
+    *,
+    actions: Ints,
+    action_logp: Floats,
+    versions: Ints,
+    finish: Finish,
+    best_ids: Ints | None = None,
+    best_logp: Floats | None = None,
 ) -> Rollout:
     """A response that was sampled in one call, all of it: an episode of its own."""
     return Rollout(
@@ -135,13 +153,15 @@ def one_turn(
         loss_mask=np.ones(len(actions), np.bool_),
         actions=actions,
         action_logp=action_logp,
+        best_ids=best_ids,
+        best_logp=best_logp,
         finish=finish,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
-    """A rollout with its teacher's answer, in at most one of three caches: sampled, teacher_topk or hidden.
+    """A rollout with its teacher's answer in one cache at most: sampled, student_topk, teacher_topk or hidden.
 
     Every field of the teacher has a row for each trained token, and for no other. Where there is no teacher, a rollout
     with nothing to it.
@@ -152,6 +172,8 @@ class Scored:
     context_id: str = "prefix"
     teacher_logp: Floats | None = None
     teacher_action_logp: Floats | None = None
+    teacher_best_logp: Floats | None = None
+    """Of the rollout's `best_ids`."""
     teacher_ids: Ints | None = None
     teacher_topk_logp: Floats | None = None
     teacher_hidden: Floats | Ints | None = None
@@ -159,7 +181,7 @@ class Scored:
     def __post_init__(self) -> None:
         rollout = self.rollout
         who, n = f"scored {rollout.prompt.id}/{rollout.index}", rollout.trained_tokens
-        caches = [self.teacher_action_logp, self.teacher_topk_logp, self.teacher_hidden]
+        caches = [self.teacher_action_logp, self.teacher_best_logp, self.teacher_topk_logp, self.teacher_hidden]
         _require(sum(cache is not None for cache in caches) <= 1, who, "holds more than one teacher cache")
         if self.teacher_logp is None:
             _require(not self.teacher, who, f"teacher {self.teacher} left no log-prob of the emitted token")
@@ -171,6 +193,10 @@ class Scored:
             _require(same_shape, who, "teacher_action_logp and actions differ in shape")
             same = np.array_equal(self.teacher_action_logp[:, 0], self.teacher_logp, equal_nan=True)
             _require(same, who, "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)")
+        if self.teacher_best_logp is not None:
+            _require(rollout.best_ids is not None, who, "teacher_best_logp is of best_ids, and there are none")
+            same_shape = rollout.best_ids is not None and self.teacher_best_logp.shape == rollout.best_ids.shape
+            _require(same_shape, who, "teacher_best_logp and best_ids differ in shape")
         paired = (self.teacher_ids is None) == (self.teacher_topk_logp is None)
         _require(paired, who, "teacher_ids and teacher_topk_logp need each other")
         if self.teacher_ids is not None and self.teacher_topk_logp is not None:
@@ -201,6 +227,8 @@ class Header:
     rewards: dict[str, float] = field(default_factory=dict)
     teacher: str = ""
     """Who will score it, or has."""
+    greedy_tokens: int = 0
+    """On one member of a group that was just rolled out: tokens of the greedy answer that was drawn beside it."""
 
     @property
     def oldest(self) -> int:

@@ -101,7 +101,7 @@ def test_vllm_scores_as_the_model_does_here(cache: Any, k: int, server: str) -> 
         groups = await rolled()
         lm = load_model("builtin:teacher", dtype="float32", device="cpu")
         native = NativeScorer(lm, cache=cache, k=max(k, 1), name="main")
-        remote = HttpScorer(endpoint(server), cache=cache, k=k)
+        remote = HttpScorer(endpoint(server), k=k)
         here = [handle for group in groups for handle in await native.score(group)]
         there = await asyncio.gather(*[remote.score(group) for group in groups])
         native.close()

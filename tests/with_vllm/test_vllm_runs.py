@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,8 +16,12 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.plan.plan import plan
 from slipstream.runlog import read_lines
 
+DRAWS = {"kind": "reverse_kl_mc", "m": 4}
 
-def config_of(path: Path, *, runtime: str = "inline", schedule: str = "async", **sampler: object) -> Config:
+
+def config_of(
+    path: Path, *, runtime: str = "inline", schedule: str = "async", loss: dict[str, Any] = DRAWS, **sampler: object
+) -> Config:
     return parse(
         {
             "student": "builtin:student",
@@ -25,7 +30,7 @@ def config_of(path: Path, *, runtime: str = "inline", schedule: str = "async", *
             "teachers": {"main": {"model": "builtin:teacher"}},
             "sampler": {"engine": "vllm", "max_tokens": 80, "group": 2, "slots": 32, **sampler},
             "learner": {"batch_size": 32, "lr": 1e-3},
-            "loss": {"kind": "reverse_kl_mc", "m": 4},
+            "loss": loss,
             "data": {"eval": "builtin:arithmetic"},
             "task": {"reward": "exact"},
             "eval": {"every": 4, "prompts": 20, "temperature": 0},
@@ -35,11 +40,14 @@ def config_of(path: Path, *, runtime: str = "inline", schedule: str = "async", *
     )
 
 
-@pytest.mark.parametrize(("runtime", "schedule"), [("inline", "sync"), ("ray", "async")])
-def test_a_run(tmp_path: Path, runtime: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "schedule", "loss"),
+    [("inline", "sync", DRAWS), ("ray", "async", DRAWS), ("inline", "sync", {"kind": "reverse_kl_topk", "k": 8})],
+)
+def test_a_run(tmp_path: Path, runtime: str, schedule: str, loss: dict[str, Any]) -> None:
     """Publishes are checked by fingerprint, or the run would not end; what is on-policy is close to the learner."""
     said = io.StringIO()
-    path = train(config_of(tmp_path, runtime=runtime, schedule=schedule), Console(file=said), name="vllm")
+    path = train(config_of(tmp_path, runtime=runtime, schedule=schedule, loss=loss), Console(file=said), name="vllm")
     lines = read_lines(path / "metrics.jsonl")
     trained = [line for line in lines if line["kind"] == "train"]
     assert len(trained) == 4 and (path / "final" / "model.safetensors").exists()

@@ -35,7 +35,7 @@ TEACHER = "builtin:teacher"
 def scorer() -> Iterator[VllmScorer]:
     settings = Settings(TEACHER, "float32", 8, where="teachers.main")
     vocabulary = load_config(TEACHER).vocab_size
-    scorer = VllmScorer(settings, name="main", cache="teacher_topk", k=K, vocabulary=vocabulary)
+    scorer = VllmScorer(settings, name="main", k=K, vocabulary=vocabulary)
     try:
         yield scorer
     finally:

@@ -32,7 +32,7 @@ def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str
     config = load(DEMO, changes, say=say)
     tokenizer = load_tokenizer(config.student)
     prompts = eval_prompts(tokenizer, config.data, "builtin:arithmetic", split="eval", limit=PROMPTS, seed=config.seed)
-    grader = build_grader(GraderPlan(reward="exact"), tokenizer)
+    grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     sampling = Sampling(max_tokens=config.sampler.max_tokens, group=SAMPLES)
 
     def examine(model: str) -> Measured:

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from slipstream.commands.train import open_engines
 from slipstream.config.schema import Config, TeacherConfig
-from slipstream.engines.base import Engines
+from slipstream.engines.asked import rollout_sampling
+from slipstream.engines.base import Engines, greedy
 from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
@@ -167,13 +168,14 @@ async def arrival(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> li
 
 def rewarded(config: Config, group: Group) -> Group:
     """Answers that differ in their reward, so that a policy loss has something to learn from."""
-    if config.policy is None or config.task.reward is None:
+    if config.policy is None:
         return group
-    reward = config.task.reward
-    return [
-        Handle(replace(h.header, rewards={reward: float((h.header.number + i) % 2)}), h.body)
-        for i, h in enumerate(group)
-    ]
+    best = {greedy(name): 0.5 for name in config.task.reward if rollout_sampling(config).greedy}
+
+    def rewards(number: int) -> dict[str, float]:
+        return dict.fromkeys(config.task.reward, float(number % 2)) | best
+
+    return [Handle(replace(h.header, rewards=rewards(h.header.number + i)), h.body) for i, h in enumerate(group)]
 
 
 def by_itself(made: Plan) -> Plan | None:

@@ -44,9 +44,8 @@ class Measured:
 def measure(made: Evaluation, grader: PoolGrader) -> Measured:
     """Sampled and greedy answers of one model; many are graded by the same processes."""
     torch.set_num_threads(1)
-    sampler, sampling, reward = build_sampler(made.sampler, made.tokenizer), made.sampling, made.grader.reward
+    sampler, sampling, (reward,) = build_sampler(made.sampler, made.tokenizer), made.sampling, made.grader.rewards
     greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0)
-    assert reward is not None
 
     async def both() -> tuple[list[list[Handle]], list[list[Handle]]]:
         generate = Graded(sampler, grader).generate

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -12,4 +13,17 @@ Epsilon = Annotated[float, Field(gt=0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True
+    )
+
+    @classmethod
+    def settings(cls) -> dict[str, FieldInfo]:
+        """By the names that a config has for them."""
+        return {info.alias or name: info for name, info in cls.model_fields.items()}
+
+    @classmethod
+    def kinds(cls) -> tuple[str, ...]:
+        """The values of `kind` that it is the section of; none where there is no choice."""
+        kind: Any = cls.model_fields.get("kind")
+        return get_args(kind.annotation) if kind else ()

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from slipstream.config.base import Section
+from slipstream.config.losses import ALIASES
 from slipstream.config.schema import Config
 from slipstream.config.teacher import TeacherConfig, suited
 from slipstream.errors import ConfigError, did_you_mean
@@ -44,7 +45,7 @@ def parse(
     # kinds come first, so that a kind cannot discard what was written next to it
     for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
         tree = _override(tree, key.split("."), _value(text), notes.append)
-    tree = _for_endpoints(tree, notes.append)
+    tree = _for_endpoints(_by_our_names(tree), notes.append)
     try:
         # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
@@ -60,6 +61,15 @@ def _with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
     kinds = {name: info.default.kind for name, info in Config.model_fields.items() if hasattr(info.default, "kind")}
     below = {name: tree.get(name, {}) for name in kinds}
     return tree | {name: {"kind": kinds[name], **own} for name, own in below.items() if isinstance(own, dict)}
+
+
+def _by_our_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy in which a loss that has another name elsewhere has ours."""
+    loss = tree.get("loss")
+    kind = loss.get("kind") if isinstance(loss, dict) else None
+    return (
+        {**tree, "loss": {**tree["loss"], "kind": ALIASES[kind]}} if isinstance(kind, str) and kind in ALIASES else tree
+    )
 
 
 def _for_endpoints(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
@@ -107,9 +117,9 @@ def _explain(detail: ErrorDetails) -> str:
     dotted = ".".join(names)
     match detail["type"]:
         case "extra_forbidden" if holder:
-            return f"unknown key {dotted!r}; {did_you_mean(names[-1], holder.model_fields)}"
+            return f"unknown key {dotted!r}; {did_you_mean(names[-1], holder.settings())}"
         case "missing" if holder:
-            return f"{dotted!r} is missing: {holder.model_fields[names[-1]].description}"
+            return f"{dotted!r} is missing: {holder.settings()[names[-1]].description}"
         case "union_tag_invalid":
             kinds = detail["ctx"]["expected_tags"].replace("'", "").split(", ")
             return f"{dotted}.kind: {did_you_mean(detail['ctx']['tag'], kinds)}"
@@ -130,11 +140,11 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
             names.append(part)
             here = members[0]
         elif len(members) > 1:
-            here = next(member for member in members if member.model_fields["kind"].default == part)
+            here = next(member for member in members if part in member.kinds())
         elif members:
             holder = members[0]
             names.append(part)
-            here = holder.model_fields[part].annotation if part in holder.model_fields else None
+            here = holder.settings()[part].annotation if part in holder.settings() else None
         else:
             holder = None
     return names, holder
@@ -149,7 +159,7 @@ def _members(annotation: Any) -> list[type[Section]]:
 
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
     """Every setting as (dotted name, field, which kind it belongs to), for help texts."""
-    for name, info in section.model_fields.items():
+    for name, info in section.settings().items():
         members = _members(info.annotation)
         dotted = f"{prefix}{name}"
         if get_origin(info.annotation) is dict and members:
@@ -157,7 +167,7 @@ def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[
         if not members:
             yield dotted, info, ""
         for member in members:
-            kind = member.model_fields["kind"].default if len(members) > 1 else ""
+            kind = " | ".join(member.kinds()) if len(members) > 1 else ""
             for inner, field, _ in fields(member, f"{dotted}."):
                 yield inner, field, kind
 

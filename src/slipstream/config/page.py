@@ -49,11 +49,15 @@ def heading(section: str, *, several: bool) -> list[str]:
 def of_kind(section: str, kind: str, settings: dict[str, FieldInfo]) -> list[str]:
     lines = list[str]()
     if kind:
-        lines += [f'### {section}.kind = "{kind}"', "", settings.pop("kind").description or "", ""]
+        lines += [f"### {section}.kind = {named(kind)}", "", settings.pop("kind").description or "", ""]
     if not settings:
         return [*lines, "It has no settings."]
     lines += ["| setting | type and default | | what it is |", "| --- | --- | --- | --- |"]
     return lines + [row(name, info) for name, info in settings.items()]
+
+
+def named(kind: str) -> str:
+    return " or ".join(f'"{name}"' for name in kind.split(" | "))
 
 
 def row(name: str, info: FieldInfo) -> str:

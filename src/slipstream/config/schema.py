@@ -12,12 +12,20 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import Beta, Dtype, Section
-from slipstream.config.objective import CorrectionConfig, LossConfig, PolicyConfig, ReferenceConfig, ReverseKLMC
+from slipstream.config.losses import LossConfig, ReverseKLMC
+from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.teacher import SELF, problems
 from slipstream.config.teacher import TeacherConfig as TeacherConfig
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+RewardName = Literal["exact", "math"]
+
+
+def as_tuple(given: Any) -> Any:
+    """What a file may write as one name or as a list of them."""
+    names = [given] if isinstance(given, str) else given
+    return tuple(names) if isinstance(names, list) else names
 
 
 class DataConfig(Section):
@@ -136,10 +144,23 @@ class LearnerConfig(Section):
 
 
 class TaskConfig(Section):
-    reward: Literal["exact", "math"] | None = None
-    """How answers are graded: exact text, or math-verify. Rewards are logged, and are the accuracy of eval."""
+    reward: tuple[RewardName, ...] = ()
+    """How answers are graded: exact text, or math-verify; one name or a list. All are logged, the first one is the
+    accuracy of eval."""
     timeout: float = Field(10.0, gt=0)
-    """Seconds that grading one answer may take; longer counts as wrong, and is counted."""
+    """Seconds that grading one answer by one reward may take; longer counts as wrong, and is counted."""
+
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _one_or_several(cls, reward: Any) -> Any:
+        return () if reward is None else as_tuple(reward)
+
+    @field_validator("reward")
+    @classmethod
+    def _each_once(cls, reward: tuple[RewardName, ...]) -> tuple[RewardName, ...]:
+        if len(set(reward)) < len(reward):
+            raise ValueError(f"{', '.join(reward)} names a reward twice: write each once")
+        return reward
 
 
 class EvalConfig(Section):
@@ -171,8 +192,7 @@ class LogConfig(Section):
     @field_validator("to", mode="before")
     @classmethod
     def _one_or_several(cls, to: Any) -> Any:
-        names = [to] if isinstance(to, str) else to
-        return tuple(names) if isinstance(names, list) else names
+        return as_tuple(to)
 
 
 class RuntimeConfig(Section):
@@ -246,7 +266,7 @@ class Config(Section):
             )
         if self.eval.every and self.data.eval is None:
             raise ValueError("eval.every needs held-out prompts: set data.eval")
-        if self.eval.every and self.task.reward is None:
+        if self.eval.every and not self.task.reward:
             raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
         for setting, needed in self._idle():
             raise ValueError(f"{setting} does nothing without {needed}: set that, or drop {setting}")
@@ -254,7 +274,7 @@ class Config(Section):
 
     def _idle(self) -> Iterator[tuple[str, str]]:
         """Settings that were changed and would do nothing, and what they need for it."""
-        graded, evaluated = self.task.reward is not None, "every" in self.eval.model_fields_set
+        graded, evaluated = bool(self.task.reward), "every" in self.eval.model_fields_set
         several, tracked = len(self.teachers) > 1, bool(set(self.log.to) - {"tensorboard"})
         sections = [
             ("task", self.task, ("timeout",), graded, "task.reward"),
@@ -281,7 +301,7 @@ class Config(Section):
             raise ValueError(problem)
         if not self.loss.weight and self.policy is None:
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
-        if self.policy is not None and self.task.reward is None:
+        if self.policy is not None and not self.task.reward:
             raise ValueError('[policy] learns from rewards: set task.reward, for example "exact"')
         if self.reference is not None and self.reference.into == "reward" and self.policy is None:
             raise ValueError('reference.into = "reward" needs [policy], whose rewards it changes: write "loss"')

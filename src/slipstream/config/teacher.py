@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import Dtype, Section
-from slipstream.config.objective import ForwardKL, LossConfig
+from slipstream.config.losses import LOSSES, LossConfig, caches
 
 SELF = "self"
 """As `model`: the student as it was at the start."""
@@ -143,8 +143,7 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
                 "one of them another key"
             )
         keys[key] = name
-    cache = getattr(loss, "cache", "sampled")
-    if len(teachers) > 1 and cache == "hidden":
+    if len(teachers) > 1 and loss.asks.cache == "hidden":
         yield (
             f'loss.kind = "{loss.kind}" with cache = "hidden" applies the head of one teacher: with several write '
             'cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
@@ -154,28 +153,32 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
             yield from beyond_endpoint(f"teachers.{name}", teacher, loss)
 
 
-def beyond_endpoint(where: str, teacher: TeacherConfig, loss: Any) -> Iterator[str]:
-    k, cache = getattr(loss, "k", 0), getattr(loss, "cache", "sampled")
+def beyond_endpoint(where: str, teacher: TeacherConfig, loss: LossConfig) -> Iterator[str]:
+    asks, here = loss.asks, "or run the teacher here (no base_url)"
     if loss.temperature != 1:
         yield (
             f"loss.temperature = {loss.temperature:g}: {where} is an endpoint, which scores at temperature 1 only: "
-            "write loss.temperature = 1, or run the teacher here (no base_url)"
+            f"write loss.temperature = 1, {here}"
         )
-    if cache == "hidden":
-        other = 'loss.kind = "reverse_kl_mc"' if loss.kind == "reverse_kl" else 'loss.cache = "teacher_topk"'
+    if asks.cache == "hidden":
+        topk = "teacher_topk" in caches(type(loss))
+        other = 'loss.cache = "teacher_topk"' if topk else 'loss.kind = "reverse_kl_mc"'
+        yield f'loss.cache = "hidden": {where} is an endpoint, which gives no hidden states: write {other}, {here}'
+    if asks.cache == "student_topk":
         yield (
-            f'loss.cache = "hidden": {where} is an endpoint, which gives no hidden states: write {other}, or run the '
-            "teacher here (no base_url)"
+            f'loss.kind = "{loss.kind}": {where} is an endpoint, which scores the emitted token and none of the '
+            f'student\'s other {asks.k}: write loss.kind = "forward_kl", {here}'
         )
-    if cache == "sampled" and loss.m > 1:
+    if asks.draws > 1:
         yield (
-            f"loss.m = {loss.m}: {where} is an endpoint, which scores the emitted token and no other draws: write "
-            "loss.m = 1, or run the teacher here (no base_url)"
+            f"loss.m = {asks.draws}: {where} is an endpoint, which scores the emitted token and no other draws: write "
+            f"loss.m = 1, {here}"
         )
-    if cache == "teacher_topk" and k > teacher.max_logprobs:
+    if asks.cache == "teacher_topk" and asks.k > teacher.max_logprobs:
         yield (
-            f"loss.k = {k}: {where} gives {teacher.max_logprobs} log-probs per token: write loss.k = "
-            f"{teacher.max_logprobs}, or start its server with --max-logprobs {k} and write {where}.max_logprobs = {k}"
+            f"loss.k = {asks.k}: {where} gives {teacher.max_logprobs} log-probs per token: write loss.k = "
+            f"{teacher.max_logprobs}, or start its server with --max-logprobs {asks.k} and write {where}.max_logprobs "
+            f"= {asks.k}"
         )
 
 
@@ -184,14 +187,16 @@ def suited(loss: dict[str, Any], most: int) -> dict[str, Any]:
 
     `loss` is what was written: only what it leaves open changes.
     """
+    row = LOSSES.get(str(loss.get("kind")))
+    if row is None:
+        return {}
     changes: dict[str, Any] = {}
-    match loss.get("kind"):
-        case "reverse_kl_mc" if "m" not in loss:
-            changes = {"m": 1}
-        case "forward_kl" | "jsd" as kind:
-            if kind == "jsd" and "cache" not in loss:
-                changes = {"cache": "teacher_topk"}
-            topk = (loss | changes).get("cache", "teacher_topk") == "teacher_topk"
-            if topk and "k" not in loss and most < ForwardKL.model_fields["k"].default:
-                changes["k"] = most
+    defaults = {name: info.default for name, info in row.model_fields.items()} | loss
+    if "m" in defaults and "m" not in loss:
+        changes["m"] = 1
+    if "teacher_topk" in caches(row):
+        if "cache" not in loss and defaults["cache"] == "hidden":
+            changes["cache"] = "teacher_topk"
+        if (defaults | changes)["cache"] == "teacher_topk" and "k" not in loss and most < defaults["k"]:
+            changes["k"] = most
     return changes

@@ -1,27 +1,24 @@
-"""What a config asks of samplers and scorers."""
+"""What a config asks of samplers."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-from slipstream.config.objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
+from slipstream.config.losses import Asks
 from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
 
-Cache = Literal["sampled", "teacher_topk", "hidden"]
-"""What a teacher's answer holds."""
-
 
 def rollout_sampling(config: Config) -> Sampling:
-    sampler = config.sampler
+    sampler, asks = config.sampler, asked_by_loss(config)
     return Sampling(
         max_tokens=sampler.max_tokens,
         group=sampler.group,
-        draws=config.loss.m if config.loss.kind == "reverse_kl_mc" and config.loss.weight else 1,
+        draws=asks.draws if asks else 1,
+        best=asks.k if asks and asks.cache == "student_topk" else 0,
         temperature=sampler.temperature,
         top_p=sampler.top_p,
         top_k=sampler.top_k,
         min_p=sampler.min_p,
+        greedy=config.policy is not None and config.policy.advantage == "remax",
     )
 
 
@@ -29,11 +26,6 @@ def eval_sampling(config: Config) -> Sampling:
     return Sampling(max_tokens=config.sampler.max_tokens, group=config.eval.n, temperature=config.eval.temperature)
 
 
-def cache_of(config: Config) -> tuple[Cache, int]:
-    match config.loss:
-        case ReverseKLMC():
-            return "sampled", 0
-        case ReverseKL():
-            return "hidden", 0
-        case ForwardKL(cache=cache, k=k) | JSD(cache=cache, k=k):
-            return cache, k
+def asked_by_loss(config: Config) -> Asks | None:
+    """Nothing where there is no distillation."""
+    return config.loss.asks if config.loss.weight else None

@@ -6,12 +6,13 @@ this process, or a reference to it elsewhere.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Ints, Prompt, Rollout
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
@@ -27,10 +28,15 @@ class Sampling:
     max_tokens: int
     group: int = 1
     draws: int = 1
+    """At every position, the emitted token among them."""
+    best: int = 0
+    """How many of the likeliest ids are recorded at every position, beside the draws."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    greedy: bool = False
+    """Beside the group, an answer drawn greedily and graded, of which only the rewards stay (see `Graded`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +152,50 @@ class Grader(Protocol):
     async def grade(self, group: Group) -> list[Handle]: ...
 
 
+def greedy(reward: str) -> str:
+    """The name under which the greedy answer's reward stands beside a response's own."""
+    return f"greedy_{reward}"
+
+
 class Graded:
-    """A sampler whose responses come with their rewards; one that failed has none, which is not a reward of 0."""
+    """A sampler whose responses come with their rewards; one that failed has none, which is not a reward of 0.
+
+    With `sampling.greedy` they also come with the rewards of the greedy answer to their prompt. That answer itself ends
+    here: nobody scores it or learns from it, and `Header.greedy_tokens` of the first response says what it cost.
+    """
 
     def __init__(self, sampler: Sampler, grader: Grader) -> None:
         self.sampler, self.grader, self.publish = sampler, grader, sampler.publish
 
     async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        if not sampling.greedy:
+            return await self._graded(prompt, sampling)
+        drawn = replace(sampling, greedy=False)
+        try:
+            async with asyncio.TaskGroup() as calls:  # whoever cancels, or fails, ends both
+                members = calls.create_task(self._graded(prompt, drawn))
+                best = calls.create_task(self._graded(prompt, Sampling(max_tokens=sampling.max_tokens, temperature=0)))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return beside(best.result()[0].header, members.result())
+
+    async def _graded(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
         group = await self.sampler.generate(prompt, sampling)
         answered = [handle for handle in group if handle.header.finish != "error"]
         graded = {handle.header.index: handle for handle in (await self.grader.grade(answered) if answered else ())}
         return [graded.get(handle.header.index, handle) for handle in group]
+
+
+def beside(best: Header, group: Group) -> list[Handle]:
+    """The group with the rewards of the greedy answer to its prompt. If there is none, there is nothing to learn."""
+    if best.finish == "error":
+        return [Handle(replace(handle.header, finish="error"), handle.body) for handle in group]
+    rewards = {greedy(name): reward for name, reward in best.rewards.items()}
+    costs = [best.tokens, *[0] * (len(group) - 1)]
+    return [
+        Handle(replace(h.header, rewards=h.header.rewards | rewards, greedy_tokens=cost), h.body)
+        for h, cost in zip(group, costs, strict=True)
+    ]
 
 
 def of_teacher(found: Mapping[str, T], teacher: str) -> T:

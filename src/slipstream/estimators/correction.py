@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.drift import floats
-from slipstream.estimators.methods import Scope
 from slipstream.estimators.numerics import RATIO_BOUND, floored, unknown
 from slipstream.estimators.ratio import (
     CTPO_CLIP,
@@ -37,6 +36,7 @@ from slipstream.estimators.ratio import (
     weight_metrics,
 )
 from slipstream.estimators.ratio import SCOPE as UNIT_SCOPE
+from slipstream.scope import Scope
 
 Bounds = Mapping[str, Threshold]
 """Rejection modes and their bounds; a sample must pass all of them."""
@@ -246,6 +246,7 @@ class CorrectionPreset:
     is_normalize: bool = False
     rs: Bounds | None = None
     loss: Literal["ppo_clip", "reinforce"] | None = None
+    ctpo_clip: float = CTPO_CLIP
     verl_compat: bool = False
 
     def __post_init__(self) -> None:
@@ -255,7 +256,9 @@ class CorrectionPreset:
         if self.loss not in (*LOSSES_OF, None):
             raise unknown("loss of a correction", str(self.loss), LOSSES_OF)
         if self.mode is None and self.corrects:
-            raise ValueError("weights and rejection need a mode: 'decoupled' or 'bypass' say what they are measured to")
+            raise ValueError(
+                "weights and rejection need a mode: a preset 'decoupled_…' or 'bypass_…' says what they are measured to"
+            )
 
     @property
     def corrects(self) -> bool:

@@ -81,8 +81,8 @@ def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, ren
 def reverse_kl_topk(
     logp_NK: Tensor,
     logq_NK: Tensor,
-    *,
     behavior_logp: Tensor | None = None,
+    *,
     tail: bool = False,
     renormalise: bool = True,
 ) -> Tensor:
@@ -125,6 +125,12 @@ def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.
             logm_NV = torch.logaddexp(logq_NV + weights[0], logp_NV + weights[1])
             return beta * _kl(logq_NV, logm_NV) + (1 - beta) * _kl(logp_NV, logm_NV)
     raise unknown("kind of divergence", kind, get_args(DenseKind))
+
+
+def jsd_topk(logp_NK: Tensor, logq_NK: Tensor, *, beta: float = 0.5) -> Tensor:
+    """The generalised JSD on the teacher's top-k, the remaining mass of both being one more bucket."""
+    same_matrix(logp=logp_NK, logq=logq_NK)
+    return dense(with_tail(logp_NK), with_tail(logq_NK), kind="jsd", beta=beta)
 
 
 def with_tail(logp_NK: Tensor) -> Tensor:

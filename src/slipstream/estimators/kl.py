@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.aggregate import Mode, aggregate
-from slipstream.estimators.divergence import kl_estimate
-from slipstream.estimators.methods import Scope
-from slipstream.estimators.numerics import blanked, bounded_exp, carried, floored
+from slipstream.estimators.divergence import clamped, kl_estimate, raised
+from slipstream.estimators.numerics import blanked, bounded_exp, carried, floored, same_matrix
+from slipstream.estimators.policy.token import vanilla
 from slipstream.estimators.ratio import same_rows
+from slipstream.scope import Scope
 
 Metrics = dict[str, Tensor]
 SCOPE: dict[str, Scope] = {"kl_loss": "token", "kl_reward": "token"}
@@ -65,13 +66,10 @@ def kl_reward(
     """Rewards less β times the KL estimate of each token, detached; metrics hold `kl_reward`, its mean.
 
     r − β·sg(k1).  (Ziegler et al., 1909.08593.) The policy gradient turns k1 into the gradient of the KL, and no other
-    kind: those that are never negative also charge the tokens that the reference likes better.
+    kind: abs, k2 and k3, as verl offers them, are never negative, so they also charge the tokens that the reference
+    likes better. That is a price of leaving it in either direction, and not the gradient of the KL.
     When the advantage should see the price of drifting. Masked rewards come back as 0.
     """
-    if kind not in ("k1", "k1+", "kl"):
-        raise ValueError(
-            f"{kind} in the reward charges tokens that the reference likes better, too: use k1, or kl_loss"
-        )
     same_rows(rewards=rewards_BT, logp=logp_BT, logp_ref=logp_ref_BT, mask=mask_BT)
     dtype = torch.promote_types(torch.promote_types(logp_BT.dtype, rewards_BT.dtype), torch.float32)
     tensors = (rewards_BT.to(dtype), floored(logp_BT.detach().to(dtype)), floored(logp_ref_BT.detach().to(dtype)))
@@ -120,3 +118,33 @@ def ess_lr(*, ess: float) -> float:
     if not ess >= 0:
         raise ValueError(f"ess must be a share of the batch, got {ess}")
     return min(ess, 1.0)
+
+
+def kl_as_reward(
+    logp_NM: Tensor,
+    behavior_logp_NM: Tensor,
+    logq_NM: Tensor,
+    *,
+    kind: str,
+    clip: float | tuple[float, float] = 0.2,
+    dual_clip: float = 3.0,
+    loss_max_clamp: float | None = None,
+    log_prob_min_clamp: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """PPO on the draws with A = −sg(kl_estimate): what verl calls policy-gradient distillation.
+
+    The clamps are those of the estimate, not of the ratio p_θ/p_old. On-policy and with k1 its mean gradient is that of
+    KL(p‖q). For one stochastic reward per token where a policy gradient is wanted anyway.
+    """
+    same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    ends = (raised(x.detach(), log_prob_min_clamp=log_prob_min_clamp) for x in (logp_NM, logq_NM))
+    advantage_NM = -clamped(kl_estimate(*ends, kind=kind), loss_max_clamp=loss_max_clamp)
+    logp_NM, behavior_NM = floored(logp_NM), floored(behavior_logp_NM)
+    loss_NM, acted_NM = vanilla(
+        logp_NM, behavior_NM, advantage_NM, torch.ones_like(logp_NM), clip_low=low, clip_high=high, dual_clip=dual_clip
+    )
+    ratio_NM = bounded_exp(logp_NM - behavior_NM).detach()
+    found = {"ratio": ratio_NM, "advantage": advantage_NM, "clip_fraction": acted_NM.to(ratio_NM.dtype)}
+    means = {name: x_NM.mean(-1) for name, x_NM in found.items()}
+    return loss_NM.mean(-1), means | {"ratio_max": ratio_NM.amax(-1)}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.estimators.methods import Scope
 from slipstream.estimators.numerics import RATIO_BOUND, bounded, bounded_exp, same_shape, unknown
+from slipstream.scope import Scope
 
 Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
 Threshold = float | tuple[float, float]

@@ -106,8 +106,15 @@ def m2po(
     `m2po(…, mask=keep_NM[part], budget=math.inf)`. For stale data whose trouble is a heavy tail of ratios.
     """
     keep_NM, batch = m2po_mask(logp_NM, behavior_logp_NM, logq_NM, mask=mask, budget=budget)
-    loss_N, metrics = mc_reverse_kl(*blanked(keep_NM, logp_NM, behavior_logp_NM, logq_NM))
+    loss_N, metrics = kept_reverse_kl(logp_NM, behavior_logp_NM, logq_NM, keep_NM)
     return loss_N, metrics | {name: value.to(loss_N.dtype).expand(loss_N.shape) for name, value in batch.items()}
+
+
+def kept_reverse_kl(
+    logp_NM: Tensor, behavior_logp_NM: Tensor, logq_NM: Tensor, keep_NM: Tensor
+) -> tuple[Tensor, Metrics]:
+    """`mc_reverse_kl` of the draws that a choice keeps; the others are 0, and still count in the mean over draws."""
+    return mc_reverse_kl(*blanked(keep_NM, logp_NM, behavior_logp_NM, logq_NM))
 
 
 def m2po_mask(

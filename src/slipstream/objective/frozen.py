@@ -8,22 +8,34 @@ Shapes: B samples, T positions (of one sample, or of the longest).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Metrics
+from slipstream.engines.base import Metrics, greedy
 from slipstream.estimators.advantage import advantage
+from slipstream.estimators.advantage.token import logit_energy
 from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_reward
 from slipstream.estimators.policy import LOSSES
 from slipstream.estimators.policy import prepare as choose
-from slipstream.objective.method import Method
+from slipstream.objective.method import Method, formula
 from slipstream.records import Scored, derive_seed
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Log-probs of all draws at the trained tokens, at the temperature of the distillation loss."""
+
+    current_NM: Tensor
+    behavior_NM: Tensor
+    teacher_NM: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +43,20 @@ class Evidence:
     """A sample as seen before its first gradient: tensors over its T tokens."""
 
     group: int
-    reward: float = 0.0
+    rewards: Mapping[str, float] = field(default_factory=dict)
     mask_T: Tensor
     behavior_T: Tensor
     """Log-probs of the emitted tokens under what drew them; the others are the learner's at some version."""
     old_T: Tensor | None = None
     current_T: Tensor | None = None
+    squares_T: Tensor | None = None
+    """Σ_v π_v² of the learner as it is."""
     reference_T: Tensor | None = None
+    turn_T: Tensor | None = None
+    """The number of the call that drew each token."""
     kl_T: Tensor | None = None
     """KL(what drew the token ‖ the learner as it is), over the vocabulary; infinite where that version is gone."""
+    draws: Draws | None = None
     missing: int = 0
     """Tokens whose version the learner no longer has: what drew them stands for it."""
 
@@ -57,6 +74,11 @@ class Frozen:
     """What a batch-scope method picked."""
     proximal_T: Tensor | None = None
     reference_T: Tensor | None = None
+    proximal_NM: Tensor | None = None
+    """Of all draws at its trained tokens: their log-probs as the batch came, and which of them a choice keeps."""
+    keep_NM: Tensor | None = None
+    beta: float = 0.0
+    """What the KL to the reference counts."""
     positive: bool = False
     """Its advantages, as they are used, sum to more than 0."""
 
@@ -67,12 +89,16 @@ def behavior_of(sample: Scored) -> Tensor:
     return torch.from_numpy(np.where(rollout.loss_mask, rollout.logp, 0))
 
 
-def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[list[Frozen], Metrics]:
+def freeze(
+    batch: Sequence[Evidence], method: Method, *, update: int, beta: float | None = None
+) -> tuple[list[Frozen], Metrics]:
+    """`beta`: what the KL to the reference counts by now, where it is steered."""
+    beta = method.beta if beta is None else beta
     mask_BT = padded([sample.mask_T for sample in batch])
     behavior_BT, old_BT = padded([s.behavior_T for s in batch]), padded([_old(sample) for sample in batch])
-    groups_B = torch.tensor([sample.group for sample in batch])
+    rewards = Rewards(batch, method, old_BT, beta)
     found: dict[str, Tensor] = {"old_T": old_BT}
-    metrics: Metrics = {}
+    metrics: Metrics = {"reference/beta": beta} if method.steers else {}
     if method.decoupled:
         gap = offpolicy_metrics(old_BT, behavior_BT, mask_BT)
         metrics |= {f"mismatch/{name}": value for name, value in gap.items()}
@@ -84,21 +110,21 @@ def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[l
             old_BT if method.decoupled else _current(batch),
             behavior_BT,
             mask_BT,
-            **_evidence(batch, method, mask_BT, groups_B, old_BT),
+            **_evidence(batch, method, rewards, mask_BT),
         )
         kept_BT = correction.mask
         metrics |= {f"correction/{name}": value for name, value in correction.metrics.items()}
         if correction.weights is not None:
             found["weight_T"] = correction.weights
     if method.rejects("seq_max_kl"):
-        gone_BT = padded([_present(sample.kl_T) for sample in batch]).isinf() & (mask_BT != 0)
+        gone_BT = padded([present(sample.kl_T) for sample in batch]).isinf() & (mask_BT != 0)
         metrics["kl_missing"] = int(gone_BT.sum()) / max(int((mask_BT != 0).sum()), 1)
     positive_B = torch.zeros(len(batch), dtype=torch.bool)
     if method.policy is not None:
         policy = method.policy
-        found["advantage_T"] = advantage_BT = _advantages(batch, method, kept_BT, groups_B, old_BT)
+        found["advantage_T"] = advantage_BT = rewards.advantages(kept_BT, found.get("weight_T"))
         positive_B = advantage_BT.masked_fill(kept_BT == 0, 0.0).sum(-1) > 0
-        metrics |= _spread(batch, advantage_BT, kept_BT)
+        metrics |= rewards.metrics(advantage_BT, kept_BT)
         if method.proximal:
             found["proximal_T"] = _current(batch)
         if method.chooses:
@@ -106,11 +132,18 @@ def freeze(batch: Sequence[Evidence], method: Method, *, update: int) -> tuple[l
                 policy.loss, _current(batch), old_BT, advantage_BT, kept_BT, **_options(method, update)
             )
             metrics |= {f"policy/{name}": float(value) for name, value in of_choice.items()}
+    keep: Sequence[Tensor | None] = [None] * len(batch)
+    if method.loss.weight and method.loss.asks.chooses:
+        keep, of_choice = _kept_draws(batch, method, kept_BT)
+        metrics |= {f"distill/{name}": float(value) for name, value in of_choice.items()}
     return [
         Frozen(
             mask_T=kept_BT[row, : len(sample.mask_T)].bool(),
             behavior_T=sample.behavior_T,
             reference_T=sample.reference_T,
+            proximal_NM=sample.draws.current_NM if sample.draws is not None else None,
+            keep_NM=keep[row],
+            beta=beta,
             positive=bool(positive_B[row]),
             **{name: value_BT[row, : len(sample.mask_T)] for name, value_BT in found.items()},
         )
@@ -126,43 +159,115 @@ def _old(sample: Evidence) -> Tensor:
     return sample.behavior_T if sample.old_T is None else sample.old_T
 
 
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a pass that the method needs was not made"
-    return tensor
+def present(found: T | None) -> T:
+    assert found is not None, "a pass that the method needs was not made"
+    return found
 
 
 def _current(batch: Sequence[Evidence]) -> Tensor:
-    return padded([_present(sample.current_T) for sample in batch])
+    return padded([present(sample.current_T) for sample in batch])
 
 
-def _evidence(
-    batch: Sequence[Evidence], method: Method, mask_BT: Tensor, groups_B: Tensor, old_BT: Tensor
-) -> dict[str, Any]:
-    """Rejection by the sign of advantages looks at them as they are before it."""
+def _evidence(batch: Sequence[Evidence], method: Method, rewards: Rewards, mask_BT: Tensor) -> dict[str, Any]:
+    """What corrections look at beside log-probs. Rejection by the sign of advantages sees them as before it."""
     found: dict[str, Any] = {}
+    if method.correction.is_level == "turn":
+        found["turns"] = padded([present(sample.turn_T) for sample in batch])
     if method.rejects("negative_seq"):
-        found |= {"advantages": _advantages(batch, method, mask_BT, groups_B, old_BT), "current": _current(batch)}
+        found |= {"advantages": rewards.advantages(mask_BT, None), "current": _current(batch)}
     if method.rejects("seq_max_kl"):
-        found["kl"] = padded([_present(sample.kl_T) for sample in batch])
+        found["kl"] = padded([present(sample.kl_T) for sample in batch])
     return found
 
 
-def _advantages(batch: Sequence[Evidence], method: Method, mask_BT: Tensor, groups_B: Tensor, old_BT: Tensor) -> Tensor:
-    """Rewards stand on the last token that is left of a row."""
-    assert method.policy is not None
-    rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
-    for row, sample in enumerate(batch):
-        if mask_BT[row].any():
-            rewards_BT[row, int(mask_BT[row].nonzero().max())] = sample.reward
-    reference = method.reference
-    if reference is not None and reference.into == "reward":
-        reference_BT = padded([_present(sample.reference_T) for sample in batch])
-        rewards_BT, _ = kl_reward(rewards_BT, old_BT, reference_BT, mask_BT, beta=reference.weight)
-    policy = method.policy
-    if int((mask_BT != 0).sum()) < 2:
-        return torch.zeros_like(rewards_BT)  # nothing is left to compare
-    found: Tensor = advantage(policy.advantage, rewards_BT, mask_BT, groups=groups_B, **policy.advantage_options)
-    return found
+class Rewards:
+    """What the rewards of a batch make of its tokens: of those that are there, and of those that are left."""
+
+    def __init__(self, batch: Sequence[Evidence], method: Method, old_BT: Tensor, beta: float) -> None:
+        self.batch, self.method, self.old_BT, self.beta = batch, method, old_BT, beta
+        self.charged: Metrics = {}
+        """The KL that was last taken off the rewards."""
+        self.group_B = torch.tensor([sample.group for sample in batch])
+        self.of_each = {name: self._named(name) for name in method.rewards}
+        self.reward_B = self._summed(self.of_each)
+
+    def advantages(self, mask_BT: Tensor, weight_BT: Tensor | None) -> Tensor:
+        """Of the tokens in the mask, [B, T]; rewards stand on the last of them in a row."""
+        policy, reference = self.method.policy, self.method.reference
+        assert policy is not None
+        rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+        for row, mask_T in enumerate(mask_BT):
+            if mask_T.any():
+                rewards_BT[row, int(mask_T.nonzero().max())] = self.reward_B[row]
+        if reference is not None and reference.into == "reward":
+            reference_BT = padded([present(sample.reference_T) for sample in self.batch])
+            kind = reference.estimate or "k1"
+            rewards_BT, found = kl_reward(rewards_BT, self.old_BT, reference_BT, mask_BT, beta=self.beta, kind=kind)
+            self.charged = {"reference/kl": float(found["kl_reward"])}
+        if int((mask_BT != 0).sum()) < 2:
+            return torch.zeros_like(rewards_BT)  # nothing is left to compare
+        evidence = self._evidence(mask_BT, weight_BT)
+        advantage_BT: Tensor = advantage(
+            policy.advantage, rewards_BT, mask_BT, groups=self.group_B, **policy.advantage_options, **evidence
+        )
+        return advantage_BT
+
+    def _evidence(self, mask_BT: Tensor, weight_BT: Tensor | None) -> dict[str, Any]:
+        """What some advantages need beside rewards."""
+        match self.method.policy and self.method.policy.advantage:
+            case "gdpo":
+                return {"components": self.of_each, "component_weights": self.method.rewards}
+            case "remax":
+                best = {name: self._named(greedy(name)) for name in self.method.rewards}
+                return {"greedy_rewards": self._summed(best)}
+            case "optimal_token_baseline":
+                return {"logp": _current(self.batch), "sum_pi_squared": self._squares(), "weights": weight_BT}
+            case "opob":
+                energy_BT = logit_energy(_current(self.batch), self._squares()) * (mask_BT != 0)
+                if weight_BT is not None:  # one weight for each token: ‖Σ_t w_t g_t‖², which is w²‖g‖² where they agree
+                    energy_BT = energy_BT * weight_BT.square()
+                return {"weights": torch.ones(len(mask_BT)), "grad_norm_squared": energy_BT.sum(-1)}
+        return {}
+
+    def _named(self, name: str) -> Tensor:
+        return torch.tensor([sample.rewards[name] for sample in self.batch], dtype=torch.float64)
+
+    def _summed(self, of_each: Mapping[str, Tensor]) -> Tensor:
+        """Each by its weight, [B]."""
+        zero_B = torch.zeros(len(self.batch), dtype=torch.float64)
+        return sum((weight * of_each[name] for name, weight in self.method.rewards.items()), start=zero_B)
+
+    def _squares(self) -> Tensor:
+        return padded([present(sample.squares_T) for sample in self.batch])
+
+    def metrics(self, advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
+        """Rewards of the rows that are left, and how many are moved: where a group agrees nothing is learned."""
+        left_B = (mask_BT != 0).any(-1)
+        moved_B = ((advantage_BT != 0) & (mask_BT != 0)).any(-1)
+        rows = max(int(left_B.sum()), 1)
+        parts = self.of_each if len(self.of_each) > 1 else {}
+        return self.charged | {
+            "policy/reward": float(self.reward_B[left_B].sum()) / rows,
+            "policy/rows_moved": int(moved_B.sum()) / rows,
+            **{f"policy/reward/{name}": float(reward_B[left_B].sum()) / rows for name, reward_B in parts.items()},
+        }
+
+
+def _kept_draws(
+    batch: Sequence[Evidence], method: Method, kept_BT: Tensor
+) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+    """What a distillation loss of batch scope chooses among all draws of tokens that are left."""
+    asks = method.loss.asks
+    draws = [present(sample.draws) for sample in batch]
+    valid = [kept_BT[row, : len(sample.mask_T)][sample.mask_T] for row, sample in enumerate(batch)]
+    keep_NM, metrics = formula(asks.chooses)(
+        torch.cat([each.current_NM for each in draws]),
+        torch.cat([each.behavior_NM for each in draws]),
+        torch.cat([each.teacher_NM for each in draws]),
+        mask=torch.cat(valid),
+        **asks.choice,
+    )
+    return torch.split(keep_NM, [len(valid_N) for valid_N in valid]), metrics
 
 
 def _options(method: Method, update: int) -> dict[str, Any]:
@@ -171,10 +276,3 @@ def _options(method: Method, update: int) -> dict[str, Any]:
     if "generator" in LOSSES[method.policy.loss].options:
         options["generator"] = torch.Generator().manual_seed(derive_seed(method.seed, "choice", update))
     return options
-
-
-def _spread(batch: Sequence[Evidence], advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
-    """Rewards, and how many rows an advantage moves: where a group agrees there is nothing to learn."""
-    moved = ((advantage_BT != 0) & (mask_BT != 0)).any(-1).double().mean()
-    rewards = torch.tensor([sample.reward for sample in batch], dtype=torch.float64)
-    return {"policy/reward": float(rewards.mean()), "policy/rows_moved": float(moved)}

@@ -5,8 +5,7 @@ whole rows, or is at another temperature, has a pass of its own. Metrics are div
 those of micro-batches add up. Guarantor of invariant 5: every loss is a sum divided by counts that it
 was given, so how a batch is cut, and in which order its parts come, changes nothing.
 
-Shapes: N trained tokens, C rows of a chunk, M cached actions, K support, V vocabulary, D teacher's hidden size,
-B samples, T positions.
+Shapes: N trained tokens, C rows of a chunk, M ids of a row, V vocabulary, B samples, T positions.
 """
 
 from __future__ import annotations
@@ -19,22 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.config.objective import JSD, ForwardKL, ReverseKL, ReverseKLMC
-from slipstream.estimators.divergence import dense, forward_kl_topk, support_mass, with_tail
 from slipstream.estimators.kl import kl_loss
-from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_at, merge_metrics, reduced
+from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_and_entropy_at, merge_metrics, reduced
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
-from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.objective.distillation import Distillation, LossOfRows
 from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.method import Method
 from slipstream.records import Counts, Scored
 from slipstream.vocabulary import extreme
 
 Metrics = dict[str, Tensor]
-LossOfRows = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
-"""(student's log-probs at the ids, which rows) → (loss per row, metrics per row)."""
 DENSE = 4
 """A loss over the vocabulary has a dozen tensors of its size: chunks are by so much smaller."""
 Cut = Callable[[Tensor], Tensor]
@@ -43,11 +38,10 @@ Cut = Callable[[Tensor], Tensor]
 
 class Objective:
     def __init__(self, method: Method, teacher_head: Head | None = None) -> None:
-        self.method, self.teacher_head = method, teacher_head
-        loss, reference = method.loss, method.reference
-        self.distils = loss.weight > 0
+        self.method, loss, reference = method, method.loss, method.reference
+        self.distillation = Distillation(loss, teacher_head) if loss.weight else None
         self.has_others = method.policy is not None or (reference is not None and reference.into == "loss")
-        self.rides = not method.by_row and not (self.distils and loss.temperature != method.temperature)
+        self.rides = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
         """Everything is of token scope and at one temperature: one pass of the fused head."""
 
     def __call__(
@@ -58,14 +52,15 @@ class Objective:
         hidden_NH, weight, bias = head.inputs(hidden_NH)
         shape: dict[str, Any] = {"bias": bias, **head.bend}
         losses, metrics = list[Tensor](), Metrics()
-        if self.distils or self.rides:
+        if self.distillation or self.rides:
             loss, metrics, logp_N = self._fused(hidden_NH, weight, shape, samples, terms)
             losses.append(loss)
         if not self.rides:
             with torch.set_grad_enabled(self.has_others):
-                logp_N = logprobs_at(
+                logp_N1, entropy_N = logprobs_and_entropy_at(
                     hidden_NH, weight, terms.tokens_N[:, None], temperature=self.method.temperature, **shape
-                )[:, 0]
+                )
+            logp_N, metrics = logp_N1[:, 0], terms.entropy(entropy_N, slice(None)) | metrics
             if self.has_others:
                 loss, found = terms.others(terms.rows(logp_N), terms.rows)
                 losses.append(loss)
@@ -77,80 +72,40 @@ class Objective:
         self, hidden_NH: Tensor, weight_VH: Tensor, shape: Mapping[str, Any], samples: Sequence[Scored], terms: Terms
     ) -> tuple[Tensor, Metrics, Tensor]:
         method, emitted_N = self.method, torch.zeros_like(terms.behavior_N)
-        ids_NM, distilled = self._distillation(samples, terms) if self.distils else (terms.tokens_N[:, None], None)
+        ids_NM: Tensor | None = terms.tokens_N[:, None]
+        distilled: LossOfRows | None = None
+        temperature, best = method.temperature, 0
+        if self.distillation is not None:
+            ids_NM, distilled = self.distillation(samples, terms.frozen, terms.tokens_N, terms.dtype)
+            temperature, best = self.distillation.temperature, self.distillation.best
 
-        def loss_of_chunk(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+        def loss_of_chunk(logp_CM: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
             emitted_C = logp_CM[:, 0] if ids_NM is not None else logp_CM.gather(1, terms.tokens_N[rows, None])[:, 0]
             emitted_N[rows] = emitted_C.detach()
-            losses, metrics = list[Tensor](), Metrics()
+            losses, metrics = list[Tensor](), terms.entropy(entropy, rows)
             if distilled is not None:
-                loss, metrics = terms.distilled(*distilled(logp_CM, rows), rows)
+                loss, found = terms.distilled(*distilled(logp_CM, rows, **beside), rows)
                 losses.append(loss)
+                metrics |= found
             if self.rides and self.has_others:
                 loss, found = terms.others(emitted_C[None], lambda x_N: x_N[rows][None])
                 losses.append(loss)
                 metrics |= found
             return torch.stack(losses).sum(), metrics
 
-        temperature = method.loss.temperature if self.distils else method.temperature
         held = HELD if ids_NM is not None else HELD // DENSE
         loss, metrics = fused_loss(
-            hidden_NH, weight_VH, ids_NM, loss_of_chunk, temperature=temperature, chunk=held, **shape
+            hidden_NH,
+            weight_VH,
+            ids_NM,
+            loss_of_chunk,
+            temperature=temperature,
+            chunk=held,
+            best=best,
+            entropy=True,
+            **shape,
         )
         return loss, metrics, emitted_N
-
-    def _distillation(self, samples: Sequence[Scored], terms: Terms) -> tuple[Tensor | None, LossOfRows]:
-        """The ids whose log-probs the loss needs, the emitted token's first (None: all), and the loss given those."""
-        trained, dtype, loss = terms.trained, terms.dtype, self.method.loss
-        match loss:
-            case ReverseKLMC():
-                behavior_NM = trained([s.rollout.action_logp for s in samples], dtype)
-                logq_NM = trained([_present(s.teacher_action_logp) for s in samples], dtype)
-
-                def reverse(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
-                    return mc_reverse_kl(
-                        logp_CM,
-                        behavior_NM[rows],
-                        logq_NM[rows],
-                        advantage=loss.advantage,
-                        clip=loss.clip,
-                        importance=loss.importance,
-                        ratio_cap=loss.ratio_cap,
-                    )
-
-                return trained([s.rollout.actions for s in samples], torch.int64), reverse
-            case ForwardKL(cache="teacher_topk") | JSD(cache="teacher_topk"):
-                ids_NK = trained([_present(s.teacher_ids) for s in samples], torch.int64)
-                logq_NK = trained([_present(s.teacher_topk_logp) for s in samples], dtype)
-
-                def on_support(logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
-                    logp_CK = logp_CM[:, 1:]
-                    masses = support_mass(logp_CK, logq_NK[rows])
-                    if isinstance(loss, JSD):
-                        both = with_tail(logp_CK), with_tail(logq_NK[rows])
-                        return dense(*both, kind="jsd", beta=loss.beta), masses
-                    kl_C = forward_kl_topk(logp_CK, logq_NK[rows], tail=loss.tail, renormalise=loss.renormalise)
-                    return kl_C, masses
-
-                return torch.cat([terms.tokens_N[:, None], ids_NK], 1), on_support
-            case ForwardKL() | ReverseKL() | JSD():
-                return None, self._dense(samples, terms)
-
-    def _dense(self, samples: Sequence[Scored], terms: Terms) -> LossOfRows:
-        """The teacher's head is applied here, to a chunk at a time: both whole distributions, and no N×V tensor."""
-        teacher, loss = self.teacher_head, self.method.loss
-        assert teacher is not None, "the hidden cache needs the teacher's head"
-        hidden_ND = _hidden([_present(s.teacher_hidden) for s in samples]).to(terms.device)
-        kinds = {"forward_kl": "forward", "reverse_kl": "reverse", "jsd": "jsd"}
-        beta = loss.beta if isinstance(loss, JSD) else 0.5
-
-        def exact(logp_CV: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
-            with torch.no_grad():
-                logits_CV = teacher(hidden_ND[rows]).to(terms.dtype)[:, : logp_CV.shape[1]]
-                logq_CV = (logits_CV / loss.temperature).log_softmax(-1)
-            return dense(logp_CV, logq_CV, kind=kinds[loss.kind], beta=beta), {}  # type: ignore[arg-type]
-
-        return exact
 
 
 class Terms:
@@ -170,7 +125,8 @@ class Terms:
         self.tokens_N = self._of_mask([sample.rollout.tokens for sample in samples], torch.int64)
         self.teachers = [sample.teacher for sample in samples]
         self.mask_N, self.behavior_N = self._joined("mask_T", torch.bool), self._joined("behavior_T", dtype)
-        present = [each.name for each in fields(Frozen) if isinstance(getattr(frozen[0], each.name), Tensor)]
+        names = [each.name for each in fields(Frozen) if each.name.endswith("_T")]
+        present = [name for name in names if getattr(frozen[0], name) is not None]
         self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
         trained_BT = padded([torch.from_numpy(mask_T) for mask_T in self.masks])
         self.shape = trained_BT.shape
@@ -191,6 +147,11 @@ class Terms:
         """One row for each sample, [B, T]."""
         x_BT = x_N.new_zeros(self.shape)
         return x_BT.index_put((self.row_N, self.position_N), x_N)
+
+    def entropy(self, entropy_C: Tensor, rows: slice) -> Metrics:
+        """Of the student at the trained tokens, at the temperature of the pass."""
+        mask_C = self.mask_N[rows]
+        return {"student/entropy": entropy_C.detach()[mask_C].sum() / max(self.counts.n_tokens, 1)}
 
     def distilled(self, loss_C: Tensor, metrics: Metrics, rows: slice) -> tuple[Tensor, Metrics]:
         mask_C, n = self.mask_N[rows], max(self.counts.n_tokens, 1)
@@ -241,10 +202,11 @@ class Terms:
                 logp_BT,
                 known["reference_T"],
                 mask_BT,
-                logp_old=known["behavior_T"],
+                logp_old=known["behavior_T"] if reference.importance else None,
+                kind=reference.estimate,
                 n_tokens=counts.n_tokens,
             )
-            losses.append(reference.weight * part)
+            losses.append(self.frozen[0].beta * part)
             metrics["reference/kl"] = found["kl_loss"]
         return torch.stack(losses).sum(), metrics
 
@@ -275,13 +237,3 @@ def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
 
 def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _present(cache: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    assert cache is not None, "the scorer filled another cache than the loss reads"
-    return cache
-
-
-def _hidden(arrays: Sequence[np.ndarray[Any, Any]]) -> Tensor:
-    tensor = torch.from_numpy(np.concatenate(arrays))
-    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor

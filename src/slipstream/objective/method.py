@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
+from math import isclose
 from typing import Any
 
-from slipstream.config.objective import LossConfig, PolicyConfig, ReferenceConfig
+from slipstream.config.losses import LossConfig
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.estimators.advantage import ADVANTAGES
@@ -17,12 +20,23 @@ from slipstream.estimators.correction import (
     CorrectionPreset,
     check_combination,
 )
-from slipstream.estimators.methods import Scope
+from slipstream.estimators.kl import adaptive_beta, fixed_beta
 from slipstream.estimators.numerics import unknown
 from slipstream.estimators.policy import LOSSES, scope_of
+from slipstream.estimators.ratio import Threshold
+from slipstream.scope import Scope
 
+COMPARE_AND_WHITEN = ("reinforce_plus_plus_baseline", "gdpo")
+"""Advantages that compare the answers to one prompt, and whose scope is the batch for another reason."""
 OURS = ("generator", "positive", "proximal_logp")
 """Options of policy losses that are tensors, and not for a config to give."""
+
+
+def formula(name: str) -> Callable[..., Any]:
+    """A function of the estimators, by module.name."""
+    module, function = name.split(".")
+    found: Callable[..., Any] = getattr(import_module(f"slipstream.estimators.{module}"), function)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +47,8 @@ class Method:
     reference: ReferenceConfig | None = None
     teachers: Mapping[str, float] = field(default_factory=dict)
     """Weights of teachers by name; 1 where it is not here."""
-    reward: str = ""
-    """The reward that the policy loss is about."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What the policy loss is about: the rewards by name, and what each of them counts."""
     temperature: float = 1.0
     """Of sampling: that of policy losses, corrections and drift."""
     max_tokens: int = 1
@@ -70,7 +84,8 @@ class Method:
     @property
     def looks_first(self) -> bool:
         """Something must be known of a batch before its first gradient."""
-        return self.policy is not None or self.correction.corrects or self.reference is not None
+        others = self.policy is not None or self.correction.corrects or self.reference is not None
+        return others or self.draws_first
 
     @property
     def chooses(self) -> bool:
@@ -81,16 +96,45 @@ class Method:
     def current_first(self) -> bool:
         """What the learner thinks of the tokens when they arrive must be known before its first step."""
         in_bypass = self.correction.corrects and not self.decoupled
-        return self.chooses or self.proximal or in_bypass or self.rejects("negative_seq")
+        return self.chooses or self.proximal or in_bypass or self.rejects("negative_seq") or self.weighs_energy
+
+    @property
+    def weighs_energy(self) -> bool:
+        """The advantage's baseline weighs tokens by how much gradient they have: π and Σπ² of the learner as it is."""
+        return self.policy is not None and self.policy.advantage in ("optimal_token_baseline", "opob")
+
+    @property
+    def draws_first(self) -> bool:
+        """The learner's log-probs of all draws, as they arrive, are asked for."""
+        return self.loss.weight > 0 and bool({"proximal", "keep"} & set(self.loss.asks.takes))
 
     @property
     def proximal(self) -> bool:
         return self.policy is not None and "proximal_logp" in LOSSES[self.policy.loss].options
 
     @property
+    def beta(self) -> float:
+        """What the KL to the reference counts, or begins with."""
+        return self.reference.weight if self.reference is not None else 0.0
+
+    @property
+    def steers(self) -> bool:
+        """What the KL to the reference counts follows from what it was."""
+        return self.reference is not None and self.reference.control == "adaptive"
+
+    def beta_after(self, beta: float, *, kl: float, samples: int) -> float:
+        """What the KL counts after an update of so many samples that saw so much of it."""
+        reference = self.reference
+        if reference is None or reference.target is None or reference.horizon is None:
+            return fixed_beta(beta=beta, kl=kl, samples=samples)
+        return adaptive_beta(beta=beta, kl=kl, samples=samples, target=reference.target, horizon=reference.horizon)
+
+    @property
     def scopes(self) -> dict[str, Scope]:
         """What each part must have in sight, by its name in the config."""
         found: dict[str, Scope] = {"correction": self.correction.scope}
+        if self.loss.weight:
+            found[f"loss.kind = {self.loss.kind}"] = self.loss.scope
         if self.policy is not None:
             found[f"policy.loss = {self.policy.loss}"] = scope_of(self.policy.loss, self.policy.aggregation)
             batch = ADVANTAGES[self.policy.advantage].scope == "batch"
@@ -106,11 +150,17 @@ class Method:
     def __str__(self) -> str:
         parts = [f"{self.loss.weight:g} · {self.loss.kind}"] if self.loss.weight else []
         if self.policy is not None:
-            parts.append(f"{self.policy.weight:g} · {self.policy.loss} on {self.policy.advantage} of {self.reward}")
+            rewards = " + ".join(f"{_times(weight)}{name}" for name, weight in self.rewards.items())
+            parts.append(f"{self.policy.weight:g} · {self.policy.loss} on {self.policy.advantage} of {rewards}")
         if self.reference is not None:
-            parts.append(f"{self.reference.weight:g} · KL to the reference in the {self.reference.into}")
+            steered = f", steered to {self.reference.target:g}" if self.steers else ""
+            parts.append(f"{self.reference.weight:g} · KL to the reference in the {self.reference.into}{steered}")
         preset = next((name for name, preset in PRESETS.items() if preset == self.correction), "of your own")
         return f"loss: {' + '.join(parts)}; correction: {preset}"
+
+
+def _times(weight: float) -> str:
+    return "" if weight == 1.0 else f"{weight:g} · "
 
 
 def method_of(config: Config) -> Method:
@@ -122,13 +172,14 @@ def method_of(config: Config) -> Method:
         correction=preset,
         reference=config.reference,
         teachers={name: teacher.weight for name, teacher in config.teachers.items()},
-        reward=config.task.reward or "",
+        rewards={name: policy.reward_weights.get(name, 1.0) for name in config.task.reward} if policy else {},
         temperature=config.sampler.temperature,
         max_tokens=config.sampler.max_tokens,
         seed=config.seed,
     )
     if policy is not None:
         _check_policy(config, policy, method)
+    _check_horizon(config)
     _check_cut(config, method)
     if config.schedule.kind == "periodic":
         _check_parts(method)
@@ -142,21 +193,35 @@ def method_of(config: Config) -> Method:
 def _correction(config: Config) -> CorrectionPreset:
     given = config.correction
     preset = PRESETS[given.preset]
-    changes: dict[str, Any] = {"is_threshold": given.is_threshold, "rs": given.rs}
-    if given.is_threshold is not None and preset.is_level is None:
-        raise ConfigError(f"correction.is_threshold does nothing: preset {given.preset} has no importance weights")
+    names = ("is_level", "is_threshold", "ctpo_clip", "rs")
+    changes = {name: value for name in names if (value := getattr(given, name)) is not None}
     try:
-        kept = {name: value for name, value in changes.items() if value is not None}
-        return replace(preset, is_normalize=given.is_normalize, **kept)
+        found = replace(preset, is_normalize=given.is_normalize, verl_compat=given.verl_compat, **changes)
     except ValueError as error:
         raise ConfigError(f"correction: {error}") from None
+    if given.is_threshold is not None and found.is_level is None:
+        raise ConfigError(
+            f"correction.is_threshold does nothing: preset {given.preset} has no importance weights; write "
+            'correction.is_level = "token", say, or drop it'
+        )
+    if given.ctpo_clip is not None and found.is_level != "cumulative":
+        raise ConfigError('correction.ctpo_clip does nothing: it is for correction.is_level = "cumulative"')
+    if given.verl_compat and not any(_turns_round(mode, bound) for mode, bound in (found.rs or {}).items()):
+        raise ConfigError(
+            "correction.verl_compat does nothing: it turns round bounds (L, U) of k1 rejection that are not (1/U, U)"
+        )
+    return found
+
+
+def _turns_round(mode: str, bound: Threshold) -> bool:
+    return mode.endswith("k1") and isinstance(bound, tuple) and not isclose(bound[0] * bound[1], 1.0, rel_tol=1e-12)
 
 
 def _check_correction(config: Config, preset: CorrectionPreset) -> None:
     if config.policy is None and preset.is_level is not None:
         raise ConfigError(
-            f"correction.preset = {config.correction.preset!r} weighs a policy loss, and there is none: choose one "
-            "that only rejects (…_rs), or add [policy]"
+            f"{_of_correction(config)} weighs a policy loss, and there is none: choose a preset that only rejects "
+            "(…_rs), or add [policy]"
         )
     if config.policy is None and "negative_seq" in (preset.rs or {}):
         raise ConfigError(
@@ -174,7 +239,14 @@ def _check_correction(config: Config, preset: CorrectionPreset) -> None:
         elif preset.mode is not None:
             check_combination(config.loss.kind, preset)
     except ValueError as error:
-        raise ConfigError(f"correction.preset = {config.correction.preset!r}: {error}") from None
+        raise ConfigError(f"{_of_correction(config)}: {error}") from None
+
+
+def _of_correction(config: Config) -> str:
+    """What the config says of it, as far as that decides whether it is of any use."""
+    level = config.correction.is_level
+    with_level = f" with is_level = {level!r}" if level is not None else ""
+    return f"correction.preset = {config.correction.preset!r}{with_level}"
 
 
 def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
@@ -184,7 +256,7 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
         (
             f"policy.advantage_options of {policy.advantage}",
             policy.advantage_options,
-            list(ADVANTAGES[policy.advantage].options),
+            ADVANTAGES[policy.advantage].settings,
         ),
     ):
         for name in given:
@@ -195,11 +267,46 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
             raise ConfigError('policy.old = "previous" and correction.preset name two old policies: drop one')
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f'policy.old = "previous" does nothing: {policy.loss} has no ratio to an old policy')
-    compares = ADVANTAGES[policy.advantage].scope == "group" or policy.advantage == "reinforce_plus_plus_baseline"
+    _check_rewards(config, policy)
+    compares = ADVANTAGES[policy.advantage].scope == "group" or policy.advantage in COMPARE_AND_WHITEN
     if config.sampler.group == 1 and compares:
         raise ConfigError(
             f"policy.advantage = {policy.advantage!r} compares the answers to one prompt, and sampler.group = 1: "
             'write group = 8, say, or advantage = "reinforce_plus_plus"'
+        )
+
+
+def _check_rewards(config: Config, policy: PolicyConfig) -> None:
+    names, weights = config.task.reward, policy.reward_weights
+    if policy.advantage == "gdpo" and len(names) == 1:
+        raise ConfigError(
+            f'policy.advantage = "gdpo" normalises each of several rewards by itself, and task.reward is {names[0]!r} '
+            'alone: name another, or write policy.advantage = "grpo"'
+        )
+    if policy.advantage == "gdpo" and config.reference is not None and config.reference.into == "reward":
+        raise ConfigError(
+            'policy.advantage = "gdpo" is made of task.reward\'s rewards alone, and reference.into = "reward" would '
+            'reach no advantage: write reference.into = "loss"'
+        )
+    if weights and len(names) == 1:
+        raise ConfigError(
+            "policy.reward_weights says what several rewards count beside each other, and task.reward is "
+            f"{names[0]!r} alone: drop it, or write policy.weight"
+        )
+    for name in weights:
+        if name not in names:
+            raise ConfigError(str(unknown("reward in policy.reward_weights", name, names)))
+    if weights and not any(weights.get(name, 1.0) for name in names):
+        raise ConfigError("policy.reward_weights makes every reward count 0, and nothing is left to learn from")
+
+
+def _check_horizon(config: Config) -> None:
+    """A step of β must not turn its sign, however large an update is."""
+    reference, samples = config.reference, config.learner.batch_size
+    if reference is not None and reference.horizon is not None and reference.horizon <= samples / 5:
+        raise ConfigError(
+            f"reference.horizon = {reference.horizon:g} is not above a fifth of learner.batch_size = {samples}, and β "
+            f"could become 0 in one update: write a few updates' worth of samples, {10 * samples}, say"
         )
 
 
@@ -223,16 +330,21 @@ def _check_cut(config: Config, method: Method) -> None:
 def _looks_at_behavior(config: Config, method: Method) -> tuple[str, str] | None:
     """The first part that compares with what drew the tokens, and what to write for one that does not."""
     loss, policy, reference = config.loss, method.policy, method.reference
-    if loss.weight and loss.kind == "reverse_kl_mc" and loss.importance:
-        return 'loss.kind = "reverse_kl_mc" weighs draws by', "loss.importance = false, or another loss.kind"
+    if loss.weight and loss.asks.compares:
+        without = (
+            "loss.importance = false, or another loss.kind"
+            if "importance" in type(loss).model_fields
+            else 'loss.kind = "forward_kl"'
+        )
+        return f'loss.kind = "{loss.kind}" weighs draws by', without
     if method.correction.is_level is not None or set(method.correction.rs or ()) - {"seq_max_kl"}:
         return f'correction.preset = "{config.correction.preset}" looks at', 'correction.preset = "disabled"'
     old_is_behavior = not (method.decoupled or method.previous)
     if policy is not None and old_is_behavior and policy.loss in RATIO_TO_OLD | RATIO_TO_BEHAVIOR | {"dro"}:
         return f'policy.loss = "{policy.loss}" holds', 'policy.loss = "reinforce"'
-    if reference is not None and reference.into == "loss":
-        return 'reference.into = "loss" weighs its KL by', "drop [reference]"
-    if reference is not None and old_is_behavior:
+    if reference is not None and reference.into == "loss" and reference.importance:
+        return 'reference.into = "loss" weighs its KL by', "reference.importance = false"
+    if reference is not None and reference.into == "reward" and old_is_behavior:
         return 'reference.into = "reward" charges for', "drop [reference]"
     return None
 

@@ -19,6 +19,8 @@ class Account:
         """Tokens of responses that were rolled out and not learned from."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
         """Members that an engine could not answer, of groups that went on without them."""
+        self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
+        """Tokens of greedy answers, of which only the rewards are used."""
         self.publish: Numbers = {}
         """Of the publish since the last update."""
         self._tokens = Counter[str]()
@@ -75,6 +77,7 @@ class Account:
             "restarted": float(admission.restarted),
             "thrown_tokens": float(self.thrown),
             "failed_samples": float(self.failed_samples),
+            **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
             "version": float(batch.update),
             "time": self.trace.now(),
         }

@@ -149,9 +149,9 @@ class Run:
                 await self.checkpoints.save(self.engines.learner, self.admission.standing)
 
     async def _evaluate(self) -> None:
-        every, reward, update = self.config.eval.every, self.config.task.reward, self.admission.version
+        every, rewards, update = self.config.eval.every, self.config.task.reward, self.admission.version
         flow = self.flow
-        if not every or update % every or reward is None or flow is None or update in self.log.evaluated:
+        if not every or update % every or not rewards or flow is None or update in self.log.evaluated:
             return
 
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
@@ -163,7 +163,7 @@ class Run:
             return group
 
         groups = await answers(generate, self.held_out, eval_sampling(self.config))
-        self.log.metrics("eval", summary(groups, reward), update=update)
+        self.log.metrics("eval", summary(groups, rewards[0]), update=update)
 
 
 @contextmanager

@@ -151,7 +151,9 @@ async def roll(flow: Flow, number: int) -> None:
         rolled = await worker.engine.generate(prompt, flow.sampling)
         group = answered(rolled)
         flow.account.failed(len(rolled) - len(group))
-        worker.track.tokens += sum(handle.header.tokens for handle in group)
+        beside = sum(handle.header.greedy_tokens for handle in rolled)
+        flow.account.greedy_tokens += beside
+        worker.track.tokens += beside + sum(handle.header.tokens for handle in group)
         flow.trace.leaves(worker.track, number)
         return group
 

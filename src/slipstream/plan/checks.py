@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from slipstream.engines.base import Engines, Metrics, Sampling, of_teacher
+from slipstream.engines.base import Engines, Metrics, of_teacher
 from slipstream.errors import ModelError
 from slipstream.pipeline.pool import names
 from slipstream.pipeline.publish import load
@@ -82,9 +82,7 @@ async def publish(engines: Engines, *, version: int) -> str:
 async def rolled(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1) -> list[Group]:
     """Samples from every sampler in turn, short ones, of the whole distribution."""
     usual = plan.sampling
-    sampling = Sampling(
-        max_tokens=min(TOKENS, usual.max_tokens), group=group, draws=usual.draws, temperature=usual.temperature
-    )
+    sampling = replace(usual, max_tokens=min(TOKENS, usual.max_tokens), group=group, top_p=1.0, top_k=0, min_p=0.0)
     samplers = engines.samplers
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts[:PROMPTS])]
     return list(await asyncio.gather(*calls))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
-from slipstream.engines.asked import Cache, cache_of, rollout_sampling
+from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.vllm.core import Settings
 from slipstream.objective.method import Method
@@ -35,6 +36,7 @@ class SamplerPlan:
     """Natively, or by vLLM."""
     slots: int
     draws: int = 1
+    best: int = 0
     threads: int = 1
     replicas: int = 1
     devices: int = 1
@@ -52,9 +54,8 @@ class ScorerPlan:
     name: str
     runs: ModelPlan | Settings | Endpoint
     """Natively, by vLLM, or somewhere else."""
-    cache: Cache
-    k: int
-    draws: int
+    asks: Asks
+    """What the loss asks of it."""
     temperature: float
     token_budget: int
     packing: bool
@@ -92,7 +93,7 @@ class LearnerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class GraderPlan:
-    reward: str | None
+    rewards: tuple[str, ...]
     processes: int = 1
     timeout: float = 30.0
 
@@ -120,7 +121,7 @@ def engines_of(config: Config, method: Method) -> EnginesPlan:
         learner=learner_of(config, method),
         sampler=sampler_of(config),
         scorers={name: scorer_of(config, name) for name in config.teachers},
-        grader=GraderPlan(reward=config.task.reward, processes=config.runtime.graders, timeout=config.task.timeout),
+        grader=GraderPlan(rewards=config.task.reward, processes=config.runtime.graders, timeout=config.task.timeout),
         runtime=config.runtime,
     )
 
@@ -132,11 +133,12 @@ def student_of(config: Config, dtype: str) -> ModelPlan:
 
 
 def sampler_of(config: Config) -> SamplerPlan:
-    sampler = config.sampler
+    sampler, drawn = config.sampler, rollout_sampling(config)
     return SamplerPlan(
         runs=sampler_settings(config) if sampler.engine == "vllm" else student_of(config, sampler.dtype),
         slots=sampler.slots,
-        draws=rollout_sampling(config).draws,
+        draws=drawn.draws,
+        best=drawn.best,
         threads=config.runtime.threads,
         replicas=sampler.replicas,
         devices=sampler_devices(config),
@@ -144,13 +146,11 @@ def sampler_of(config: Config) -> SamplerPlan:
 
 
 def scorer_of(config: Config, name: str) -> ScorerPlan:
-    teacher, (cache, k) = config.teachers[name], cache_of(config)
+    teacher = config.teachers[name]
     return ScorerPlan(
         name=name,
         runs=endpoint_of(config, name) or (scorer_settings if teacher.engine == "vllm" else teacher_of)(config, name),
-        cache=cache,
-        k=k,
-        draws=rollout_sampling(config).draws,
+        asks=config.loss.asks,
         temperature=config.loss.temperature,
         token_budget=teacher.token_budget,
         packing=teacher.packing,
@@ -182,7 +182,7 @@ def endpoint_of(config: Config, name: str) -> Endpoint | None:
 
 
 def learner_of(config: Config, method: Method) -> LearnerPlan:
-    head = next(iter(config.teachers)) if config.teachers and cache_of(config)[0] == "hidden" else None
+    head = next(iter(config.teachers)) if config.teachers and config.loss.asks.cache == "hidden" else None
     return LearnerPlan(
         student=student_of(config, config.learner.dtype),
         settings=config.learner,

@@ -44,7 +44,7 @@ def evaluation(
     model: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, sampling: Sampling, reward: str
 ) -> Evaluation:
     """Whatever is illegal is refused here, before a weight is loaded."""
-    rewards.check_installed(reward)
+    rewards.check_installed((reward,))
     check_ids(prompts, [prompt.tokens for prompt in prompts], model, vocabulary_of(model))
     longest, context = 0, context_length(load_config(model))
     for prompt in prompts:
@@ -53,4 +53,4 @@ def evaluation(
             raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {context} of {model}")
     student = ModelPlan(name=model, dtype="float32", device="auto", longest=longest)
     sampler = SamplerPlan(runs=student, slots=max(SLOTS, sampling.group))
-    return Evaluation(tokenizer, prompts, sampler, sampling, GraderPlan(reward=reward))
+    return Evaluation(tokenizer, prompts, sampler, sampling, GraderPlan(rewards=(reward,)))

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.config.schema import Config, DataConfig
-from slipstream.engines.asked import cache_of, rollout_sampling
+from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Sampling
 from slipstream.engines.native import positions
 from slipstream.engines.native.model import load_config, pick_device
@@ -59,8 +59,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     check_device(config)
     config = with_vllm(config, notes.append)
     method = method_of(config)
-    if config.task.reward:
-        rewards.check_installed(config.task.reward)
+    rewards.check_installed(config.task.reward)
     tokenizer = load_tokenizer(config.student)
     prompts = training_prompts(config, tokenizer)
     check_adapters(config)
@@ -72,7 +71,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
-    notes += position_notes(config)
+    notes += position_notes(config) + baseline_notes(config)
     return Plan(
         config=config,
         method=method,
@@ -103,8 +102,8 @@ def check_device(config: Config) -> None:
 
 
 def check_support(config: Config) -> None:
-    (cache, k), vocabulary = cache_of(config), vocabulary_of(config.student)
-    if cache == "teacher_topk" and k > vocabulary:
+    k, vocabulary = config.loss.asks.k, vocabulary_of(config.student)
+    if config.loss.weight and k > vocabulary:
         raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
 
 
@@ -134,7 +133,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     if config.task.reward and any(row.ground_truth is None for row in rows):
         row = next(row for row in rows if row.ground_truth is None)
         raise ConfigError(
-            f"task.reward = {config.task.reward!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
+            f"task.reward = {config.task.reward[0]!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
         )
     tokens = encode_rows(rows, tokenizer, data)
     context = sampler_context(config)
@@ -193,6 +192,17 @@ def position_notes(config: Config) -> list[str]:
     models |= {config.model_of(t): t.longest for t in config.teachers.values() if t.base_url is None}
     notes = {name: positions.said(load_config(name), longest) for name, longest in models.items() if longest}
     return [f"{name}: {note}" for name, note in notes.items() if note]
+
+
+def baseline_notes(config: Config) -> list[str]:
+    """What an advantage costs beside the answers that are learned from."""
+    if config.policy is None or config.policy.advantage != "remax":
+        return []
+    group = config.sampler.group
+    return [
+        f'policy.advantage = "remax" answers every prompt once more, greedily, for the reward alone: {group + 1} '
+        f"answers are drawn where {group} are trained on"
+    ]
 
 
 def warnings_of(config: Config) -> list[str]:

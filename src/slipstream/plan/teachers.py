@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.config.teacher import routed_by
-from slipstream.engines.asked import cache_of
 from slipstream.engines.http.check import Need, check
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
@@ -125,9 +124,9 @@ async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, 
         endpoint = endpoint_of(config, name)
         if endpoint is None:
             continue
-        cache, k = cache_of(config)
+        asks = config.loss.asks
         tokens = [tokens for _, tokens in seen_by(config, name, tokenizer, prompts)]
         longest = max(map(len, tokens)) + longest_answer(config, teacher)
         some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
-        need = Need(tokens=some, highest=highest, longest=longest, k=k if cache == "teacher_topk" else 0)
+        need = Need(tokens=some, highest=highest, longest=longest, k=asks.k)
         say(await check(endpoint, need))

@@ -78,13 +78,15 @@ def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
 def unserved(config: Config, name: str) -> str:
     """What the loss asks of a teacher that vLLM does not give, or nothing."""
     check_installed(f"teachers.{name}.engine")
-    loss, draws = config.loss, rollout_sampling(config).draws
+    loss, asks = config.loss, config.loss.asks
     if loss.temperature != 1:
         return f"vLLM scores at temperature 1, and loss.temperature = {loss.temperature:g}"
-    if loss.kind == "reverse_kl" or getattr(loss, "cache", "") == "hidden":
+    if asks.cache == "hidden":
         return "vLLM gives no hidden states"
-    if draws > 1 and not (known(version()) and version("vllm") and config.runtime.device != "cpu"):
-        return f"vLLM {version()} scores several draws (loss.m = {draws}) on GPUs only, and from {VERSION} on"
+    if asks.cache == "student_topk":
+        return f'vLLM scores no ids of the student\'s choice, as loss.kind = "{loss.kind}" asks'
+    if asks.draws > 1 and not (known(version()) and version("vllm") and config.runtime.device != "cpu"):
+        return f"vLLM {version()} scores several draws (loss.m = {asks.draws}) on GPUs only, and from {VERSION} on"
     return ""
 
 

@@ -38,7 +38,7 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> Sampling:
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_config(settings.model))
-            return VllmSampler(settings, stop_ids=ends, draws=plan.draws)
+            return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
         case ModelPlan() as student:
             lm = build_model(student)
             ends = stop_ids(tokenizer, lm.model.generation_config)
@@ -53,7 +53,7 @@ def generation_config(model: str) -> Any:
 
 
 def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:
-    return PoolGrader(plan.reward, decoder(tokenizer), processes=plan.processes, timeout=plan.timeout)
+    return PoolGrader(plan.rewards, decoder(tokenizer), processes=plan.processes, timeout=plan.timeout)
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
@@ -71,8 +71,8 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> Scoring:
             return NativeScorer(
                 build_model(model),
                 name=plan.name,
-                cache=plan.cache,
-                k=plan.k,
+                cache=plan.asks.cache,
+                k=plan.asks.k,
                 temperature=plan.temperature,
                 token_budget=plan.token_budget,
                 packing=plan.packing,
@@ -81,19 +81,16 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> Scoring:
                 threads=plan.threads,
             )
         case Settings() as settings:
-            assert plan.cache != "hidden"
             return VllmScorer(
                 settings,
                 name=plan.name,
-                cache=plan.cache,
-                k=plan.k,
-                draws=plan.draws,
+                k=plan.asks.k,
+                draws=plan.asks.draws,
                 vocabulary=plan.vocabulary,
                 context=context,
             )
         case Endpoint() as endpoint:
-            assert plan.cache != "hidden"
-            return HttpScorer(endpoint, cache=plan.cache, k=plan.k, context=context)
+            return HttpScorer(endpoint, k=plan.asks.k, context=context)
 
 
 def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:

@@ -14,7 +14,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -41,8 +41,8 @@ def math(text: str, truth: Any) -> float:
 REWARDS: dict[str, Callable[[str, Any], float]] = {"exact": exact, "math": math}
 
 
-def check_installed(reward: str) -> None:
-    if reward == "math":
+def check_installed(rewards: Sequence[str]) -> None:
+    if "math" in rewards:
         try:
             import math_verify  # noqa: F401
         except ImportError:
@@ -53,11 +53,11 @@ class OutOfTime(BaseException):
     """Not an Exception: verifiers catch those (math-verify at thirty places) and go on."""
 
 
-def grade_texts(reward: str, texts: Sequence[str], truth: Any, timeout: float) -> list[dict[str, float]]:
+def grade_texts(rewards: Sequence[str], texts: Sequence[str], truth: Any, timeout: float) -> list[dict[str, float]]:
     """Runs in a grading process, on its main thread: the alarm interrupts whatever Python code is at work."""
     before = signal.signal(signal.SIGALRM, _out_of_time)
     try:
-        return [_grade(reward, text, truth, timeout) for text in texts]
+        return [merged(_grade(reward, text, truth, timeout) for reward in rewards) for text in texts]
     finally:
         signal.signal(signal.SIGALRM, before)
 
@@ -71,6 +71,10 @@ def _grade(reward: str, text: str, truth: Any, timeout: float) -> dict[str, floa
             signal.setitimer(signal.ITIMER_REAL, 0)
     except OutOfTime:
         return {reward: 0.0, "timeout": 1.0}
+
+
+def merged(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _out_of_time(*_: object) -> None:
@@ -98,15 +102,15 @@ def _end_with_parent() -> None:
 
 
 class PoolGrader:
-    """Grades whole groups; without a reward it hands them on."""
+    """Grades whole groups by every reward; without any it hands them on."""
 
     def __init__(
-        self, reward: str | None, decode: Callable[[Any], str], *, processes: int = 1, timeout: float = 30.0
+        self, rewards: Sequence[str], decode: Callable[[Any], str], *, processes: int = 1, timeout: float = 30.0
     ) -> None:
-        self.reward, self.decode, self.processes, self.timeout = reward, decode, processes, timeout
+        self.rewards, self.decode, self.processes, self.timeout = tuple(rewards), decode, processes, timeout
         self.pool: ProcessPoolExecutor | None = None
-        if reward is not None:
-            check_installed(reward)
+        if self.rewards:
+            check_installed(self.rewards)
             self.pool = _pool(processes)
             self.pool.submit(int)  # the first worker starts while the models load
 
@@ -127,13 +131,11 @@ class PoolGrader:
         ]
 
     async def _graded(self, pool: ProcessPoolExecutor, texts: Sequence[str], truth: Any) -> list[dict[str, float]]:
-        assert self.reward is not None
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(pool, grade_texts, self.reward, texts, truth, self.timeout)
+        return await loop.run_in_executor(pool, grade_texts, self.rewards, texts, truth, self.timeout)
 
     async def _graded_alone(self, text: str, truth: Any) -> dict[str, float]:
         """After a process died, and took with it all that its pool had in hand: was it this answer?"""
-        assert self.reward is not None
         pool = _pool(1)
         try:
             await asyncio.wrap_future(pool.submit(int))
@@ -145,7 +147,7 @@ class PoolGrader:
             try:
                 (rewards,) = await self._graded(pool, [text], truth)
             except BrokenProcessPool:
-                return {self.reward: 0.0, "crash": 1.0}
+                return {**dict.fromkeys(self.rewards, 0.0), "crash": 1.0}
             return rewards
         finally:
             pool.shutdown(wait=False)  # a cancelled call does not hold up the loop until the answer's deadline

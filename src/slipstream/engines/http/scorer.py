@@ -7,7 +7,7 @@ best: the emitted token comes besides them, also where it is not among them.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +23,12 @@ class HttpScorer:
         self,
         endpoint: Endpoint,
         *,
-        cache: Literal["sampled", "teacher_topk"] = "sampled",
         k: int = 0,
         context: Context | None = None,
     ) -> None:
+        """`k` of the teacher's best tokens with each position; without, the emitted token's log-prob alone."""
         self.client, self.name, self.model = Client(endpoint), endpoint.teacher, endpoint.model
-        self.cache, self.k, self.context = cache, k if cache == "teacher_topk" else 0, context or SamePrompt()
+        self.k, self.context = k, context or SamePrompt()
 
     async def score(self, group: Group) -> list[Handle]:
         # not a TaskGroup, which loses a cancellation that comes together with an error

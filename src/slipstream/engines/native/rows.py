@@ -160,10 +160,13 @@ def by_sample(x_N: Tensor, rollouts: Sequence[Rollout]) -> tuple[Tensor, ...]:
 
 
 def over_tokens(x_N: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """The same over all tokens, [T] of each sample; 0 where a token is masked."""
+    """The same over all tokens, [T, …] of each sample; 0 where a token is masked."""
     masks = [torch.from_numpy(rollout.loss_mask).to(x_N.device) for rollout in rollouts]
     parts = by_sample(x_N, rollouts)
-    return [x_N.new_zeros(len(mask_T)).index_put((mask_T,), part) for mask_T, part in zip(masks, parts, strict=True)]
+    return [
+        x_N.new_zeros(len(mask_T), *x_N.shape[1:]).index_put((mask_T,), part)
+        for mask_T, part in zip(masks, parts, strict=True)
+    ]
 
 
 def _attention(backbone: nn.Module) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.asked import Cache
+from slipstream.config.losses import Cache
 from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
@@ -125,23 +125,21 @@ class NativeScorer:
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[Scored]:
         """What the cache holds, for every sample of a micro-batch."""
-        device = hidden_ND.device
-        found: dict[str, Tensor] = {}
-        if self.cache == "sampled":
-            found["teacher_action_logp"] = self._logp(
-                hidden_ND, joined([r.actions for r in rollouts], device, torch.int64)
-            )
-            found["teacher_logp"] = found["teacher_action_logp"][:, 0]
-        else:
-            tokens_N = joined([r.tokens[r.loss_mask] for r in rollouts], device, torch.int64)
-            found["teacher_logp"] = self._logp(hidden_ND, tokens_N[:, None])[:, 0]
+        ids_NM = joined([self._asked(rollout) for rollout in rollouts], hidden_ND.device, torch.int64)
+        logp_NM = self._logp(hidden_ND, ids_NM)
+        found = {"teacher_logp": logp_NM[:, 0]}
         if found["teacher_logp"].isnan().any():
             prompts = f"{rollouts[0].prompt.id} … {rollouts[-1].prompt.id}"
             raise NonFiniteError(f"teacher {self.name} gives log-probs that are not numbers, among prompts {prompts}")
-        if self.cache == "teacher_topk":
-            found |= self._topk(hidden_ND, tokens_N, found["teacher_logp"])
-        if self.cache == "hidden":
-            found["teacher_hidden"] = hidden_ND
+        match self.cache:
+            case "sampled":
+                found["teacher_action_logp"] = logp_NM
+            case "student_topk":
+                found["teacher_best_logp"] = logp_NM[:, 1:]
+            case "teacher_topk":
+                found |= self._topk(hidden_ND, ids_NM[:, 0], logp_NM[:, 0])
+            case "hidden":
+                found["teacher_hidden"] = hidden_ND
         parts: dict[str, list[Any]] = {
             name: [_numpy(part) for part in by_sample(value, rollouts)] for name, value in found.items()
         }
@@ -154,6 +152,16 @@ class NativeScorer:
             )
             for i, rollout in enumerate(rollouts)
         ]
+
+    def _asked(self, rollout: Rollout) -> Ints:
+        """The ids whose log-probs are asked for at every trained position, the emitted one first."""
+        if self.cache == "sampled":
+            return rollout.actions
+        emitted_N1 = rollout.tokens[rollout.loss_mask][:, None]
+        if self.cache != "student_topk":
+            return emitted_N1
+        assert rollout.best_ids is not None, "the sampler recorded no best ids"
+        return np.concatenate([emitted_N1, rollout.best_ids], 1)
 
     def _logp(self, hidden_ND: Tensor, ids_NM: Tensor) -> Tensor:
         hidden_ND, weight, bias = self.lm.head.inputs(hidden_ND)

@@ -53,12 +53,15 @@ class Open:
 
 
 class VllmSampler:
-    def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1) -> None:
-        self.settings, self.draws, self.stop_ids = settings, draws, sorted(stop_ids)
+    def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1, best: int = 0) -> None:
+        """For requests of so many draws and no more, or of one draw and so many best ids."""
+        self.settings, self.draws, self.best, self.stop_ids = settings, draws, best, sorted(stop_ids)
         self.shapes = shapes_of(settings.model)
         self.checked = fingerprinted(self.shapes)
         # the draws are made in the V1 runner, which vLLM no longer chooses by itself on GPUs
-        self.core = Core(settings, arguments(draws), environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {})
+        self.core = Core(
+            settings, arguments(max(draws, best)), environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {}
+        )
         self.open: set[Open] = set()
         self.numbers = count()
         self.failure: EngineError | None = None
@@ -73,7 +76,9 @@ class VllmSampler:
         self.publishing, self.counted = asyncio.Lock(), asyncio.Event()
         """`counted` is set but while a restart counts what it throws away."""
         self.counted.set()
-        for found in await self.core.rpc("slipstream_ready", names=self.checked, hook=known(version())):
+        for found in await self.core.rpc(
+            "slipstream_ready", names=self.checked, hook=known(version()) and not self.best
+        ):
             if found["unchecked"]:
                 raise ModelError(
                     f"{self.settings.named}: {found['unchecked']}, so what runs could not be checked; "
@@ -101,8 +106,11 @@ class VllmSampler:
                 f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
                 f"exceeds the context of {self.core.context}"
             )
-        if sampling.draws > self.draws:
-            raise EngineError(f"{sampling.draws} draws were asked for, and the engine was started for {self.draws}")
+        if sampling.draws > self.draws or sampling.best > self.best:
+            raise EngineError(
+                f"{sampling.draws} draws and {sampling.best} best ids were asked for, and the engine was started for "
+                f"{self.draws} and {self.best}"
+            )
         if 0 < sampling.temperature < COLDEST:
             raise EngineError(
                 f"vLLM does not draw at temperature {sampling.temperature}: write 0, or at least {COLDEST}"
@@ -157,7 +165,7 @@ class VllmSampler:
             max_tokens=sampling.max_tokens,
             stop_token_ids=self.stop_ids,
             ignore_eos=True,  # it ends where our stop ids say, and those hold it
-            logprobs=0 if greedy else sampling.draws - 1,
+            logprobs=0 if greedy else sampling.best or sampling.draws - 1,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -210,12 +218,12 @@ class VllmSampler:
         return digests.pop() if len(digests) == 1 else "differs from worker to worker"
 
 
-def arguments(draws: int) -> dict[str, Any]:
+def arguments(logprobs: int) -> dict[str, Any]:
     from vllm.config import WeightTransferConfig
 
     return {
         "logprobs_mode": "processed_logprobs",
-        "max_logprobs": draws,
+        "max_logprobs": logprobs,
         "worker_extension_cls": EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend="slipstream"),
     }
@@ -251,7 +259,8 @@ def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> R
         actions_TM = np.repeat(tokens[:, None], sampling.draws, 1)
         logp_TM = np.zeros(actions_TM.shape, np.float32)
     else:
-        actions_TM = np.array(output.logprobs.token_ids, np.int32).reshape(len(tokens), sampling.draws)
+        columns = sampling.draws + sampling.best
+        actions_TM = np.array(output.logprobs.token_ids, np.int32).reshape(len(tokens), columns)
         logp_TM = np.array(output.logprobs.logprobs, np.float32).reshape(actions_TM.shape)
     if np.isnan(logp_TM).any():
         raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")
@@ -259,4 +268,14 @@ def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> R
     for span in output.weight_versions:
         versions[span.start : span.end] = -1 if span.version == "default" else int(span.version)
     finish: Finish = "eos" if output.finish_reason == "stop" else "length"
-    return one_turn(prompt, index, actions=actions_TM, action_logp=logp_TM, versions=versions, finish=finish)
+    drawn, best = slice(sampling.draws), slice(sampling.draws, None)
+    return one_turn(
+        prompt,
+        index,
+        actions=actions_TM[:, drawn],
+        action_logp=logp_TM[:, drawn],
+        best_ids=actions_TM[:, best] if sampling.best else None,
+        best_logp=logp_TM[:, best] if sampling.best else None,
+        versions=versions,
+        finish=finish,
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -24,15 +24,14 @@ class VllmScorer:
         settings: Settings,
         *,
         name: str = "teacher",
-        cache: Literal["sampled", "teacher_topk"] = "sampled",
         k: int = 0,
         draws: int = 1,
         vocabulary: int,
         context: Context | None = None,
     ) -> None:
-        """`vocabulary` is the student's."""
+        """`k` of the teacher's best tokens with each position, or else the draws. `vocabulary` is the student's."""
         self.name, self.model, self.vocabulary = name, settings.model, vocabulary
-        self.k, self.draws = k if cache == "teacher_topk" else 0, draws if cache == "sampled" else 1
+        self.k, self.draws = k, draws
         self.context = context or SamePrompt()
         self.core = Core(settings, {"max_logprobs": max(self.k, self.draws), "enable_prefix_caching": False})
         self.numbers = count()

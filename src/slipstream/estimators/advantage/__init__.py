@@ -39,11 +39,23 @@ class Estimator:
     scope: Scope
     baseline: str
     use_when: str
+    evidence: tuple[str, ...] = ()
+    """Options that are tensors, found out about the batch."""
+    cost: str = "–"
 
     @property
     def options(self) -> Options:
         """Its options with their defaults (`options.REQUIRED` where there is none)."""
         return options_of(self.function)
+
+    @property
+    def settings(self) -> list[str]:
+        """Options that a person chooses."""
+        return [name for name in self.options if name not in self.evidence]
+
+    @property
+    def needs_critic(self) -> bool:
+        return "values" in self.evidence
 
 
 def advantage(name: str, rewards_BT: Tensor, mask_BT: Tensor, *, groups: Tensor, **kw: Any) -> Any:
@@ -97,6 +109,8 @@ ADVANTAGES: dict[str, Estimator] = {
         scope="group",
         baseline="the group's mean weighted by w²‖g‖²",
         use_when="stale rollouts, where few rows dominate",
+        evidence=("weights", "grad_norm_squared"),
+        cost="a pass over the batch for π and Σπ²; ‖g‖² is by the logits, not by the weights",
     ),
     "gpg": Estimator(
         function=advantage_row.gpg,
@@ -109,6 +123,7 @@ ADVANTAGES: dict[str, Estimator] = {
         scope="batch",
         baseline="each reward's group mean and σ, then whitened",
         use_when="several rewards of different scale",
+        evidence=("components", "component_weights"),
     ),
     "reinforce_plus_plus_baseline": Estimator(
         function=advantage_row.reinforce_plus_plus_baseline,
@@ -127,17 +142,23 @@ ADVANTAGES: dict[str, Estimator] = {
         scope="row",
         baseline="the greedy answer's reward",
         use_when="one answer per prompt, a greedy rollout is affordable",
+        evidence=("greedy_rewards",),
+        cost="one more answer to every prompt, greedy, graded and never trained on",
     ),
     "gae": Estimator(
         function=advantage_token.gae,
         scope="batch",
         baseline="a critic, then whitened",
         use_when="there is a critic, credit within an answer matters",
+        evidence=("values",),
+        cost="a critic, which is not there",
     ),
     "optimal_token_baseline": Estimator(
         function=advantage_token.optimal_token_baseline,
         scope="group",
         baseline="the group's reward-to-go at each position, weighted by gradient energy",
-        use_when="long answers, stale rollouts",
+        use_when="long answers, stale rollouts; with multi_turn = true (TIR-OTB) where tools answer in between",
+        evidence=("logp", "sum_pi_squared", "weights"),
+        cost="a pass over the batch for π and Σπ²",
     ),
 }

@@ -65,7 +65,8 @@ def opo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
 def opob(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, weights: Tensor, grad_norm_squared: Tensor) -> Tensor:
     """The baseline of least variance under importance weights.  (OPOB in VCPO, 2602.17616.)
 
-    S − b, b = Σ w² ‖g‖² S / Σ w² ‖g‖² in the group; `weights` w and `grad_norm_squared` ‖g‖² are [B].
+    S − b, b = Σ w² ‖g‖² S / Σ w² ‖g‖² in the group; `weights` w and `grad_norm_squared` ‖g‖² are [B], g the gradient of
+    the row's log-prob: by the weights of the model one backward pass for each row, by its logits Σ_t `logit_energy`.
     Stale rollouts, where few rows dominate the gradient.
     """
     same_shape(groups=group_B, weights=weights, grad_norm_squared=grad_norm_squared)

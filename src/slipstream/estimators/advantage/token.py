@@ -61,6 +61,11 @@ def gae(
     return whiten(advantages_BT, mask_BT), advantages_BT + values_BT
 
 
+def logit_energy(logp: Tensor, sum_pi_squared: Tensor) -> Tensor:
+    """‖∂ log π(y) / ∂ logits‖² = 1 − 2π(y) + Σ_v π_v², of each token: positions share no logit, so it adds up."""
+    return 1 - 2 * floored(logp).exp() + sum_pi_squared
+
+
 def optimal_token_baseline(
     rewards_BT: Tensor,
     mask_BT: Tensor,
@@ -82,7 +87,7 @@ def optimal_token_baseline(
     given = {"logp": logp, "sum_pi_squared": sum_pi_squared} | ({} if weights is None else {"weights": weights})
     same_shape(mask=mask_BT, **given)
     logp_BT, square_BT, *rest = blanked(mask_BT, *(each.detach().double() for each in given.values()))
-    energy_BT = (1 - 2 * floored(logp_BT).exp() + square_BT) * (rest[0].square() if rest else 1)
+    energy_BT = logit_energy(logp_BT, square_BT) * (rest[0].square() if rest else 1)
     path_BT, to_go_BT = (energy_BT * mask_BT).cumsum(-1), _to_go(rewards_BT)
     if not multi_turn:
         return to_go_BT - _token_baseline(to_go_BT, path_BT, mask_BT, group_B)

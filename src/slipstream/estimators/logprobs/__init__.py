@@ -30,7 +30,7 @@ BLOCK = 4096
 """Most rows of a tile."""
 
 Metrics = dict[str, Tensor]
-ChunkLoss = Callable[[Tensor, slice], tuple[Tensor, Metrics]]
+ChunkLoss = Callable[..., tuple[Tensor, Metrics]]
 """(log-probs of the chunk's rows, which rows) → (their loss, summed; metrics, merged by `merge_metrics`)."""
 
 
@@ -80,19 +80,22 @@ def fused_loss(
     scale: float = 1.0,
     cap: float | None = None,
     chunk: int | None = None,
+    best: int = 0,
+    entropy: bool = False,
 ) -> tuple[Tensor, Metrics]:
     """The sum of `loss_fn` over chunks of rows, with the gradients of the head already computed.
 
     For losses of token scope: the loss of a row may not depend on other rows. `loss_fn` sees log-probs at the ids, or
-    over the whole vocabulary where `ids` is None; only they carry a gradient, whatever else it closes over. `chunk` is
-    how many logits are held at a time.
+    over the whole vocabulary where `ids` is None; only they carry a gradient, whatever else it closes over. With `best`
+    it is also given `best_ids`, the likeliest ids of each row [C, best], and with `entropy` the entropies [C]: both to
+    be looked at, without gradient. `chunk` is how many logits are held at a time.
     """
     bend = Bend(temperature, scale, cap)
     _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
     metrics: Metrics = {}
     rows = max(1, (chunk or HELD) // len(weight_VH))
     loss = _FusedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, weight_VH, bias, ids_NM, loss_fn, bend, rows, metrics
+        hidden_NH, weight_VH, bias, ids_NM, loss_fn, bend, rows, metrics, best, entropy
     )
     return loss, metrics
 
@@ -267,12 +270,16 @@ class _Head(torch.autograd.Function):
         entropy_N = lse_N - mean_N if entropy else mean_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
         ctx.bend, ctx.held, ctx.entropy = bend, held, entropy
+        ctx.set_materialize_grads(False)  # entropies that are only looked at cost nothing here
         return (at_NM - lse_N[:, None]).masked_fill_(ids_NM < 0, 0.0), entropy_N
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        grad_logp_NM, grad_entropy_N = outputs
         hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N = ctx.saved_tensors
+        grad_logp_NM, grad_entropy_N = outputs
+        if grad_logp_NM is None:
+            grad_logp_NM = torch.zeros_like(ids_NM, dtype=lse_N.dtype)
+        spread = ctx.entropy and grad_entropy_N is not None
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
         grad_logp_NM = grad_logp_NM.masked_fill(ids_NM < 0, 0.0)
         total_N = grad_logp_NM.sum(1)
@@ -287,8 +294,8 @@ class _Head(torch.autograd.Function):
                 ctx.bend,
                 lse_C=lse_N[rows],
                 total_C=total_N[rows],
-                entropy_C=entropy_N[rows] if ctx.entropy else None,
-                grad_entropy_C=grad_entropy_N[rows] if ctx.entropy else None,
+                entropy_C=entropy_N[rows] if spread else None,
+                grad_entropy_C=grad_entropy_N[rows] if spread else None,
             )
             chosen_CM = grad_logp_NM[rows] * inside_CM * slope_CM
             grads.add(rows, columns, tile_CW.scatter_add_(1, local_CM, chosen_CM.to(tile_CW.dtype)))
@@ -307,13 +314,18 @@ class _FusedHead(torch.autograd.Function):
         bend: Bend,
         size: int,
         metrics: Metrics,
+        best: int,
+        entropy: bool,
     ) -> Tensor:
         loss = hidden_NH.new_zeros((), dtype=wide(hidden_NH))
         grads = _Grads(hidden_NH, weight_VH, bias, ctx.needs_input_grad)
         products, over, columns = _Products(hidden_NH, weight_VH), backend(hidden_NH), slice(0, len(weight_VH))
         for rows in _slices(len(hidden_NH), size):
             tile_CV = products(rows, columns)
-            lse_C, _ = over.fold(tile_CV, bias, bend, entropy=False)
+            lse_C, mean_C = over.fold(tile_CV, bias, bend, entropy=entropy)
+            beside = {"entropy": lse_C - mean_C} if entropy else {}
+            if best:  # a logit rises with its product
+                beside["best_ids"] = (tile_CV if bias is None else tile_CV + bias).topk(best, -1).indices
             if ids_NM is None:
                 x_CM = bend.logits(tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias)
                 seen = x_CM - lse_C[:, None]
@@ -322,7 +334,7 @@ class _FusedHead(torch.autograd.Function):
                 x_CM = _at(tile_CV, bias, bend, local_CM)
                 seen = (x_CM - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
             with torch.enable_grad():
-                part, extra = loss_fn(seen.requires_grad_(), rows)
+                part, extra = loss_fn(seen.requires_grad_(), rows, **beside)
             (grad_CM,) = torch.autograd.grad(part, seen)
             if ids_NM is not None:
                 grad_CM = grad_CM.masked_fill(~inside_CM, 0.0)
@@ -342,6 +354,6 @@ class _FusedHead(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_loss,) = outputs
         if grad_loss == 1:  # a loss that is what backward starts from: no second copy of the weight's gradient
-            return *ctx.saved_tensors, None, None, None, None, None
+            return *ctx.saved_tensors, *[None] * 7
         scaled = (None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
-        return *scaled, None, None, None, None, None
+        return *scaled, *[None] * 7

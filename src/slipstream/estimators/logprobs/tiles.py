@@ -53,10 +53,17 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -
     mean_C = torch.zeros_like(lse_C)
     for columns in _parts(tile_CW):
         x_CP = _logits(tile_CW, bias_W, bend, columns)
-        part_C = x_CP.logsumexp(1)
-        inner_C = ((x_CP - part_C[:, None]).exp_() * x_CP).sum(1) if entropy else mean_C
+        part_C, inner_C = _with_mean(x_CP) if entropy else (x_CP.logsumexp(1), mean_C)
         lse_C, mean_C = merge(lse_C, mean_C, part_C, inner_C)
     return lse_C, mean_C
+
+
+def _with_mean(x_CP: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exp, and the mean under softmax, by one exp for both."""
+    most_C1 = x_CP.amax(1, keepdim=True)
+    weight_CP = (x_CP - most_C1).exp_()
+    sum_C = weight_CP.sum(1)
+    return most_C1[:, 0] + sum_C.log(), torch.linalg.vecdot(weight_CP, x_CP) / sum_C
 
 
 def merge(lse_C: Tensor, mean_C: Tensor, other_lse_C: Tensor, other_mean_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.aggregate import Mode, aggregate
-from slipstream.estimators.methods import Scope
 from slipstream.estimators.numerics import RATIO_BOUND, blanked, floored, same_shape, unknown
 from slipstream.estimators.options import check_options, only
 from slipstream.estimators.policy.table import ALIASES, LOSSES, PolicyLoss
 from slipstream.estimators.ratio import same_rows
+from slipstream.scope import Scope
 
 __all__ = ["ALIASES", "LOSSES", "PolicyLoss", "policy_loss", "prepare", "scope_of"]
 

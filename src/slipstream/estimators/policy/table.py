@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from slipstream.estimators.aggregate import Mode
-from slipstream.estimators.methods import Scope
 from slipstream.estimators.options import Options, options_of
 from slipstream.estimators.policy import batch as policy_batch
 from slipstream.estimators.policy import row as policy_row
 from slipstream.estimators.policy import token as policy_token
+from slipstream.scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engines.base import Metrics
-from slipstream.engines.native.learning.passes import Passes
+from slipstream.engines.native.learning.passes import Kind, Passes
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots
 from slipstream.engines.native.ranks import Ranks
-from slipstream.objective.frozen import Evidence, behavior_of
+from slipstream.objective.frozen import Draws, Evidence, behavior_of, present
 from slipstream.objective.method import Method
 from slipstream.records import Scored
 
@@ -22,40 +23,68 @@ def drawn_by(version: int, sample: Scored) -> Tensor:
     return torch.from_numpy((sample.rollout.versions == version) & sample.rollout.loss_mask)
 
 
+@dataclass(frozen=True)
+class Distances:
+    """KLs between the learner as it is and as it was when it drew each token, [T] of every sample."""
+
+    kl: Mapping[Kind, Sequence[Tensor]]
+    known: Sequence[Tensor]
+    """Where the weights that drew a token are still there, or nobody trains on it."""
+
+
 class FirstLook:
     """`version` is always that of the learner as it is. All ranks make the same passes, whoever needs them."""
 
     def __init__(self, method: Method, passes: Passes, snapshots: Snapshots, ranks: Ranks) -> None:
         self.method, self.passes, self.snapshots, self.ranks = method, passes, snapshots, ranks
 
-    def evidence(self, samples: Sequence[Scored], version: int) -> list[Evidence]:
+    def evidence(self, samples: Sequence[Scored], version: int, distances: Distances) -> list[Evidence]:
         """The log-probs of the trained tokens under every policy that the method asks for; 0 where one is masked."""
         method, drawn = self.method, self._drawn(samples)
         asked = method.current_first or (method.decoupled and version in drawn)
-        current = self.passes.log_probs(samples) if asked else None
+        current, squares = None, None
+        if method.weighs_energy:
+            current, squares = self.passes.log_probs_and_squares(samples)
+        elif asked:
+            current = self.passes.log_probs(samples)
         reference = self.passes.log_probs(samples, self.snapshots, REFERENCE) if method.reference is not None else None
         old, missing = None, [0] * len(samples)
         if method.previous:
             old = self.passes.log_probs(samples, self.snapshots, PREVIOUS)
         elif method.decoupled:
             old, missing = self._at_own_version(samples, {version: current} if current is not None else {}, drawn)
+        draws = self._draws(samples) if method.draws_first else None
         kl = None
         if method.rejects("seq_max_kl"):
-            found, known = self._kl_to_own_version(samples, version, drawn, kind="forward")
-            kl = [kl_T.masked_fill(~known_T, torch.inf) for kl_T, known_T in zip(found, known, strict=True)]
+            both = zip(distances.kl["forward"], distances.known, strict=True)
+            kl = [kl_T.masked_fill(~known_T, torch.inf) for kl_T, known_T in both]
         return [
             Evidence(
                 group=sample.rollout.prompt.number,
-                reward=sample.rollout.rewards.get(method.reward, 0.0),
+                rewards=sample.rollout.rewards,
                 mask_T=torch.tensor(sample.rollout.loss_mask),
                 behavior_T=behavior_of(sample).double(),
                 old_T=old[i] if old is not None else None,
                 current_T=current[i] if current is not None else None,
+                turn_T=torch.from_numpy(np.where(sample.rollout.loss_mask, sample.rollout.turn, -1)),
+                squares_T=squares[i] if squares is not None else None,
                 reference_T=reference[i] if reference is not None else None,
                 kl_T=kl[i] if kl is not None else None,
+                draws=draws[i] if draws is not None else None,
                 missing=missing[i],
             )
             for i, sample in enumerate(samples)
+        ]
+
+    def _draws(self, samples: Sequence[Scored]) -> list[Draws]:
+        current = self.passes.log_probs_of_draws(samples, temperature=self.method.loss.temperature)
+        return [
+            Draws(
+                current_NM=current_NM,
+                behavior_NM=torch.from_numpy(sample.rollout.action_logp).double(),
+                teacher_NM=torch.from_numpy(present(sample.teacher_action_logp)).double(),
+            )
+            for sample, current_NM in zip(samples, current, strict=True)
         ]
 
     def _drawn(self, samples: Sequence[Scored]) -> list[int]:
@@ -83,33 +112,34 @@ class FirstLook:
                 old[i], left[i] = torch.where(here[i], logp_T, old[i]), left[i] & ~here[i]
         return old, [int(left_T.sum()) for left_T in left]
 
-    def _kl_to_own_version(
-        self, samples: Sequence[Scored], version: int, drawn: Sequence[int], *, kind: Literal["forward", "reverse"]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """KL between the learner as it is and as it was when it drew each token, and of which tokens that is known.
+    def distances(self, samples: Sequence[Scored], version: int, *, drift: bool) -> Distances:
+        """Everything that is asked of KLs between the learner as it is and as it was when it drew each token.
 
-        `reverse` is KL(as it is ‖ as it was), exact over the vocabulary; what the engines disagree on is not in it.
+        `drift` asks for KL(as it is ‖ as it was), seq_max_kl for the other way round; one set of passes tells both.
+        What the engines disagree on is in neither.
         """
-        kl = [torch.zeros(len(sample.rollout.tokens), dtype=torch.float64) for sample in samples]
+        kinds: list[Kind] = ["reverse"] * drift
+        kinds += ["forward"] * self.method.rejects("seq_max_kl")
+        kl = [torch.zeros(len(sample.rollout.tokens), len(kinds), dtype=torch.float64) for sample in samples]
         # of the same policy it is 0
         known = [drawn_by(version, sample) | ~torch.tensor(sample.rollout.loss_mask) for sample in samples]
-        for drew in drawn:
+        for drew in self._drawn(samples) if kinds else ():
             if drew == version or drew not in self.snapshots:
                 continue
             here = [drawn_by(drew, sample) for sample in samples]
             chosen = [i for i, here_T in enumerate(here) if here_T.any()]
-            found = self.passes.rollout_kl([samples[i] for i in chosen], self.snapshots, drew, kind=kind)
-            for i, kl_T in zip(chosen, found, strict=True):
-                kl[i], known[i] = torch.where(here[i], kl_T.double(), kl[i]), known[i] | here[i]
-        return kl, known
+            found = self.passes.rollout_kl([samples[i] for i in chosen], self.snapshots, drew, kinds=kinds)
+            for i, kl_TK in zip(chosen, found, strict=True):
+                kl[i], known[i] = torch.where(here[i][:, None], kl_TK.double(), kl[i]), known[i] | here[i]
+        columns = {kind: [kl_TK[:, column] for kl_TK in kl] for column, kind in enumerate(kinds)}
+        return Distances(columns, known)
 
-    def rollout_drift(self, samples: Sequence[Scored], version: int) -> Metrics:
+    def rollout_drift(self, samples: Sequence[Scored], distances: Distances) -> Metrics:
         """Mean KL to the policy that drew each token, over the trained tokens whose version is still there."""
-        found, known = self._kl_to_own_version(samples, version, self._drawn(samples), kind="reverse")
         masks = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
         mine = (
-            sum(float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(found, masks, strict=True)),
-            sum(int((known_T & mask_T).sum()) for known_T, mask_T in zip(known, masks, strict=True)),
+            sum(float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(distances.kl["reverse"], masks, strict=True)),
+            sum(int((known_T & mask_T).sum()) for known_T, mask_T in zip(distances.known, masks, strict=True)),
             sum(int(mask_T.sum()) for mask_T in masks),
         )
         sums = [sum(part) for part in zip(*self.ranks.gathered(mine), strict=True)]

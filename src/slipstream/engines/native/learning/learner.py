@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
@@ -76,6 +77,12 @@ class NativeLearner:
             self.snapshots.take(PREVIOUS, host=False)
         self.update = self.made = 0
         """The update in hand, and the last one whose first step was made."""
+        self.beta = method.beta
+        """What the KL to the reference counts in this update."""
+        self.kl: list[float] = []
+        """To the reference, as the steps of this update saw it."""
+        self.size = 0
+        """Samples of this update, on all ranks."""
         self.samples: dict[Key, Scored] = {}
         self.frozen: dict[Key, Frozen] = {}
         self.seen: list[Seen] = []
@@ -122,17 +129,20 @@ class NativeLearner:
             self._begin(batch.update)
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
+        version, own = self.update - 1, list(samples.values())
+        distances = self.look.distances(own, version, drift=self.config.exact_drift)
         if self.config.exact_drift:
             size = sum(self.ranks.gathered(len(samples)))
-            self.noted.append((size, self.look.rollout_drift(list(samples.values()), self.update - 1)))
+            self.noted.append((size, self.look.rollout_drift(own, distances)))
         if not self.method.looks_first:
             self.frozen |= {key: as_it_is(sample) for key, sample in samples.items()}
             return [counts_of(group) for group in batch.groups]
-        keys, evidence = list(samples), self.look.evidence(list(samples.values()), self.update - 1)
+        keys, evidence = list(samples), self.look.evidence(own, version, distances)
         # ranks see the whole batch, in one order, whoever holds what
         everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
         everyone.sort(key=lambda pair: pair[0])
-        frozen, noted = freeze([sample for _, sample in everyone], self.method, update=self.update)
+        frozen, noted = freeze([sample for _, sample in everyone], self.method, update=self.update, beta=self.beta)
+        self.size += len(everyone)
         decided = {key: each for (key, _), each in zip(everyone, frozen, strict=True)}
         self.frozen |= {key: decided[key] for key in keys}
         self.noted.append((len(everyone), noted))
@@ -140,9 +150,13 @@ class NativeLearner:
 
     def _begin(self, update: int) -> None:
         """Let go of the update before."""
+        self.beta, self.kl, self.size = self._next_beta(), [], 0
         self.samples, self.frozen, self.noted, self.update = {}, {}, [], update
         if self.config.dropout:  # a run that goes on draws what it would have drawn
             torch.manual_seed(derive_seed(self.method.seed, "dropout", update, self.ranks.index))
+
+    def _next_beta(self) -> float:
+        return self.method.beta_after(self.beta, kl=fmean(self.kl), samples=self.size) if self.kl else self.beta
 
     def _compare(self, samples: Sequence[Scored]) -> Metrics:
         """Each rank does it all: the batch is small, and nothing is exchanged."""
@@ -207,7 +221,10 @@ class NativeLearner:
         self.made = self.update
         if norm > 0:  # an update of which nothing is left leaves no trace
             self.optimizer.step()
-        return self._metrics(loss_scale, 1 / max(counts.n_tokens, 1)) | {"grad_norm": norm, "lr": lr}
+        found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1))
+        if norm > 0 and "reference/kl" in found:
+            self.kl.append(found["reference/kl"])
+        return found | {"grad_norm": norm, "lr": lr}
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
         """Of everything since the last step."""
@@ -221,6 +238,8 @@ class NativeLearner:
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
         for name in [name for name in found if name.startswith("teacher/") and name.endswith("/loss")]:
             found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # of its own tokens
+        if "distill/overlap_any" in found:
+            found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # where anything is shared
         found |= self.passes.economy()
         self._drop()
         return found | averaged(self.noted) | drift_metrics(seen, version=self.update - 1)
@@ -235,18 +254,26 @@ class NativeLearner:
     def _save(self, path: Path, optimizer: bool) -> None:
         own = self.optimizer if optimizer else None
         before = self.snapshots.state(PREVIOUS) if self.method.previous else {}
-        save(path, self.lm, self.tokenizer, self.ranks, update=self.made, optimizer=own, previous=before)
+        beta = self._next_beta() if self.method.steers else None
+        save(path, self.lm, self.tokenizer, self.ranks, update=self.made, optimizer=own, previous=before, beta=beta)
 
     def _restore(self, path: Path) -> None:
-        made, previous = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
+        found = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
         if self.method.previous:
-            if not previous:
+            if not found.previous:
                 raise RunDirError(
                     f'{path} does not hold the weights before its last update, which policy.old = "previous" compares '
                     "with: write the policy.old it was saved under, or begin a new run"
                 )
-            self.snapshots.put(PREVIOUS, previous)
-        self.update, self.made = 0, made
+            self.snapshots.put(PREVIOUS, found.previous)
+        if self.method.steers:
+            if found.beta is None:
+                raise RunDirError(
+                    f"{path} does not hold what the KL to the reference has come to count: write the reference.control "
+                    "it was saved under, or begin a new run"
+                )
+            self.beta, self.kl = found.beta, []
+        self.update, self.made = 0, found.update
 
     def _export(self) -> tuple[WeightsRef, Fingerprint]:
         if self.snapshots.keep:

@@ -18,7 +18,7 @@ from slipstream.engines.native.learning.snapshots import Snapshots
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
-from slipstream.engines.native.rows import Rows, over_tokens, use_rows
+from slipstream.engines.native.rows import Rows, by_sample, over_tokens, use_rows
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.logprobs.head import Head
@@ -26,6 +26,8 @@ from slipstream.estimators.numerics import joined
 from slipstream.records import Rollout, Scored
 
 T = TypeVar("T")
+Kind = Literal["forward", "reverse"]
+"""KL(as it was ‖ as it is), KL(as it is ‖ as it was)."""
 
 
 class Student(nn.Module):
@@ -102,30 +104,75 @@ class Passes:
 
         0 where a token is masked.
         """
+        return [logp_T1[:, 0] for logp_T1 in self._at_tokens(samples, [self.temperature], snapshots, version)]
+
+    @torch.no_grad()
+    def log_probs_and_squares(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
+        """Of the emitted tokens their log-probs, and at every trained one Σ_v π_v² over the vocabulary, in one pass.
+
+        At half the temperature T a logit is 2x/T, so log Σπ² = lse(2x/T) − 2·lse(x/T) = 2·log π_T(y) − log π_{T/2}(y).
+        """
+        found = self._at_tokens(samples, [self.temperature, self.temperature / 2], None, None)
+        masks = [torch.from_numpy(sample.rollout.loss_mask) for sample in samples]
+        squares = [
+            (2 * logp_T2[:, 0] - logp_T2[:, 1]).exp().masked_fill(~mask_T, 0.0)
+            for logp_T2, mask_T in zip(found, masks, strict=True)
+        ]
+        return [logp_T2[:, 0] for logp_T2 in found], squares
+
+    def _at_tokens(
+        self,
+        samples: Sequence[Scored],
+        temperatures: Sequence[float],
+        snapshots: Snapshots | None,
+        version: int | str | None,
+    ) -> list[Tensor]:
+        """Log-probs of the emitted tokens, [T, a column for each temperature]; 0 where a token is masked."""
 
         def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             ids_N1 = joined([r.tokens[r.loss_mask] for r in chosen], hidden_NH.device, torch.int64)[:, None]
             hidden_NH, weight, bias = head.inputs(hidden_NH)
-            return logprobs_at(hidden_NH, weight, ids_N1, bias=bias, temperature=self.temperature, **head.bend)[:, 0]
+            shape: dict[str, Any] = {"bias": bias, **head.bend}
+            return torch.cat([logprobs_at(hidden_NH, weight, ids_N1, temperature=t, **shape) for t in temperatures], 1)
 
+        with self._as_at(snapshots, version):
+            found = self._of_each(samples, at_tokens)
+        return over_tokens(torch.cat(found), [sample.rollout for sample in samples]) if found else []
+
+    @torch.no_grad()
+    def log_probs_of_draws(self, samples: Sequence[Scored], *, temperature: float) -> list[Tensor]:
+        """By the weights as they are: [N, M] for the trained tokens of each sample."""
+
+        def at_draws(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
+            ids_NM = joined([rollout.actions for rollout in chosen], hidden_NH.device, torch.int64)
+            hidden_NH, weight, bias = head.inputs(hidden_NH)
+            return logprobs_at(hidden_NH, weight, ids_NM, bias=bias, temperature=temperature, **head.bend)
+
+        with self._as_at(None, None):
+            return self._of_each(samples, at_draws)
+
+    def _of_each(
+        self, samples: Sequence[Scored], found_by: Callable[[Tensor, Head, Sequence[Rollout]], Tensor]
+    ) -> list[Tensor]:
+        """What a pass without gradient finds for the trained tokens of each sample, in float64."""
         found: dict[int, Tensor] = {}
-        with self._as_at(snapshots, version), self.precision():
+        with self.precision():
             for rows, members in self.micro_batches(samples):
                 if not members:
                     self.student(rows, nothing)
                     continue
                 chosen = [samples[i].rollout for i in members]
-                logp_N = self.student(rows, lambda h, head, chosen=chosen: at_tokens(h, head, chosen))
-                found |= zip(members, over_tokens(logp_N.cpu().double(), chosen), strict=True)
+                found_N = self.student(rows, lambda h, head, chosen=chosen: found_by(h, head, chosen))
+                found |= zip(members, by_sample(found_N.cpu().double(), chosen), strict=True)
         return [found[i] for i in range(len(samples))]
 
     @torch.no_grad()
     def rollout_kl(
-        self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kind: Literal["forward", "reverse"]
+        self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kinds: Sequence[Kind]
     ) -> list[Tensor]:
-        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round, at trained tokens.
+        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round: [T, a column of each].
 
-        Exact, over the whole vocabulary; 0 where a token is masked.
+        Exact, over the whole vocabulary; 0 where a token is masked. However many kinds, the passes are made once.
         """
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
@@ -138,13 +185,13 @@ class Passes:
 
         def kl_to(before_NH: Tensor, head: Head) -> Tensor:
             hidden_NH, (weight, bias) = now.pop(0), heads[0]
-            found = [hidden_NH.new_empty(0)]
+            found = [hidden_NH.new_empty(0, len(kinds))]
             size = max(1, HELD // len(weight))
             for start in range(0, len(hidden_NH), size):
                 rows = slice(start, start + size)
                 logits_CV, old_CV = head(hidden_NH[rows], weight, bias), head(before_NH[rows])
                 logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in (logits_CV, old_CV))
-                found.append(dense(logp_CV, old_CV, kind=kind))
+                found.append(torch.stack([dense(logp_CV, old_CV, kind=kind) for kind in kinds], 1))
             return torch.cat(found)
 
         kl: dict[int, Tensor] = {}

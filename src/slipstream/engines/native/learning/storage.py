@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +24,12 @@ def save(
     update: int,
     optimizer: torch.optim.Optimizer | None,
     previous: Mapping[str, Tensor],
+    beta: float | None,
 ) -> None:
     """The first rank writes; all take part. Without an optimizer, only the model.
 
-    `previous`: the weights before the last update, of what is trained, if the method compares with them.
+    `previous`: the weights before the last update, of what is trained, if the method compares with them. `beta`: what
+    the KL to the reference will count, if it is steered.
     """
     state = ranks.on_first(lm.model.state_dict(keep_vars=True))
     moments = ranks.on_first(optimizer.state_dict()) if optimizer else {}
@@ -39,17 +41,20 @@ def save(
         tokenizer.save_pretrained(path)
     if optimizer:
         adapters = {name: value for name, value in state.items() if is_adapter(name)}
-        saved = {"optimizer": moments, "update": update, "adapters": adapters, "previous": before}
+        saved = {"optimizer": moments, "update": update, "adapters": adapters, "previous": before, "beta": beta}
         torch.save(saved, path / "learner.pt")
 
 
-def restore(
-    path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool
-) -> tuple[int, dict[str, Tensor]]:
-    """Every rank reads for itself; how many there were does not matter.
+class Restored(NamedTuple):
+    """What else a learner must know to go on, as far as it was saved."""
 
-    Returns the update that was saved, and the weights before it, as far as they were.
-    """
+    update: int
+    previous: dict[str, Tensor]
+    beta: float | None
+
+
+def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> Restored:
+    """Every rank reads for itself; how many there were does not matter."""
     several = ranks.size > 1
     saved = torch.load(path / "learner.pt", map_location="cpu", mmap=several, weights_only=True)
     weights = saved["adapters"]  # with these, the base is what it was
@@ -60,7 +65,7 @@ def restore(
     weights = {name: slice_of(weights[name], own[name]) for name in weights}
     lm.model.load_state_dict(weights, strict=not lora)
     restore_moments(optimizer, saved["optimizer"])
-    return int(saved["update"]), saved.get("previous", {})
+    return Restored(int(saved["update"]), saved.get("previous", {}), saved.get("beta"))
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

@@ -235,9 +235,14 @@ class NativeSampler:
                 pick = torch.tensor([i for i, row in enumerate(rows) if row.request.sampling == sampling])
             at = torch.arange(start, stop, device=t_N.device)[pick]
             uniform_NM = uniforms(tape.seed_S[at], tape.offset_S[at] + t_N[pick], sampling.draws)
-            ids_NM, logp_NM = draw(process(logits_NV[pick], sampling), uniform_NM)
+            logp_NV = process(logits_NV[pick], sampling)
+            ids_NM, logp_NM = draw(logp_NV, uniform_NM)
             tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM
             tape.logp_STM[at, t_N[pick], : sampling.draws] = logp_NM
+            if sampling.best:
+                best = logp_NV.topk(sampling.best, -1)
+                tape.best_STK[at, t_N[pick], : sampling.best] = best.indices
+                tape.best_logp_STK[at, t_N[pick], : sampling.best] = best.values
             token_N[pick] = ids_NM[:, 0]
         at = torch.arange(start, stop, device=t_N.device)
         tape.version_ST[at, t_N] = self.version
@@ -260,7 +265,7 @@ class NativeSampler:
                 request.prompt,
                 row.index,
                 tokens=row.tokens,
-                draws=request.sampling.draws,
+                sampling=request.sampling,
                 finish="eos" if stopped[slot - start] else "length",
             )
             if len(request.done) == request.sampling.group:

@@ -1,6 +1,6 @@
 """What has been written for every slot so far: prompts, tokens, draws, log-probs and versions.
 
-Shapes: S slots, L positions, T response positions, M draws.
+Shapes: S slots, L positions, T response positions, M draws, K best ids.
 """
 
 from __future__ import annotations
@@ -28,34 +28,45 @@ class Tape:
         self.version_ST = torch.zeros(slots, 0, dtype=torch.int64, device=device)
         self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int64, device=device)
         self.logp_STM = torch.zeros(slots, 0, 0, device=device)
+        self.best_STK = torch.zeros(slots, 0, 0, dtype=torch.int64, device=device)
+        self.best_logp_STK = torch.zeros(slots, 0, 0, device=device)
 
     def seat(self, start: int, prompt: Prompt, sampling: Sampling, dtype: torch.dtype) -> None:
         """Write a group's prompt, seeds and limits to the slots from `start` on; log-probs will be of `dtype`."""
         q, device = len(prompt.tokens), self.seed_S.device
-        self._widen(q + sampling.max_tokens, sampling.max_tokens, sampling.draws, dtype)
+        self._widen(q + sampling.max_tokens, sampling, dtype)
         at = slice(start, start + sampling.group)
         self.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
         self.prompt_S[at], self.last_S[at], self.limit_S[at] = q, q - 1, q - 1 + sampling.max_tokens
         seeds = [derive_seed(prompt.seed, prompt.first + index) for index in range(sampling.group)]
         self.seed_S[at], self.offset_S[at] = torch.tensor(seeds, device=device), prompt.offset
 
-    def _widen(self, length: int, tokens: int, draws: int, dtype: torch.dtype) -> None:
+    def _widen(self, length: int, sampling: Sampling, dtype: torch.dtype) -> None:
+        tokens, draws, best = sampling.max_tokens, sampling.draws, sampling.best
         self.ids_SL = _grown(self.ids_SL, length)
         self.version_ST = _grown(self.version_ST, tokens)
         self.action_STM = _grown(self.action_STM, tokens, draws)
         self.logp_STM = _grown(self.logp_STM.to(dtype), tokens, draws)
+        if best:
+            self.best_STK = _grown(self.best_STK, tokens, best)
+            self.best_logp_STK = _grown(self.best_logp_STK.to(dtype), tokens, best)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         for name, tensor in vars(self).items():
             assert isinstance(tensor, Tensor), name
             tensor[target] = tensor[source]
 
-    def read(self, slot: int, prompt: Prompt, index: int, *, tokens: int, draws: int, finish: Finish) -> Rollout:
+    def read(
+        self, slot: int, prompt: Prompt, index: int, *, tokens: int, sampling: Sampling, finish: Finish
+    ) -> Rollout:
+        draws, best = sampling.draws, sampling.best
         return one_turn(
             prompt,
             prompt.first + index,
             actions=self.action_STM[slot, :tokens, :draws].cpu().numpy().astype(np.int32),
             action_logp=self.logp_STM[slot, :tokens, :draws].cpu().numpy().copy(),
+            best_ids=self.best_STK[slot, :tokens, :best].cpu().numpy().astype(np.int32) if best else None,
+            best_logp=self.best_logp_STK[slot, :tokens, :best].cpu().numpy().copy() if best else None,
             versions=self.version_ST[slot, :tokens].cpu().numpy().astype(np.int32),
             finish=finish,
         )

@@ -1,0 +1,369 @@
+"""Every distillation loss that a config can choose: it trains, and its gradient is that of the formula written out.
+
+The reference computes whole distributions with plain models in float64, and then what the loss says, by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from slipstream.commands.train import train
+from slipstream.config.file import parse
+from slipstream.config.losses import LOSSES, Cache, LossConfig
+from slipstream.config.objective import PolicyConfig
+from slipstream.config.schema import LearnerConfig
+from slipstream.engines.base import Sampling
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.objective.method import Method
+from slipstream.records import Batch, Handle, Scored, total
+from slipstream.runlog import read_lines
+from tiny import EOS, make_model, make_prompts, wrap
+
+CHOSEN: dict[str, list[dict[str, Any]]] = {
+    "reverse_kl_mc": [
+        {"m": 3},
+        {"m": 3, "advantage": "behavior"},
+        {"m": 3, "clip": 0.2},
+        {"m": 3, "ratio_cap": 1.5},
+        {"m": 3, "importance": False},
+    ],
+    "decoupled_ppo": [{"m": 3}, {"m": 2, "advantage": "proximal", "clip": (0.1, 0.3)}, {"advantage": "current"}],
+    "m2po": [{"m": 3}, {"m": 2, "budget": 1e-3}],
+    "reverse_kl_topk": [{"k": 5}, {"k": 5, "reweight": False}, {"k": 5, "renormalise": False, "tail": True}],
+    "reverse_kl": [{}],
+    "forward_kl": [{"k": 5}, {"k": 5, "tail": True}, {"k": 5, "renormalise": True}, {"cache": "hidden"}],
+    "jsd": [{}, {"cache": "teacher_topk", "k": 5}],
+    "k1": [{"as": "reward"}],
+    "abs": [{}, {"as": "reward"}],
+    "k2": [{}, {"loss_max_clamp": 0.5}, {"log_prob_min_clamp": -2.0}],
+    "k3": [{}, {"as": "reward", "clip": 0.1}],
+    "k1+": [{}],
+    "k3+": [{}],
+}
+ROWS = [(kind, options) for kind, variants in CHOSEN.items() for options in variants]
+
+
+def chosen(kind: str, options: Mapping[str, Any]) -> LossConfig:
+    return TypeAdapter[LossConfig](LossConfig).validate_python({"kind": kind} | dict(options))
+
+
+def test_every_row_of_the_table_is_here() -> None:
+    assert set(CHOSEN) == set(LOSSES)
+
+
+# --- the formulas, written out ----------------------------------------------------------------------------------------
+
+
+class View(NamedTuple):
+    """Whole distributions at N trained tokens, as log-probs [N, V], and what was drawn there."""
+
+    now: Tensor
+    old: Tensor
+    proximal: Tensor
+    teacher: Tensor
+    draws: Tensor
+
+
+def at(logp_NV: Tensor, ids_NM: Tensor) -> Tensor:
+    return logp_NV.gather(1, ids_NM)
+
+
+def clip_of(clip: Any) -> tuple[float, float]:
+    low, high = clip if isinstance(clip, tuple) else (clip, clip)
+    return 1 - low, 1 + high
+
+
+def on_draws(view: View, o: Mapping[str, Any]) -> Tensor:
+    p, old, q = (at(x, view.draws) for x in (view.now, view.old, view.teacher))
+    ratio, advantage = (p - old).exp(), (q - (old if o.get("advantage") == "behavior" else p)).detach()
+    if o.get("importance") is False:
+        return -(advantage * p).mean(1)
+    if "ratio_cap" in o:
+        return -(ratio.detach().clamp(max=o["ratio_cap"]) * advantage * p).mean(1)  # its gradient, not its value
+    if "clip" in o:
+        return -torch.minimum(ratio * advantage, ratio.clamp(*clip_of(o["clip"])) * advantage).mean(1)
+    return -(ratio * advantage).mean(1)
+
+
+def around_proximal(view: View, o: Mapping[str, Any]) -> Tensor:
+    p, old, prox, q = (at(x, view.draws) for x in (view.now, view.old, view.proximal, view.teacher))
+    whose = {"behavior": old, "proximal": prox, "current": p}[o.get("advantage", "behavior")]
+    advantage, ratio, weight = (q - whose).detach(), (p - prox).exp(), (prox - old).exp()
+    weight = torch.where(weight > 5.0, 0.0, weight)
+    return -(weight * torch.minimum(ratio * advantage, ratio.clamp(*clip_of(o.get("clip", 0.2))) * advantage)).mean(1)
+
+
+def within_budget(view: View, o: Mapping[str, Any]) -> Tensor:
+    """The choice is made where the batch came: with the student of then."""
+    prox, old, q = (at(x, view.draws) for x in (view.proximal, view.old, view.teacher))
+    square, harmful = (prox - old) ** 2, (q - prox) * (prox - old) > 0
+    keep = torch.ones_like(harmful)
+    for index in torch.where(harmful, square, -1.0).flatten().argsort(descending=True):
+        if square[keep].mean() <= o.get("budget", 0.04) or not harmful.flatten()[index]:
+            break
+        keep.view(-1)[index] = False
+    p = at(view.now, view.draws)
+    return -(keep * (p - old).exp() * (q - p).detach()).mean(1)
+
+
+def on_own_best(view: View, o: Mapping[str, Any]) -> Tensor:
+    ids = view.old.topk(o["k"], 1).indices
+    parts = [at(x, ids) for x in (view.now, view.teacher, view.old)]
+    if o.get("tail"):
+        parts = [torch.cat([x, (1 - x.exp().sum(1, keepdim=True)).log()], 1) for x in parts]
+    else:
+        parts = [x - x.logsumexp(1, keepdim=True) for x in parts]
+    p, q, old = parts
+    if o.get("reweight") is False:
+        return -((old.exp() * (q - p)).detach() * p).sum(1)
+    return (p.exp() * (p - q)).sum(1)
+
+
+def on_teachers_best(view: View, o: Mapping[str, Any]) -> Tensor:
+    if o.get("cache") == "hidden":
+        return (view.teacher.exp() * (view.teacher - view.now)).sum(1)
+    ids = view.teacher.topk(o["k"], 1).indices
+    p, q = at(view.now, ids), at(view.teacher, ids)
+    if o.get("tail"):
+        p, q = (torch.cat([x, (1 - x.exp().sum(1, keepdim=True)).log()], 1) for x in (p, q))
+    if o.get("renormalise"):
+        p, q = (x - x.logsumexp(1, keepdim=True) for x in (p, q))
+    return (q.exp() * (q - p)).sum(1)
+
+
+def between(view: View, o: Mapping[str, Any]) -> Tensor:
+    p, q = view.now, view.teacher
+    if "k" in o:
+        ids = q.topk(o["k"], 1).indices
+        p, q = (torch.cat([at(x, ids), (1 - at(x, ids).exp().sum(1, keepdim=True)).log()], 1) for x in (p, q))
+    m = ((p.exp() + q.exp()) / 2).log()
+    return 0.5 * (q.exp() * (q - m)).sum(1) + 0.5 * (p.exp() * (p - m)).sum(1)
+
+
+def on_the_emitted(kind: str) -> Callable[[View, Mapping[str, Any]], Tensor]:
+    def estimate(view: View, o: Mapping[str, Any]) -> Tensor:
+        s, old, t = (at(x, view.draws[:, :1])[:, 0] for x in (view.now, view.old, view.teacher))
+        ratio = (s - old).exp()
+        if "log_prob_min_clamp" in o:
+            s, t = s.clamp(min=o["log_prob_min_clamp"]), t.clamp(min=o["log_prob_min_clamp"])
+        k1, k2, k3 = s - t, 0.5 * (s - t) ** 2, (t - s).exp() - 1 - (t - s)
+        k3 = k3.clamp(max=10) if o.get("as") == "reward" else k3  # what is bounded is the value
+        found = {"k1": k1, "abs": k1.abs(), "k2": k2, "k3": k3, "k1+": k2, "k3+": k2}[kind]  # by their gradients
+        if o.get("as") == "reward":
+            advantage = -found.detach()
+            gain = torch.minimum(ratio * advantage, ratio.clamp(*clip_of(o.get("clip", 0.2))) * advantage)
+            return torch.where(advantage < 0, torch.minimum(-gain, -3 * advantage), -gain)
+        return found.clamp(max=o.get("loss_max_clamp", torch.inf))
+
+    return estimate
+
+
+FORMULAS: dict[str, Callable[[View, Mapping[str, Any]], Tensor]] = {
+    "reverse_kl_mc": on_draws,
+    "decoupled_ppo": around_proximal,
+    "m2po": within_budget,
+    "reverse_kl_topk": on_own_best,
+    "reverse_kl": lambda view, o: (view.now.exp() * (view.now - view.teacher)).sum(1),
+    "forward_kl": on_teachers_best,
+    "jsd": between,
+    **{kind: on_the_emitted(kind) for kind in ("k1", "abs", "k2", "k3", "k1+", "k3+")},
+}
+
+
+# --- the same by the engines ------------------------------------------------------------------------------------------
+
+
+@cache
+def collected(
+    name: str, dtype: torch.dtype, asked: Cache, draws: int, k: int, temperature: float
+) -> list[list[Handle]]:
+    """Groups that a student drew and a teacher scored: the same for all losses that ask for the same."""
+
+    async def work() -> list[list[Handle]]:
+        sampler = NativeSampler(wrap(make_model(name, dtype=dtype)), slots=16, stop_ids={EOS})
+        sampling = Sampling(max_tokens=9, group=2, draws=draws, best=k if asked == "student_topk" else 0)
+        groups = await asyncio.gather(*[sampler.generate(prompt, sampling) for prompt in make_prompts(4)])
+        scorer = NativeScorer(wrap(teacher_of(dtype)), cache=asked, k=k, temperature=temperature)
+        scored = await asyncio.gather(*[scorer.score(group) for group in groups])
+        sampler.close()
+        scorer.close()
+        for group in scored:
+            for index, handle in enumerate(group):
+                handle.body.rollout.rewards["exact"] = float(index)
+        return scored
+
+    return asyncio.run(work())
+
+
+@cache
+def teacher_of(dtype: torch.dtype) -> PreTrainedModel:
+    return make_model("llama", seed=2, dtype=dtype)
+
+
+def groups_for(loss: LossConfig, name: str, dtype: torch.dtype) -> list[list[Handle]]:
+    return collected(name, dtype, loss.asks.cache, loss.asks.draws, loss.asks.k, loss.temperature)
+
+
+def learner_of(model: PreTrainedModel, loss: LossConfig, teacher: PreTrainedModel, **changes: Any) -> NativeLearner:
+    config = LearnerConfig(batch_size=8, dtype="float64", lr=0.01, clip_norm=1e9, token_budget=64)
+    head = wrap(teacher).head if loss.asks.cache == "hidden" else None
+    method = Method(loss=loss, max_tokens=9, **changes)
+    return NativeLearner(wrap(model), method=method, config=config, updates=3, teacher_head=head)
+
+
+def distributions(model: PreTrainedModel, sample: Scored, temperature: float) -> Tensor:
+    rollout = sample.rollout
+    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))
+    logits = model(ids[None]).logits[0, len(rollout.prompt.tokens) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def grads_of(model: PreTrainedModel) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "temperature"),
+    [(*row, 1.0) for row in ROWS] + [(kind, variants[-1], 0.5) for kind, variants in CHOSEN.items()],
+)
+def test_the_gradient_is_that_of_the_formula_at_arrival_and_one_step_later(
+    kind: str, options: dict[str, Any], temperature: float
+) -> None:
+    """The student that learns is not the one that drew; the second half of the batch meets one that has moved on."""
+    loss = chosen(kind, options | {"temperature": temperature})
+    drew, student = (make_model("phi", seed=0, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        for p in student.parameters():
+            p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype))
+    teacher, groups = teacher_of(torch.float64), groups_for(loss, "phi", torch.float64)
+
+    async def work() -> tuple[list[Tensor], list[PreTrainedModel]]:
+        learner = learner_of(student, loss, teacher)
+        batch = Batch(tuple(groups), 1)
+        counts = await learner.prepare(batch)
+        grads, models = list[Tensor](), list[PreTrainedModel]()
+        for half in (slice(0, 2), slice(2, 4)):
+            models.append(make_model("phi", dtype=torch.float64))
+            models[-1].load_state_dict(learner.lm.model.state_dict())
+            await learner.accumulate(Batch(tuple(groups[half]), 1), total(counts[half]))
+            grads.append(grads_of(learner.lm.model).clone())
+            await learner.step()
+        learner.close()
+        return grads, models
+
+    grads, models = asyncio.run(work())
+    for number, (half, grad) in enumerate(zip((slice(0, 2), slice(2, 4)), grads, strict=True)):
+        now = models[number]
+        now.zero_grad()
+        samples = [handle.body for group in groups for handle in group]
+        whole = View(
+            *(
+                torch.cat([distributions(model, sample, t) for sample in samples])
+                for model, t in ((now, temperature), (drew, 1.0), (models[0], temperature), (teacher, temperature))
+            ),
+            draws=torch.cat([torch.from_numpy(sample.rollout.actions).long() for sample in samples]),
+        )
+        frozen = View(whole.now, *(x.detach() for x in whole[1:]))
+        rows = [len(h.body.rollout.tokens) for group in groups[half] for h in group]
+        before = [len(h.body.rollout.tokens) for group in groups[: half.start] for h in group]
+        its = slice(sum(before), sum(before) + sum(rows))
+        (FORMULAS[kind](frozen, options)[its].sum() / sum(rows)).backward()
+        torch.testing.assert_close(grad, grads_of(now), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("path", ["fused", "by row"])
+@pytest.mark.parametrize(("kind", "options"), ROWS)
+def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
+    kind: str, options: dict[str, Any], path: str
+) -> None:
+    """Two updates in float32 by the native engines: finite, of this loss, and the weights have moved."""
+    loss = chosen(kind, options)
+    groups, teacher = groups_for(loss, "qwen3", torch.float32), teacher_of(torch.float32)
+    beside = {"policy": PolicyConfig(loss="gspo"), "rewards": {"exact": 1.0}} if path == "by row" else {}
+
+    async def work() -> list[dict[str, float]]:
+        learner = NativeLearner(
+            wrap(make_model()),
+            method=Method(loss=loss, max_tokens=9, **beside),
+            config=LearnerConfig(batch_size=8, lr=0.01),
+            updates=2,
+            teacher_head=wrap(teacher).head if loss.asks.cache == "hidden" else None,
+        )
+        assert learner.objective.rides == (path == "fused")
+        metrics, prints = [], [(await learner.export())[1]]
+        for update in (1, 2):
+            batch = Batch(tuple(groups), update)
+            counts = total(await learner.prepare(batch))
+            await learner.accumulate(batch, counts)
+            metrics.append(await learner.step())
+            prints.append((await learner.export())[1])
+        learner.close()
+        assert len(set(prints)) == 3
+        return metrics
+
+    for metrics in asyncio.run(work()):
+        assert all(np.isfinite(value) for value in metrics.values())
+        assert metrics["distill/loss_abs"] > 0 and 0 < metrics["student/entropy"] < np.log(31)
+        assert ("policy/loss" in metrics) == (path == "by row")
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "line"),
+    [
+        ("k1", {}, 'kind = "k1" as a loss has no teacher in its gradient: write as = "reward"'),
+        ("k2", {"clip": 0.2}, 'clip is for as = "reward"'),
+        ("k3", {"dual_clip": 4.0}, 'dual_clip is for as = "reward"'),
+        ("reverse_kl_topk", {"tail": True}, "write renormalise = false, too"),
+        ("forward_kl", {"as": "reward"}, "Extra inputs are not permitted"),
+        ("reverse_kl_mc", {"loss_max_clamp": 1.0}, "Extra inputs are not permitted"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(kind: str, options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValidationError, match=line):
+        chosen(kind, options)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"kind": "decoupled_ppo", "m": 2},
+        {"kind": "m2po", "m": 2},
+        {"kind": "reverse_kl_topk", "k": 8},
+        {"kind": "kl", "as": "reward"},
+    ],
+    ids=lambda loss: loss["kind"],
+)
+def test_train_runs_what_asks_more_than_the_usual(loss: dict[str, Any], tmp_path: Path) -> None:
+    """From a config through plan and start checks, in mini-batches, on stale samples."""
+    tree = {
+        "student": "builtin:student",
+        "updates": 2,
+        "output": str(tmp_path / "run"),
+        "teachers": {"main": {"model": "builtin:teacher"}},
+        "sampler": {"max_tokens": 8, "group": 2},
+        "learner": {"batch_size": 8, "minibatches": 2},
+        "loss": loss,
+        "schedule": {"kind": "step_off"},
+        "runtime": {"kind": "inline"},
+    }
+    run = train(parse(tree), Console(file=io.StringIO()), name="losses")
+    lines = [line for line in read_lines(run / "metrics.jsonl") if line["kind"] == "train"]
+    assert [line["version"] for line in lines] == [1, 2] and all(line["distill/loss_abs"] > 0 for line in lines)
