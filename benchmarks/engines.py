@@ -210,7 +210,7 @@ def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
     )
     job = plan(config)
     with tempfile.TemporaryDirectory() as path:
-        engines = ray.open_engines(config, job.tokenizer, say=lambda _: None)
+        engines = ray.open_engines(job.engines, job.tokenizer, say=lambda _: None)
         began = time.perf_counter()
         try:
             with RunLog.create(config, Path(path) / "run") as log:

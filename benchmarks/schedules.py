@@ -27,11 +27,12 @@ from slipstream.config.file import parse
 from slipstream.engines.base import Sampling
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
-from slipstream.plan.plan import eval_prompts, plan
+from slipstream.plan.engines import GraderPlan
+from slipstream.plan.evaluation import eval_prompts, evaluation
+from slipstream.plan.plan import plan
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import inline, ray
-from slipstream.runtimes.build import decoder
-from slipstream.tasks.rewards import PoolGrader
+from slipstream.runtimes.build import build_grader
 
 CORES, BATCH, MAX_TOKENS = 2, 64, 80
 ARMS: dict[str, dict[str, Any]] = {
@@ -79,7 +80,7 @@ def run(arm: dict[str, Any], *, seed: int, updates: int) -> Found:
     job = plan(config)
     runtime = inline if config.runtime.kind == "inline" else ray
     with tempfile.TemporaryDirectory() as path:
-        engines = runtime.open_engines(config, job.tokenizer, say=lambda _: None)
+        engines = runtime.open_engines(job.engines, job.tokenizer, say=lambda _: None)
         try:
             with RunLog.create(config, Path(path) / "run") as log:
                 seconds, cpu = asyncio.run(timed(Run(config, engines, job.prompts, log)))
@@ -112,10 +113,10 @@ async def timed(run: Run) -> tuple[float, dict[str, float]]:
 
 def accuracy_of(model: str, tokenizer: Any) -> float:
     prompts = eval_prompts(tokenizer, parse_data(), "builtin:arithmetic", split="eval", limit=200, seed=0)
-    grader = PoolGrader(("exact",), decoder(tokenizer))
+    grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     try:
         sampling = Sampling(max_tokens=MAX_TOKENS, group=4)
-        return measure(model, prompts, grader, tokenizer, sampling=sampling, reward="exact").avg
+        return measure(evaluation(model, prompts, tokenizer, sampling=sampling, reward="exact"), grader).avg
     finally:
         grader.close()
 

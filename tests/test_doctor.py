@@ -20,9 +20,9 @@ from slipstream.config.file import load
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
+from slipstream.errors import ModelError
 from slipstream.plan.checks import PROMPTS, CheckFailed, Finding, quick, raised
-from slipstream.plan.placement import needs
-from slipstream.plan.plan import plan
+from slipstream.plan.plan import Plan, plan
 from slipstream.records import Handle
 from slipstream.runtimes.inline import open_engines
 
@@ -86,17 +86,17 @@ class Shifted(Fault):
 
 def examined(settings: Config, wrap: Any, check: Any) -> list[Finding]:
     job = plan(settings)
-    engines = open_engines(settings, job.tokenizer, say=str)
+    engines = open_engines(job.engines, job.tokenizer, say=str)
     try:
         prompts = [job.prompts.at(number) for number in range(PROMPTS)]
-        found: list[Finding] = asyncio.run(check(settings, wrap(engines), prompts))
+        found: list[Finding] = asyncio.run(check(job, wrap(engines), prompts))
         return found
     finally:
         engines.close()
 
 
-async def at_the_start(settings: Config, engines: Engines, prompts: Any) -> list[Finding]:
-    return await quick(settings, engines, prompts, version=0)
+async def at_the_start(made: Plan, engines: Engines, prompts: Any) -> list[Finding]:
+    return await quick(made, engines, prompts, version=0)
 
 
 def test_engines_that_agree_are_found_to() -> None:
@@ -147,7 +147,7 @@ def test_a_load_that_was_skipped_is_told_by_the_fingerprint() -> None:
     def wrap(engines: Engines) -> Engines:
         return replace(engines, samplers=(Forgetful(engines.samplers[0]),))
 
-    with pytest.raises(CheckFailed, match="a sampler runs weights 0123456789abcdef after a publish, .* did not arrive"):
+    with pytest.raises(ModelError, match="sampler runs weights 0123456789abcdef, the learner exported .* the student"):
         examined(config(), wrap, at_the_start)
 
 
@@ -174,7 +174,7 @@ def test_the_doctor_finds_nothing_in_the_demo(capsys: pytest.CaptureFixture[str]
 
 def test_a_policy_loss_without_a_teacher_is_examined_too() -> None:
     settings = load(Path(__file__).parents[1] / "configs" / "decoupled.toml", INLINE, say=str)
-    assert by_itself(settings) is None
+    assert by_itself(plan(settings)) is None
     assert doctor(settings, QUIET)
     group = [Handle(replace(header, rewards={}), None) for header in [_header(0), _header(1)]]
     assert [handle.header.rewards for handle in rewarded(settings, group)] == [{"exact": 0.0}, {"exact": 1.0}]
@@ -218,13 +218,13 @@ def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
 
 
 def test_memory_is_worked_out_from_the_config() -> None:
-    settings = config(("sampler.longest", "100"))
-    learner, sampler, teacher = needs(settings)
+    settings = config(("sampler.longest", "200"))
+    learner, sampler, teacher = plan(settings).needs
     parameters = learner.parts["weights"] / 4
     assert 130_000 < parameters < 150_000, "the student of the demo"
     assert learner.parts["gradients"] == parameters * 4 and learner.parts["moments"] == parameters * 8
     assert sampler.parts["weights"] == parameters * 4 and teacher.name == "teacher main"
-    halves = needs(config(("learner.ranks", "2"), ("runtime.kind", "ray"), ("learner.lora.rank", "4")))
+    halves = plan(config(("learner.ranks", "2"), ("runtime.kind", "ray"), ("learner.lora.rank", "4"))).needs
     assert [need.name for need in halves[:2]] == ["learner-0", "learner-1"]
     assert halves[0].parts["weights"] == parameters * 2 and halves[0].parts["moments"] < parameters
 

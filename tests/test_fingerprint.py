@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MambaConfig, PhiConfig, Qwen3MoeConfig
 
-from slipstream.engines.native.model import export_weights, fingerprint, is_fingerprinted
+from slipstream.engines.weights import export_weights, fingerprint, is_fingerprinted
 from tiny import SHAPE
 
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 31}

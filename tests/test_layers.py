@@ -1,4 +1,4 @@
-"""A file imports only from layers above its own line; what must start instantly never imports torch."""
+"""A file imports only from lines above its own; what must start instantly never imports torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "slipstream"
 
-TABLE = re.compile(r"^\| ((?:`[\w/.]+` ?)+)\|", re.M)
+ROW = re.compile(r"^\| `([\w/.]+)` \|", re.M)
 
 
-def order() -> list[list[str]]:
-    """The parts of each line of README's table."""
+def order() -> list[str]:
+    """The files of README's table."""
     table = (ROOT / "README.md").read_text("utf-8").partition("## Where to read")[2].partition("\n## ")[0]
-    lines = [re.findall(r"`([\w/.]+)`", cell) for cell in TABLE.findall(table)]
-    return [[name.strip("/").replace("/", ".") for name in line] for line in lines if "examples/loop.py" not in line]
+    return [name.strip("/").replace("/", ".") for name in ROW.findall(table) if name != "examples/loop.py"]
 
 
 ORDER = order()
-LINE = {name: number for number, line in enumerate(ORDER) for name in line}
-LINE |= {"__init__": 0, "engines": LINE["engines.base"], "assets.build": len(ORDER)}
-"""Of each part; the longest name that fits a file counts. What makes the assets again is a script below them all."""
+LINE = {name: number for number, name in enumerate(ORDER)}
 
 # what a part may import of others as it is loaded, beside the standard library; parts that are not here, anything
 LOADS = {
@@ -99,17 +96,15 @@ def theirs(names: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"slipstream"}
 
 
-def test_every_file_has_its_place() -> None:
-    assert len(PARTS) > 30
-    assert [part for part in PARTS if place(part, LINE) is None] == []
-    assert [name for name in LINE if place(name, PARTS) is None] == []
+def test_every_file_with_code_has_its_line() -> None:
+    code = {part for part, tree in PARTS.items() if ast.get_docstring(tree) is None or len(tree.body) > 1}
+    assert sorted(ORDER) == sorted(code - {"__init__"})
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_a_file_imports_only_from_its_own_line_and_from_lines_above(part: str) -> None:
-    mine = LINE[place(part, LINE) or ""]
-    seen = ours(imports(PARTS[part], loaded_only=False))
-    assert {name for name in seen if LINE[place(name, LINE) or ""] > mine} == set()
+@pytest.mark.parametrize("part", ORDER)
+def test_a_file_imports_only_from_lines_above_its_own(part: str) -> None:
+    seen = {place(name, LINE) for name in ours(imports(PARTS[part], loaded_only=False))}
+    assert {name for name in seen if name is None or LINE[name] >= LINE[part]} == set()
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if part.startswith("pipeline")])
@@ -142,6 +137,24 @@ def test_no_two_files_import_each_other_by_whatever_way() -> None:
     TopologicalSorter(graph).prepare()
 
 
+MAKES_CONFIG = {"config.schema.Config", "config.file.load", "config.file.parse"}
+
+
+def has_config(tree: ast.AST) -> bool:
+    """Whether the whole config passes through a file: it names the class, reads a config, or takes it from a plan."""
+    from_plan = any(
+        isinstance(node, ast.Attribute) and node.attr == "config" and ast.unparse(node.value) in ("made", "plan")
+        for node in ast.walk(tree)
+    )
+    return from_plan or not MAKES_CONFIG.isdisjoint(ours(imports(tree, loaded_only=False)))
+
+
+def test_the_config_goes_from_a_command_to_the_plan_and_no_further() -> None:
+    having = {part for part, tree in PARTS.items() if not part.startswith("config") and has_config(tree)}
+    assert len(having) <= 12, having
+    assert not {part for part in having if part.startswith(("engines.", "runtimes"))} - {"engines.asked"}
+
+
 def test_the_rules_see_what_they_forbid() -> None:
     code = """
 import torch.nn as nn
@@ -156,4 +169,8 @@ def later():
     assert ours(imports(tree, loaded_only=True)) == set()
     assert theirs(imports(tree, loaded_only=True)) == {"torch"}
     assert place("engines.base.Handle", LINE) == "engines.base"
-    assert LINE["pipeline"] > LINE["objective"] > LINE["engines.base"] > LINE["estimators"]
+    assert has_config(ast.parse("from slipstream.config.schema import Config, LearnerConfig"))
+    assert has_config(ast.parse("def f():\n    return made.config.learner"))
+    assert not has_config(ast.parse("from slipstream.config.schema import LearnerConfig\nmodel.config"))
+    parts = ["runtimes.build", "plan.plan", "pipeline.run", "objective.loss", "engines.base", "estimators.kl"]
+    assert [LINE[part] for part in parts] == sorted({LINE[part] for part in parts}, reverse=True)

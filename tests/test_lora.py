@@ -15,7 +15,8 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel, fingerprint, load_weights
+from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method
 from slipstream.records import Batch, Handle, total

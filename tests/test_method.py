@@ -29,7 +29,7 @@ from slipstream.estimators.options import REQUIRED
 from slipstream.estimators.policy.table import LOSSES
 from slipstream.estimators.ratio import Unit
 from slipstream.objective.method import OURS, method_of
-from slipstream.runtimes.build import snapshots_of
+from slipstream.plan import engines
 from slipstream.tasks.rewards import REWARDS
 
 
@@ -319,6 +319,10 @@ def test_a_mask_of_nothing_is_not_kept() -> None:
 
 def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:
     decoupled = {"correction": {"preset": "decoupled_token_is"}}
+
+    def snapshots_of(settings: Config) -> int:
+        return engines.snapshots_of(settings, method_of(settings))
+
     assert snapshots_of(config()) == 0
     assert snapshots_of(config(schedule={"kind": "sync"}, **decoupled)) == 1
     assert snapshots_of(config(schedule={"kind": "async", "tau": 4}, **decoupled)) == 5

@@ -21,9 +21,10 @@ from slipstream.config.file import load
 from slipstream.engines.base import Sampling
 from slipstream.engines.native import model as model_module
 from slipstream.plan.checks import CheckFailed
+from slipstream.plan.engines import GraderPlan
+from slipstream.plan.evaluation import evaluation
 from slipstream.records import Prompt
-from slipstream.runtimes.build import decoder
-from slipstream.tasks.rewards import PoolGrader
+from slipstream.runtimes.build import build_grader
 
 TOKENIZER = build_tokenizer()
 SHAPE: dict[str, Any] = {
@@ -123,10 +124,11 @@ def test_evaluation_sees_what_hf_generates(name: str, tmp_path: Path) -> None:
             response = response[: response.index(TOKENIZER.eos_token_id)]
         answers.append(TOKENIZER.decode(response, skip_special_tokens=True).strip())
         prompts.append(Prompt(id=f"p{number}", number=number, tokens=tokens, ground_truth=answers[-1]))
-    grader = PoolGrader(("exact",), decoder(TOKENIZER))
+    grader = build_grader(GraderPlan(rewards=("exact",)), TOKENIZER)
     try:
         sampling = Sampling(max_tokens=8, group=1)
-        found = measure(str(tmp_path / "student"), prompts, grader, TOKENIZER, sampling=sampling, reward="exact")
+        model = str(tmp_path / "student")
+        found = measure(evaluation(model, prompts, TOKENIZER, sampling=sampling, reward="exact"), grader)
     finally:
         grader.close()
     texts = [TOKENIZER.decode(handle.body.tokens, skip_special_tokens=True).strip() for handle in found.best]

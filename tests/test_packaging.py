@@ -41,6 +41,12 @@ if __name__ == "__main__":
         assert not names & loaded, f"an ordinary run needs {names & loaded} of the extra {extra}"
 
 
+def test_readme_names_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = (ROOT / "README.md").read_text("utf-8").partition("## Requirements")[2]
+    assert [each for each in project["dependencies"] if not re.search(rf"\b{re.split('[<>=]', each)[0]}\b", said)] == []
+
+
 def pins(file: str) -> dict[str, str]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()]
     required = [Requirement(line) for line in lines if line]

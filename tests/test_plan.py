@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from pydantic.fields import FieldInfo
 from slipstream.cli import main
 from slipstream.commands import train as command
 from slipstream.config.file import fields, load
+from slipstream.engines.http import client
 from slipstream.plan.plan import plan
 
 BASE = """
@@ -351,6 +353,28 @@ runtime.kind=slurm
 log.to=papertrail
 log.to=["wandb","mlflow"]
 task.reward=vibes
+task.timeout=5.0
+runtime.graders=2
+data.eval=builtin:arithmetic
+data.eval_split=train
+eval.prompts=10
+eval.n=2
+eval.temperature=0.5
+log.project=mine
+log.to=tensorboard log.project=mine
+data.teacher_key=level
+teachers.main.key=math
+{RL} loss.m=4
+{RL} loss.kind=forward_kl
+{RL} loss.kind=reverse_kl
+{RL} loss.temperature=0.5
+teachers.main.engine=vllm teachers.main.token_budget=2048
+teachers.main.engine=vllm teachers.main.packing=false
+teachers.main.engine=vllm teachers.main.longest=512
+learner.dropout=true
+data.train=rows.jsonl data.split=test
+eval.every=1 task.reward=exact data.eval=rows.jsonl data.eval_split=test
+data.template_args={{enable_thinking=false}}
 seed=one
 updates=0
 nonsense=1
@@ -390,6 +414,7 @@ def words(line: str) -> list[str]:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(client, "PAUSES", ())  # nobody waits for an endpoint that is not there
     (tmp_path / "run.toml").write_text(BASE)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.toml").write_text("")
@@ -443,3 +468,14 @@ def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
     assert any("rounds small updates away" in warning for warning in made.warnings)
     assert [need.name for need in made.needs] == ["learner", "sampler", "teacher main"]
     assert made.config.sampler.longest == max(map(len, made.prompts.tokens)) + 16
+
+
+def test_an_evaluation_that_cannot_be_is_refused_before_a_weight_is_loaded(
+    models_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(models_dir / "student", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert main(["eval", str(tmp_path / "empty"), "--max-tokens", "500"]) == 2
+    assert "prompt and --max-tokens exceed the context of 64" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    assert main(["eval", str(tmp_path / "empty"), "--data", str(tmp_path / "rows.jsonl"), "--split", "test"]) == 2
+    assert "--split test does nothing: " in capsys.readouterr().err

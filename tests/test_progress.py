@@ -27,7 +27,12 @@ TRAIN = {
 def progress_on(*, terminal: bool) -> tuple[Progress, StringIO]:
     text = StringIO()
     console = Console(file=text, force_terminal=terminal, width=200, color_system=None)
-    return Progress(console, updates=8, title="[a]b", admission=Admission(schedule_of(CONFIG), updates=8)), text
+    return Progress(
+        console,
+        updates=8,
+        title="[a]b",
+        admission=Admission(schedule_of(CONFIG.schedule, CONFIG.groups_per_update), updates=8),
+    ), text
 
 
 def test_the_few_numbers_worth_a_look_are_readable() -> None:

@@ -30,15 +30,16 @@ from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerC
 from slipstream.engines.base import Fingerprint, Learner, Metrics, Sampling, WeightsRef
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import fingerprint, load_weights
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.correction import PRESETS
-from slipstream.objective.method import Method
+from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import Passes
+from slipstream.plan.engines import engines_of
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import ray as runtime
@@ -258,11 +259,11 @@ def trained(
 @pytest.mark.parametrize(
     "spec, updates, parts",
     [
-        (Spec(), 10, False),
+        (Spec(), 5, False),
         (Spec(options={"packing": False}), 5, True),
-        (Spec(method=BY_ROW), 10, False),
+        (Spec(method=BY_ROW), 5, False),
         (Spec(method=BY_ROW, options={"checkpointing": True}), 5, True),
-        (Spec(method=BY_BATCH, options={"minibatches": 2, "shared_prompt": True}), 10, False),
+        (Spec(method=BY_BATCH, options={"minibatches": 2, "shared_prompt": True}), 5, False),
         (Spec(options={"lora": LoraConfig(rank=2), "optimizer_dtype": "float32"}), 5, False),
         (Spec(method=STEERED), 5, True),
         (Spec(method=OPOB), 5, False),
@@ -380,7 +381,7 @@ def test_who_was_stopped_and_goes_on_learns_the_same_to_the_bit(
     make: Any, tmp_path: Path, spec: Spec, size: int
 ) -> None:
     minibatches = spec.options.get("minibatches", 1)
-    work, more = batches(3), [rolled_again(batch, since=3) for batch in batches(4, first=4)]
+    work, more = batches(2), [rolled_again(batch, since=2) for batch in batches(2, first=3)]
     expected, _, metrics = trained(make(spec, size), [*work, *more], minibatches=minibatches)
     stopped = make(spec, size)
     trained(stopped, work, minibatches=minibatches)
@@ -619,7 +620,7 @@ def test_a_run_with_two_ranks_over_ray(models_dir: Path, tokenizer: PreTrainedTo
     )
     tokens = [np.array([2, 10 + i, 20, 5], np.int32)[: 2 + i % 3] for i in range(6)]
     prompts = Prompts([Row(id=str(i), prompt="x") for i in range(6)], tokens, seed=0, shuffle=True)
-    engines = runtime.open_engines(config, tokenizer, say=lambda _: None)
+    engines = runtime.open_engines(engines_of(config, method_of(config)), tokenizer, say=lambda _: None)
     try:
         with RunLog.create(config, tmp_path / "run") as log:
             asyncio.run(Run(config, engines, prompts, log, say=lambda _: None).train())

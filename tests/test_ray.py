@@ -26,7 +26,9 @@ from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, Sampl
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
+from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
+from slipstream.plan.engines import EnginesPlan, engines_of
 from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, one_turn, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import ray as runtime
@@ -48,6 +50,15 @@ def settings(updates: int = 4, **changes: Any) -> Config:
     names = {"student": "toy", "teachers": {"main": TeacherConfig(model="toy")}}
     sizes = {"sampler": SamplerConfig(max_tokens=8, group=2), "learner": LearnerConfig(batch_size=8)}
     return Config(**(names | sizes | {"schedule": Sync(), "updates": updates} | changes))
+
+
+def planned(config: Config) -> EnginesPlan:
+    return engines_of(config, method_of(config))
+
+
+def shipped(**changes: Any) -> EnginesPlan:
+    teachers = {"main": TeacherConfig(model="builtin:teacher")}
+    return planned(settings(student="builtin:student", teachers=teachers, **changes))
 
 
 def prompts() -> Prompts:
@@ -98,7 +109,7 @@ def test_a_real_run_whose_processes_all_end(
         task=TaskConfig(reward=("exact",)),
     )
     before, said = children(), list[str]()
-    engines = runtime.open_engines(config, tokenizer, say=said.append)
+    engines = runtime.open_engines(planned(config), tokenizer, say=said.append)
     try:
         assert ray.util.get_node_ip_address() == "127.0.0.1", "Ray's ports run code for whoever can reach them"
         assert said[0] == "starting Ray"
@@ -119,7 +130,7 @@ def test_a_real_run_whose_processes_all_end(
 
 def test_what_cannot_start_takes_its_ray_with_it(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ConfigError, match="3 engines need a GPU each, Ray has 0"):
-        runtime.open_engines(settings(runtime=RuntimeConfig(device="cuda")), tokenizer, say=silent)
+        runtime.open_engines(shipped(runtime=RuntimeConfig(device="cuda")), tokenizer, say=silent)
     assert not ray.is_initialized()
 
 
@@ -446,4 +457,4 @@ def test_what_ray_cannot_give_is_refused_at_once(cluster: None, tokenizer: PreTr
     with pytest.raises(ConfigError, match="runtime.address = '127.0.0.1:9': no Ray cluster answers there"):
         runtime.start_there("127.0.0.1:9")
     with pytest.raises(ConfigError, match="ask Ray for 3 CPUs and it has 1"):
-        runtime.open_engines(settings(), tokenizer, say=silent)
+        runtime.open_engines(shipped(), tokenizer, say=silent)

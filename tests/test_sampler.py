@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from slipstream.engines.base import Loaded, Mode, Sampling
 from slipstream.engines.draws import process
-from slipstream.engines.native.model import export_weights, fingerprint
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.records import Handle, Prompt, Rollout
 from tiny import CONFIGS, EOS, VOCAB, ByHand, make_model, make_prompts, wrap

@@ -22,10 +22,11 @@ from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKL
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner, learning_rate
-from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint, load_model, load_weights, split
+from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.weights import export_weights, fingerprint, load_weights
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl

@@ -76,8 +76,8 @@ def test_another_column_may_name_the_teacher() -> None:
         routes(config, [row(0, level="code"), row(1)])
 
 
-def test_one_teacher_scores_all_whatever_its_key() -> None:
-    assert routes(parsed(teachers=teachers(main="other")), [row(0, "a"), row(1, "b")]) == ["main", "main"]
+def test_one_teacher_scores_all() -> None:
+    assert routes(parsed(teachers=teachers(main=None)), [row(0, "a"), row(1, "b")]) == ["main", "main"]
     nobody = parsed(
         teachers={}, loss={"weight": 0}, policy={"advantage": "reinforce_plus_plus"}, task={"reward": "exact"}
     )

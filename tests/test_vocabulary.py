@@ -23,10 +23,10 @@ from slipstream.estimators.drift import METRICS
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.tries import GivenUp
+from slipstream.plan.engines import snapshots_of
 from slipstream.records import Group, Handle, Prompt
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
-from slipstream.runtimes.build import snapshots_of
 from slipstream.tasks.data import Prompts, Row
 from tiny import EOS, VOCAB, make_model, wrap
 
@@ -113,14 +113,14 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The lines of a run of two updates, all of it real and tiny."""
     config = parse(merged(TREE, changes))
     student, teacher = wrap(make_model(seed=1)), make_model(seed=2)
-    cache, k = config.loss.asks.cache, config.loss.asks.k
+    cache, k, method = config.loss.asks.cache, config.loss.asks.k, method_of(config)
     learner = NativeLearner(
         wrap(student.model),
-        method=method_of(config),
+        method=method,
         config=config.learner,
         updates=config.updates,
         teacher_head=wrap(teacher).head if cache == "hidden" else None,
-        snapshots=snapshots_of(config),
+        snapshots=snapshots_of(config, method),
     )
     sampler = NativeSampler(student, slots=8, stop_ids={EOS})
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 from statistics import fmean
 from typing import Any
 
 from slipstream.records import Header
+from slipstream.vocabulary import extreme
 
 Numbers = dict[str, float]
 Interval = tuple[float, float]
@@ -99,6 +100,9 @@ def _together(stage: str, workers: Workers) -> float:
     return merged(interval for intervals in workers.values() for interval in intervals)
 
 
+OVER_STEPS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "": fmean}
+
+
 def over_steps(steps: Sequence[Mapping[str, float]]) -> Numbers:
     """The metrics of an update of several optimizer steps: means, extremes, and how the drift grew from first to last.
 
@@ -109,9 +113,7 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> Numbers:
     numbers: Numbers = {}
     for name in dict.fromkeys(name for step in steps for name in step):
         values = [step[name] for step in steps if name in step]
-        numbers[name] = (
-            max(values) if name.endswith("_max") else min(values) if name.endswith("_min") else fmean(values)
-        )
+        numbers[name] = OVER_STEPS[extreme(name)](values)
     for name in ("drift/kl", "drift/k3_kl"):
         if name in numbers:
             numbers |= {f"{name}_first": steps[0][name], f"{name}_last": steps[-1][name]}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -275,6 +275,12 @@ class Handle:
 
 
 Group = Sequence[Handle]
+
+
+def graded(handle: Handle) -> Rollout:
+    """The rollout, with its rewards: those are found out where there may be no more than its header."""
+    rollout: Rollout = handle.body
+    return replace(rollout, rewards=handle.header.rewards)
 
 
 @dataclass(frozen=True, slots=True)

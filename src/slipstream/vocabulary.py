@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 WORDS = {
     "N": (r"\d+", "a number"),
@@ -245,6 +246,12 @@ def patterns() -> list[tuple[re.Pattern[str], Term]]:
 def find(name: str) -> list[Term]:
     """What a name of metrics.jsonl means: one term, or none if it is not of the vocabulary."""
     return [term for pattern, term in patterns() if pattern.fullmatch(name)]
+
+
+def extreme(name: str) -> Literal["max", "min", ""]:
+    """Which extreme a metric is, by the end of its name; all others are sums, or means."""
+    ending = name.rpartition("_")[2]
+    return "max" if ending == "max" else "min" if ending == "min" else ""
 
 
 def label(name: str) -> str:

@@ -22,9 +22,9 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.errors import ModelError
+from slipstream.plan.vllm import with_vllm
 from slipstream.records import Handle, Prompt, Rollout, header_of
 from slipstream.runlog import read_lines
-from slipstream.runtimes.build_vllm import with_vllm
 from tiny import make_prompts, masked
 
 K = 6

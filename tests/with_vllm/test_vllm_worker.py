@@ -13,8 +13,8 @@ from transformers import GPT2Config
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from slipstream.engines.native.model import export_weights
 from slipstream.engines.vllm.worker import File, FileTransfer
+from slipstream.engines.weights import export_weights
 
 
 class Model(nn.Module):

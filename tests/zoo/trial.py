@@ -23,12 +23,13 @@ from slipstream.engines.draws import process
 from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.storage import save
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint, load_weights, split
+from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.weights import export_weights, fingerprint, load_weights
 from slipstream.errors import ConfigError, ModelError
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
 from tiny import random_rollouts

@@ -17,11 +17,11 @@ from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
 from slipstream.metrics import digest
-from slipstream.plan.plan import eval_prompts
+from slipstream.plan.engines import GraderPlan
+from slipstream.plan.evaluation import eval_prompts, evaluation
 from slipstream.runlog import read_lines
-from slipstream.runtimes.build import decoder
+from slipstream.runtimes.build import build_grader, decoder
 from slipstream.tasks.chat import load_tokenizer
-from slipstream.tasks.rewards import PoolGrader
 
 PROMPTS, SAMPLES = 200, 2
 SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one line of a terminal
@@ -32,11 +32,11 @@ def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str
     config = load(DEMO, changes, say=say)
     tokenizer = load_tokenizer(config.student)
     prompts = eval_prompts(tokenizer, config.data, "builtin:arithmetic", split="eval", limit=PROMPTS, seed=config.seed)
-    grader = PoolGrader(("exact",), decoder(tokenizer))
+    grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     sampling = Sampling(max_tokens=config.sampler.max_tokens, group=SAMPLES)
 
     def examine(model: str) -> Measured:
-        return measure(model, prompts, grader, tokenizer, sampling=sampling, reward="exact")
+        return measure(evaluation(model, prompts, tokenizer, sampling=sampling, reward="exact"), grader)
 
     try:
         console.print(

@@ -25,7 +25,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
 from slipstream.plan.placement import size
-from slipstream.plan.plan import Plan, plan
+from slipstream.plan.plan import Plan, changed, plan
 from slipstream.records import Batch, Group, Handle, Prompt, total
 from slipstream.tasks.chat import load_tokenizer
 
@@ -50,14 +50,13 @@ def doctor(config: Config, console: Console) -> bool:
     try:
         console.print(versions(), highlight=False, soft_wrap=True)
         made = plan(config)
-        config = made.config
         tell([Finding("files, tokenizers and lengths", True, f"{len(made.prompts.rows)} prompts, one vocabulary")])
-        tell(parity(config))
+        tell(parity(made.config))
         tell(room(made))
-        with engines_of(made, config, console) as engines:
-            tell(asyncio.run(engines_alone(config, engines, some(made))))
-        if taught := by_itself(config):
-            with engines_of(made, taught, console) as engines:
+        with opened(moving(made), console) as engines:
+            tell(asyncio.run(engines_alone(made, engines, some(made))))
+        if taught := by_itself(made):
+            with opened(taught, console) as engines:
                 tell(asyncio.run(as_its_own_teacher(taught, engines, some(made))))
     except SlipstreamError as error:
         tell([Finding("stopped", False, str(error))])
@@ -104,17 +103,17 @@ def parity(config: Config) -> list[Finding]:
 
 def room(made: Plan) -> list[Finding]:
     """What every process needs, against its device, and all of them against all that is here."""
-    config, asked = made.config, made.needs
+    runtime, asked = made.engines.runtime, made.needs
     gpus = [torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())]
     there = sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    each_has = min(gpus) if gpus and config.runtime.kind == "ray" else there
+    each_has = min(gpus) if gpus and runtime.kind == "ray" else there
     found = [
         Finding("memory", fits, str(need), "" if fits else f"its device has {size(each_has)}: {TIGHT}")
         for need in asked
-        for fits in [config.runtime.address is not None or need.total <= each_has]
+        for fits in [runtime.address is not None or need.total <= each_has]
     ]
     wanted = sum(need.total for need in asked)
-    if config.runtime.address is None and wanted > there:
+    if runtime.address is None and wanted > there:
         found.append(Finding("memory", False, f"{size(wanted)} in all, there are {size(there)}", TIGHT))
     return found
 
@@ -126,43 +125,43 @@ TIGHT = "a smaller learner.token_budget, learner.checkpointing, learner.lora, fe
 
 
 @contextmanager
-def engines_of(made: Plan, config: Config, console: Console) -> Iterator[Engines]:
-    """Those of the plan, with this config in place of its own."""
-    moved = config.model_copy(update={"learner": moving(config)})
-    engines = open_engines(replace(made, config=moved), console)
+def opened(made: Plan, console: Console) -> Iterator[Engines]:
+    engines = open_engines(made, console)
     try:
         yield engines
     finally:
         engines.close()
 
 
-def moving(config: Config) -> object:
-    """The learner as it is, but for one large step."""
-    return config.learner.model_copy(update={"lr": LR, "warmup": 0, "minibatches": 1, "epochs": 1})
+def moving(made: Plan) -> Plan:
+    """As it is, but for one large step of the learner."""
+    learner = made.engines.learner
+    settings = learner.settings.model_copy(update={"lr": LR, "warmup": 0, "minibatches": 1, "epochs": 1})
+    return replace(made, engines=replace(made.engines, learner=replace(learner, settings=settings)))
 
 
 def some(made: Plan) -> list[Prompt]:
     return [made.prompts.at(number) for number in range(checks.PROMPTS)]
 
 
-async def engines_alone(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
-    found = await checks.quick(config, engines, prompts, version=0)
-    return found + await arrival(config, engines, prompts)
+async def engines_alone(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+    found = await checks.quick(made, engines, prompts, version=0)
+    return found + await arrival(made, engines, prompts)
 
 
-async def arrival(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+async def arrival(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     """Learn once, publish, and look again: samplers that still run the old weights are found out."""
     before = await checks.publish(engines)
-    groups = await checks.rolled(config, engines, prompts, group=config.sampler.group)
-    batch = Batch(tuple(await checks.scored(engines, [rewarded(config, group) for group in groups])), 1)
+    groups = await checks.rolled(made, engines, prompts, group=made.sampling.group)
+    batch = Batch(tuple(await checks.scored(engines, [rewarded(made.config, group) for group in groups])), 1)
     await engines.learner.accumulate(batch, total(await engines.learner.prepare(batch)))
     await engines.learner.step()
     after = await checks.publish(engines)
     moved = Finding("an update changes the weights", after != before, f"{before} → {after}")
     if not moved.ok:
         return [replace(moved, fix="the gradient was zero: is there anything to learn, and does a reward ever differ?")]
-    groups = await checks.rolled(config, engines, prompts)
-    again = checks.agreement(await checks.compared(engines, groups, update=2), Limits.of(config), groups)[0]
+    groups = await checks.rolled(made, engines, prompts)
+    again = checks.agreement(await checks.compared(engines, groups, update=2), Limits.of(made.engines), groups)[0]
     fix = "" if again.ok else f"weights that were published are not what runs; {again.fix}"
     return [moved, replace(again, name="sampler and learner, after a publish", fix=fix)]
 
@@ -179,18 +178,19 @@ def rewarded(config: Config, group: Group) -> Group:
     return [Handle(replace(h.header, rewards=rewards(h.header.number + i)), h.body) for i, h in enumerate(group)]
 
 
-def by_itself(config: Config) -> Config | None:
+def by_itself(made: Plan) -> Plan | None:
     """The same run with the student as its own teacher; none where there is no teacher that runs here."""
+    config = made.config
     here = [teacher for teacher in config.teachers.values() if teacher.base_url is None]
     if not here:
         return None
     student = TeacherConfig(model=config.student, dtype=config.learner.dtype, token_budget=here[0].token_budget)
     sampler = config.sampler.model_copy(update={"temperature": config.loss.temperature})  # the teacher's
-    return config.model_copy(update={"teachers": {"main": student}, "sampler": sampler})
+    return changed(made, config.model_copy(update={"teachers": {"main": student}, "sampler": sampler}))
 
 
-async def as_its_own_teacher(config: Config, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+async def as_its_own_teacher(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     await checks.publish(engines)
-    groups = await checks.rolled(config, engines, prompts)
+    groups = await checks.rolled(made, engines, prompts)
     numbers = await checks.compared(engines, groups, update=1)
-    return [checks.itself(numbers, Limits.of(config))]
+    return [checks.itself(numbers, Limits.of(made.engines))]

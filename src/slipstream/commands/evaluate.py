@@ -15,18 +15,15 @@ from rich.table import Table
 
 from slipstream.config.schema import DataConfig
 from slipstream.engines.base import Graded, Sampling
-from slipstream.engines.native.model import load_model
-from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.errors import ConfigError, DataError, RunDirError
+from slipstream.errors import ConfigError, RunDirError
 from slipstream.metrics import avg_at_n, pass_at_k
 from slipstream.pipeline.evaluate import answers, correctness
-from slipstream.plan.plan import eval_prompts
-from slipstream.records import Handle, Prompt
-from slipstream.runtimes.build import decoder
-from slipstream.tasks.chat import Tokenizer, check_ids, load_tokenizer, stop_ids
+from slipstream.plan.evaluation import Evaluation, eval_prompts, evaluation
+from slipstream.records import Handle
+from slipstream.runtimes.build import build_grader, build_sampler
+from slipstream.tasks.chat import load_tokenizer
+from slipstream.tasks.data import FILES
 from slipstream.tasks.rewards import PoolGrader
-
-SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -44,25 +41,15 @@ class Measured:
         return avg_at_n(self.sampled)
 
 
-def measure(
-    model: str, prompts: Sequence[Prompt], grader: PoolGrader, tokenizer: Tokenizer, *, sampling: Sampling, reward: str
-) -> Measured:
-    """Sampled and greedy answers of one model."""
+def measure(made: Evaluation, grader: PoolGrader) -> Measured:
+    """Sampled and greedy answers of one model; many are graded by the same processes."""
     torch.set_num_threads(1)
-    longest = max(len(prompt.tokens) for prompt in prompts) + sampling.max_tokens
-    lm = load_model(model, dtype="float32", longest=longest)
-    check_ids(prompts, [prompt.tokens for prompt in prompts], model, lm.vocab_size)
-    for prompt in prompts:
-        if len(prompt.tokens) + sampling.max_tokens > lm.longest:
-            raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {lm.longest} of {model}")
-    sampler = NativeSampler(
-        lm, slots=max(SLOTS, sampling.group), stop_ids=stop_ids(tokenizer, lm.model.generation_config)
-    )
+    sampler, sampling, (reward,) = build_sampler(made.sampler, made.tokenizer), made.sampling, made.grader.rewards
     greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0)
 
     async def both() -> tuple[list[list[Handle]], list[list[Handle]]]:
         generate = Graded(sampler, grader).generate
-        return await answers(generate, prompts, sampling), await answers(generate, prompts, greedy)
+        return await answers(generate, made.prompts, sampling), await answers(generate, made.prompts, greedy)
 
     began = time.perf_counter()
     try:
@@ -101,13 +88,16 @@ def evaluate(
         raise RunDirError(f"{model}: this run has no final student; its checkpoints: {', '.join(kept) or 'none'}")
     if (Path(model) / "final").is_dir():
         model = str(Path(model) / "final")
+    if split != "eval" and Path(source).suffix in FILES:
+        raise ConfigError(f"--split {split} does nothing: {source} is one file; drop it")
     tokenizer = load_tokenizer(model)
     data = DataConfig(system_prompt=system_prompt)
     prompts = eval_prompts(tokenizer, data, source, split=split, limit=limit, seed=seed)
-    grader = PoolGrader((reward,), decoder(tokenizer))
+    sampling = Sampling(max_tokens=max_tokens, group=n, temperature=temperature)
+    made = evaluation(model, prompts, tokenizer, sampling=sampling, reward=reward)
+    grader = build_grader(made.grader, tokenizer)
     try:
-        sampling = Sampling(max_tokens=max_tokens, group=n, temperature=temperature)
-        found = measure(model, prompts, grader, tokenizer, sampling=sampling, reward=reward)
+        found = measure(made, grader)
     finally:
         grader.close()
     scores = {f"avg@{n}": found.avg, **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks}, "greedy": found.greedy}

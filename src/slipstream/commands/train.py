@@ -44,7 +44,7 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
 def try_out(made: Plan, engines: Engines, console: Console) -> None:
     """A few prompts, before anything is written."""
     prompts = [made.prompts.at(number) for number in range(PROMPTS)]
-    findings = asyncio.run(quick(made.config, engines, prompts, version=0))
+    findings = asyncio.run(quick(made, engines, prompts, version=0))
     raised(findings)
     for finding in findings:
         mark = "checked:" if finding.ok else "[yellow]warning:[/]"
@@ -86,13 +86,13 @@ def open_engines(made: Plan, console: Console) -> Engines:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
     for note in (*made.notes, str(made.method)):
         say(note)
-    match made.config.runtime.kind:
+    match made.engines.runtime.kind:
         case "ray":
             from slipstream.runtimes.ray import open_engines as open_on_ray
 
-            return open_on_ray(made.config, made.tokenizer, say=say)
+            return open_on_ray(made.engines, made.tokenizer, say=say)
         case "inline":
-            return inline.open_engines(made.config, made.tokenizer, say=say)
+            return inline.open_engines(made.engines, made.tokenizer, say=say)
 
 
 def go(

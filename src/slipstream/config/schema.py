@@ -6,6 +6,7 @@ kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -166,7 +167,7 @@ class TaskConfig(Section):
 
 class EvalConfig(Section):
     every: int = Field(0, ge=0)
-    """Evaluate after so many updates; 0 evaluates never."""
+    """Evaluate after so many updates; 0 evaluates never, whatever else is written here."""
     prompts: int = Field(200, ge=1)
     """How many held-out prompts."""
     n: int = Field(1, ge=1)
@@ -274,7 +275,29 @@ class Config(Section):
             raise ValueError("eval.every needs held-out prompts: set data.eval")
         if self.eval.every and not self.task.reward:
             raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
+        for setting, needed in self._idle():
+            raise ValueError(f"{setting} does nothing without {needed}: set that, or drop {setting}")
         return self
+
+    def _idle(self) -> Iterator[tuple[str, str]]:
+        """Settings that were changed and would do nothing, and what they need for it."""
+        graded, evaluated = bool(self.task.reward), "every" in self.eval.model_fields_set
+        several, tracked = len(self.teachers) > 1, bool(set(self.log.to) - {"tensorboard"})
+        sections = [
+            ("task", self.task, ("timeout",), graded, "task.reward"),
+            ("runtime", self.runtime, ("graders",), graded, "task.reward"),
+            ("data", self.data, ("eval", "eval_split"), evaluated, "eval.every"),
+            ("eval", self.eval, ("prompts", "n", "temperature"), evaluated, "eval.every"),
+            ("log", self.log, ("project",), tracked, "a tracker in log.to that has projects"),
+            ("data", self.data, ("teacher_key",), several, "several teachers"),
+            *((f"teachers.{name}", each, ("key",), several, "another teacher") for name, each in self.teachers.items()),
+            ("loss", self.loss, tuple(type(self.loss).model_fields), self.loss.weight > 0, "loss.weight"),
+        ]
+        if not self.loss.weight and self.loss.kind != type(self).model_fields["loss"].default.kind:
+            yield "loss.kind", "loss.weight"
+        for where, section, names, used, needed in sections:
+            changed = [name for name in names if getattr(section, name) != type(section).model_fields[name].default]
+            yield from ((f"{where}.{name}", needed) for name in changed if not used and name != "weight")
 
     def _check_objective(self) -> None:
         if self.loss.weight and not self.teachers:

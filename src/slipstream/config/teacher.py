@@ -22,6 +22,7 @@ SELF = "self"
 CONTEXT_FIELDS = ("prompt", "ground_truth", "response")
 OF_ENDPOINTS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
 OF_MODELS_HERE = ("engine", "dtype", "token_budget", "packing", "longest")
+OF_NATIVE = ("token_budget", "packing", "longest")
 
 
 class TeacherConfig(Section):
@@ -116,6 +117,9 @@ class TeacherConfig(Section):
             if getattr(self, name) != type(self).model_fields[name].default:
                 what = "a model that runs here: drop it or" if endpoint else "an endpoint: drop it, or add"
                 raise ValueError(f"{name} is for {what} base_url")
+        for name in OF_NATIVE if self.engine == "vllm" else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name} is for engine = "native": drop one of them, as vLLM makes its own passes')
         if self.model == SELF and endpoint:
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
         if self.model == SELF and self.context is None:

@@ -9,7 +9,6 @@ Shapes: V vocabulary, N trained tokens, M draws.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
+from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.logprobs.kept import conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
@@ -36,6 +36,7 @@ from slipstream.records import (
     Scored,
     counts_of,
     derive_seed,
+    graded,
     header_of,
     kept_of,
     one_turn,
@@ -56,7 +57,7 @@ def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def fingerprint(table_VV: Tensor) -> Fingerprint:
-    return hashlib.blake2b(table_VV.detach().numpy().tobytes(), digest_size=8).hexdigest()
+    return combined([checksum(table_VV.detach())])
 
 
 def previous(rollout: Rollout) -> Tensor:
@@ -122,7 +123,7 @@ class ToySampler:
             self.restarts += 1
             self.running.clear()
         spec = weights.manifest[0]
-        self.table = torch.from_numpy(weights.body.copy()).view(torch.float64).view(spec.shape)
+        self.table = view_of(spec, torch.from_numpy(weights.body.copy()))
         self.version = weights.version
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
@@ -163,7 +164,7 @@ class ToyScorer:
         return [self._mark(handle) for handle in group]
 
     def _mark(self, handle: Handle) -> Handle:
-        rollout = replace(handle.body, rewards=handle.header.rewards)
+        rollout = graded(handle)
         actions_NM = torch.from_numpy(rollout.actions.astype(np.int64))
         logq_NM = self.logq_VV[previous(rollout)].gather(1, actions_NM).numpy()
         scored = Scored(rollout=rollout, teacher="toy", teacher_logp=logq_NM[:, 0], teacher_action_logp=logq_NM)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.kl import kl_loss
-from slipstream.estimators.logprobs import HELD, Ids, fused_loss, merge_metrics
+from slipstream.estimators.logprobs import HELD, Ids, fused_loss, merge_metrics, reduced
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.logprobs.kept import conditioned, kept_logprobs_and_entropy_at
 from slipstream.estimators.numerics import joined
@@ -29,6 +29,7 @@ from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.kept import support_of
 from slipstream.objective.method import Method
 from slipstream.records import Counts, Scored
+from slipstream.vocabulary import extreme
 
 Metrics = dict[str, Tensor]
 DENSE = 4
@@ -256,11 +257,8 @@ def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
     out = Metrics()
     for name, value_C in metrics_C.items():
         kept = value_C[mask_C]
-        if not len(kept):
-            continue
-        out[name] = (
-            kept.amax() if name.endswith("_max") else kept.amin() if name.endswith("_min") else kept.sum() / n_tokens
-        )
+        if len(kept):
+            out[name] = reduced(name, kept) / (1 if extreme(name) else n_tokens)
     if "loss" in out:
         loss_C = metrics_C["loss"]
         out |= {"loss_abs": loss_C.abs().sum() / n_tokens, "loss_max": loss_C.amax(), "loss_min": loss_C.amin()}

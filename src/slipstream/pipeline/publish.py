@@ -14,6 +14,18 @@ from slipstream.metrics import Numbers
 from slipstream.pipeline.pool import Pool, Worker
 
 
+async def load(sampler: Sampler, name: str, weights: WeightsRef, expected: Fingerprint, *, mode: Mode) -> Loaded:
+    """Into one sampler, which says what it runs now."""
+    loaded = await sampler.publish(weights, mode)
+    if loaded.fingerprint != expected:
+        raise ModelError(
+            f"publish of version {weights.version}: {name} runs weights {loaded.fingerprint}, the learner exported "
+            f"{expected}: its rollouts would be from another policy than recorded; is its model the student, and its dtype "
+            "sampler.dtype?"
+        )
+    return loaded
+
+
 async def publish(
     samplers: Pool[Sampler], weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode
 ) -> Numbers:
@@ -31,17 +43,12 @@ async def publish(
         try:
             # what drains goes on rolling out until nothing runs; else all that runs stands still
             worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
-            loaded = await worker.engine.publish(weights, mode)
+            loaded = await load(worker.engine, worker.name, weights, expected, mode=mode)
         except WorkerDied as error:
             samplers.bury(worker, error)
             return
         finally:
             worker.track.end(f"publish {version}")
-        if loaded.fingerprint != expected:
-            raise ModelError(
-                f"publish of version {version}: {worker.name} runs weights {loaded.fingerprint}, the learner exported "
-                f"{expected}; its rollouts would be from another policy than recorded"
-            )
         worker.track.relabel(f"rollout v{version}")
         done.append(loaded)
 

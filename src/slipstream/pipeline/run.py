@@ -51,7 +51,9 @@ class Run:
         """`standing` is where an earlier part of the run ended; `patience` is not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
         self.patience, self.say = patience, say
-        self.admission = Admission(schedule_of(config), updates=config.updates, standing=standing)
+        self.admission = Admission(
+            schedule_of(config.schedule, config.groups_per_update), updates=config.updates, standing=standing
+        )
         self.checkpoints = Checkpoints(
             log.path / "checkpoints", every=config.checkpoint.every, keep=config.checkpoint.keep
         )

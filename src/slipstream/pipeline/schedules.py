@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from math import ceil, floor
 from typing import Literal
 
-from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
-from slipstream.config.schema import Config
+from slipstream.config.schedule import Async, Periodic, Replay, ScheduleConfig, StepOff, Sync
 from slipstream.engines.base import Mode
 
 
@@ -100,9 +99,8 @@ def asynchronous(groups: int, knobs: Async) -> Schedule:
     )
 
 
-def schedule_of(config: Config) -> Schedule:
-    groups = config.groups_per_update
-    match config.schedule:
+def schedule_of(settings: ScheduleConfig, groups: int) -> Schedule:
+    match settings:
         case Sync():
             return sync(groups)
         case Replay(k=k):

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from slipstream.config.schema import Config
-from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Engines, Metrics, of_teacher
 from slipstream.errors import ModelError
+from slipstream.pipeline.pool import names
+from slipstream.pipeline.publish import load
+from slipstream.plan.engines import EnginesPlan
+from slipstream.plan.plan import Plan
 from slipstream.records import Batch, Group, Prompt
 
 PROMPTS, TOKENS = 8, 32
@@ -45,47 +47,41 @@ class Limits:
     teacher: float
 
     @classmethod
-    def of(cls, config: Config) -> Limits:
+    def of(cls, plan: EnginesPlan) -> Limits:
         """Half precision rounds; float32 on both sides has no excuse."""
-        learner = config.learner.compute_dtype or config.learner.dtype
-        half = "bfloat16" in (config.sampler.dtype, learner, *(teacher.dtype for teacher in config.teachers.values()))
+        half = "bfloat16" in plan.precisions
         return cls(0.99, 2e-2, 0.05, 0.5) if half else cls(0.999, 1e-3, 0.01, 2e-2)
 
 
-async def quick(config: Config, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
+async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
     """What `train` looks at before it begins: sampler against learner, and the teacher's rows."""
     await publish(engines)
-    groups = await scored(engines, await rolled(config, engines, prompts))
-    if furthest := long_prompt(config, prompts):
+    groups = await scored(engines, await rolled(plan, engines, prompts))
+    if furthest := long_prompt(plan, prompts):
         # with the others: what a long sequence does to a short one beside it is looked at too
-        groups += await rolled(config, engines, [furthest])
+        groups += await rolled(plan, engines, [furthest])
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
-    return agreement(numbers, Limits.of(config), groups)
+    return agreement(numbers, Limits.of(plan.engines), groups)
 
 
-def long_prompt(config: Config, prompts: Sequence[Prompt]) -> Prompt | None:
+def long_prompt(plan: Plan, prompts: Sequence[Prompt]) -> Prompt | None:
     """After which an answer reaches as far as the longest sequence of the run; none where that is hardly longer."""
     prompt = max(prompts, key=lambda each: len(each.tokens))
-    wanted = (config.sampler.longest or 0) - min(TOKENS, config.sampler.max_tokens)
+    wanted = (plan.engines.learner.student.longest or 0) - min(TOKENS, plan.sampling.max_tokens)
     return replace(prompt, tokens=np.resize(prompt.tokens, wanted)) if wanted > len(prompt.tokens) + TOKENS else None
 
 
 async def publish(engines: Engines) -> str:
     """Returns the fingerprint of what all samplers then run."""
     weights, expected = await engines.learner.export()
-    for sampler in engines.samplers:
-        loaded = await sampler.publish(weights, "drain")
-        if loaded.fingerprint != expected:
-            raise CheckFailed(
-                f"a sampler runs weights {loaded.fingerprint} after a publish, the learner exported {expected}: they "
-                "did not arrive; is the sampler's model the student, and its dtype sampler.dtype?"
-            )
+    for name, sampler in zip(names("sampler", len(engines.samplers)), engines.samplers, strict=True):
+        await load(sampler, name, weights, expected, mode="drain")
     return expected
 
 
-async def rolled(config: Config, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1) -> list[Group]:
+async def rolled(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1) -> list[Group]:
     """Samples from every sampler in turn, short ones, of the whole distribution."""
-    usual = rollout_sampling(config)
+    usual = plan.sampling
     sampling = replace(usual, max_tokens=min(TOKENS, usual.max_tokens), group=group, top_p=1.0, top_k=0, min_p=0.0)
     samplers = engines.samplers
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts[:PROMPTS])]

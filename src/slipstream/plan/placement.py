@@ -1,4 +1,4 @@
-"""Where everything will run and what memory it will need, worked out from configs alone: no weight is loaded.
+"""Where everything will run and what memory it will need, worked out from the plan alone: no weight is loaded.
 
 Weights, gradients, moments and caches are counted; activations are an estimate, marked by ~.
 
@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from slipstream.config.schema import Config
-from slipstream.engines.native.model import context_length, load_config
+from slipstream.config.schema import LoraConfig
+from slipstream.engines.http.client import Endpoint
+from slipstream.engines.native.model import context_length, empty_model, load_config
+from slipstream.engines.vllm.core import Settings
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.pipeline.pool import names
+from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
 
 GIB = 2**30
 ACTIVATIONS = 34
@@ -74,36 +77,30 @@ def shape_of(model: str) -> Shape:
     )
 
 
-def needs(config: Config) -> list[Need]:
+def needs(plan: EnginesPlan) -> list[Need]:
     """Of every process."""
-    gpu = config.runtime.device not in ("auto", "cpu") or (
-        config.runtime.device == "auto" and torch.cuda.is_available()
-    )
-    own = "a GPU" if config.runtime.kind == "ray" else "the one GPU"
-    where = own if gpu else f"{config.runtime.threads} CPU thread{'s' * (config.runtime.threads > 1)}"
-    found = [Need(name, where, learner(config)) for name in names("learner", config.learner.ranks)]
-    found += [Need(name, where, sampler(config)) for name in names("sampler", config.sampler.replicas)]
-    for teacher_name, teacher in config.teachers.items():
-        if teacher.base_url is not None:
-            found.append(Need(f"teacher {teacher_name}", f"at {teacher.base_url}"))
-            continue
-        shape = shape_of(config.model_of(teacher))
-        parts = {
-            "weights": shape.parameters * width(teacher.dtype),
-            "~activations": 8.0 * teacher.token_budget * shape.width * width(teacher.dtype),
-        }
-        found += [Need(name, where, parts) for name in names(f"teacher {teacher_name}", teacher.replicas)]
+    runtime = plan.runtime
+    gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
+    own = "a GPU" if runtime.kind == "ray" else "the one GPU"
+    where = own if gpu else f"{runtime.threads} CPU thread{'s' * (runtime.threads > 1)}"
+    found = [Need(name, where, learner(plan.learner)) for name in names("learner", plan.learner.settings.ranks)]
+    found += [Need(name, where, sampler(plan.sampler)) for name in names("sampler", plan.sampler.replicas)]
+    for name, scorer in plan.scorers.items():
+        if isinstance(scorer.runs, Endpoint):
+            found.append(Need(f"teacher {name}", f"at {scorer.runs.url}"))
+        else:
+            parts = teacher(scorer, scorer.runs)
+            found += [Need(each, where, parts) for each in names(f"teacher {name}", scorer.replicas)]
     return found
 
 
-def learner(config: Config) -> dict[str, float]:
+def learner(plan: LearnerPlan) -> dict[str, float]:
     """Of one rank."""
-    settings, shape = config.learner, shape_of(config.student)
-    trained = shape.parameters if settings.lora is None else adapters(config)
-    kept = trained if config.reference is not None and not config.reference.host else 0
+    settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
+    trained = shape.parameters if settings.lora is None else adapters(plan.student.name, settings.lora)
+    kept = trained if method.reference is not None and not method.reference.host else 0
     # the weights set aside while others are tried on, and with policy.old = "previous" two more versions
-    others = int(config.reference is not None or config.correction.preset.startswith("decoupled"))
-    others += 3 if config.policy is not None and config.policy.old == "previous" else 0
+    others = int(method.reference is not None or method.decoupled) + 3 * method.previous
     per_token = ACTIVATIONS * shape.width * width(settings.compute_dtype or settings.dtype) / 2
     layers, kept_inputs = shape.layers, 0
     if settings.checkpointing:  # the inputs of all layers, in 32 bits, and all of one
@@ -118,19 +115,14 @@ def learner(config: Config) -> dict[str, float]:
     }
 
 
-def adapters(config: Config) -> int:
+def adapters(student: str, lora: LoraConfig) -> int:
     """Trained numbers: rank · (in + out) of every layer that gets one."""
-    lora = config.learner.lora
-    assert lora is not None
-    return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(config))
+    return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(student, lora))
 
 
-def adapted(config: Config) -> list[torch.nn.Linear]:
+def adapted(student: str, lora: LoraConfig) -> list[torch.nn.Linear]:
     """The layers that get an adapter; a ConfigError for a target that is none."""
-    lora = config.learner.lora
-    assert lora is not None
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(load_config(config.student))
+    model: Any = empty_model(student)
     head = model.get_output_embeddings()
     named = model.named_modules()
     linear = {name: part for name, part in named if type(part) is torch.nn.Linear and part is not head}
@@ -144,14 +136,24 @@ def adapted(config: Config) -> list[torch.nn.Linear]:
     return [part for name, part in linear.items() if name.rpartition(".")[2] in lora.targets]
 
 
-def sampler(config: Config) -> dict[str, float]:
-    shape, settings = shape_of(config.student), config.sampler
-    if settings.engine == "vllm":  # which takes what it is given for keys and values, and queues the rest
-        return {"weights": shape.parameters * width(settings.dtype)}
-    longest = min(settings.longest or shape.context, shape.context)
+def sampler(plan: SamplerPlan) -> dict[str, float]:
+    match plan.runs:
+        case Settings(model=name, dtype=dtype):  # vLLM takes what it is given for keys and values, and queues the rest
+            return {"weights": shape_of(name).parameters * width(dtype)}
+        case ModelPlan(name=name, dtype=dtype, longest=longest):
+            shape = shape_of(name)
+            positions = min(longest or shape.context, shape.context)
+            return {
+                "weights": shape.parameters * width(dtype),
+                "keys and values": plan.slots * positions * shape.cache * width(dtype),
+            }
+
+
+def teacher(plan: ScorerPlan, runs: ModelPlan | Settings) -> dict[str, float]:
+    shape = shape_of(plan.here)
     return {
-        "weights": shape.parameters * width(settings.dtype),
-        "keys and values": settings.slots * longest * shape.cache * width(settings.dtype),
+        "weights": shape.parameters * width(runs.dtype),
+        "~activations": 8.0 * plan.token_budget * shape.width * width(runs.dtype),
     }
 
 

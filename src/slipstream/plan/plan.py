@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from pathlib import Path
 
 from slipstream.config.schema import Config, DataConfig
+from slipstream.engines.asked import rollout_sampling
+from slipstream.engines.base import Sampling
 from slipstream.engines.native import positions
 from slipstream.engines.native.model import load_config, pick_device
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError
 from slipstream.objective.method import Method, method_of
+from slipstream.plan.engines import EnginesPlan, engines_of
+from slipstream.plan.evaluation import eval_prompts
 from slipstream.plan.placement import Need, adapted, needs
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
+from slipstream.plan.vllm import sampler_context, vocabulary_of, with_vllm
 from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
-from slipstream.runtimes.build_vllm import sampler_context, vocabulary_of, with_vllm
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
-from slipstream.tasks.data import Prompts, load_rows
+from slipstream.tasks.data import FILES, Prompts, load_rows
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,9 @@ class Plan:
     tokenizer: Tokenizer
     prompts: Prompts
     held_out: list[Prompt]
+    engines: EnginesPlan
+    sampling: Sampling
+    """How rollouts are drawn."""
     notes: tuple[str, ...]
     """What was decided for a person who did not say."""
     warnings: tuple[str, ...]
@@ -38,7 +46,7 @@ class Plan:
     @property
     def needs(self) -> list[Need]:
         """Who sits where, and how much memory each takes."""
-        return needs(self.config)
+        return needs(self.engines)
 
 
 def plan(config: Config, *, ask: bool = True) -> Plan:
@@ -55,6 +63,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     tokenizer = load_tokenizer(config.student)
     prompts = training_prompts(config, tokenizer)
     check_adapters(config)
+    check_dropout(config)
     check_support(config)
     scored = check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
@@ -63,7 +72,24 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
     notes += position_notes(config) + baseline_notes(config)
-    return Plan(config, method, tokenizer, prompts, held_out, tuple(notes), tuple(warnings_of(config)))
+    return Plan(
+        config=config,
+        method=method,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out=held_out,
+        engines=engines_of(config, method),
+        sampling=rollout_sampling(config),
+        notes=tuple(notes),
+        warnings=tuple(warnings_of(config)),
+    )
+
+
+def changed(made: Plan, config: Config) -> Plan:
+    """The plan of another config on the same files."""
+    method = method_of(config)
+    engines, sampling = engines_of(config, method), rollout_sampling(config)
+    return replace(made, config=config, method=method, engines=engines, sampling=sampling)
 
 
 def check_device(config: Config) -> None:
@@ -88,12 +114,21 @@ def check_adapters(config: Config) -> None:
         return
     if find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
-    if not adapted(config):
+    if not adapted(config.student, lora):
         raise ConfigError(f"learner.lora: {config.student} has no linear layers beside its head: drop [learner.lora]")
+
+
+def check_dropout(config: Config) -> None:
+    if not config.learner.dropout:
+        return
+    named = load_config(config.student).get_text_config().to_dict()
+    if not any("drop" in name and isinstance(value, float) and value > 0 for name, value in named.items()):
+        raise ConfigError(f"learner.dropout does nothing: the config of {config.student} names none; drop it")
 
 
 def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
+    check_split("data.split", data, data.train)
     rows = load_rows(data.train, split=data.split, limit=data.limit)
     if config.task.reward and any(row.ground_truth is None for row in rows):
         row = next(row for row in rows if row.ground_truth is None)
@@ -108,11 +143,17 @@ def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     return Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle, teachers=routes(config, rows))
 
 
+def check_split(field: str, data: DataConfig, source: str) -> None:
+    name = field.removeprefix("data.")
+    if Path(source).suffix in FILES and getattr(data, name) != DataConfig.model_fields[name].default:
+        raise ConfigError(f"{field} = {getattr(data, name)!r} does nothing: {source} is one file; drop it")
+
+
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
     """The longest sequence that is drawn, and that each teacher scores, where the config does not say."""
     teachers = {
         name: teacher.model_copy(update={"longest": long_enough(f"teachers.{name}", teacher.longest, scored[name])})
-        if name in scored
+        if name in scored and teacher.engine == "native"
         else teacher
         for name, teacher in config.teachers.items()
     }
@@ -132,6 +173,7 @@ def long_enough(section: str, given: int | None, longest: int) -> int:
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     data, student = config.data, config.student
     assert data.eval is not None
+    check_split("data.eval_split", data, data.eval)
     prompts = eval_prompts(
         tokenizer, data, data.eval, split=data.eval_split, limit=config.eval.prompts, seed=config.seed
     )
@@ -139,18 +181,6 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
     check_ids(prompts, tokens, student, vocabulary_of(student))
     return prompts
-
-
-def eval_prompts(
-    tokenizer: Tokenizer, data: DataConfig, source: str, *, split: str, limit: int | None, seed: int
-) -> list[Prompt]:
-    """Prompts whose answers can be graded, in the order of the rows."""
-    rows = load_rows(source, split=split, limit=limit)
-    for row in rows:
-        if row.ground_truth is None:
-            raise DataError(f"{row.id}: has neither 'ground_truth' nor 'answer' to grade against")
-    prompts = Prompts(rows, encode_rows(rows, tokenizer, data), seed=seed, shuffle=False)
-    return [prompts.at(number) for number in range(len(rows))]
 
 
 # --- what a person should know of it ----------------------------------------------------------------------------------
@@ -177,8 +207,6 @@ def baseline_notes(config: Config) -> list[str]:
 
 def warnings_of(config: Config) -> list[str]:
     found: list[str] = []
-    if config.data.eval is not None and not config.eval.every:
-        found.append("data.eval is not used: set eval.every to evaluate during training")
     if len(config.teachers) > 1 and not config.data.shuffle:
         found.append("several teachers and data.shuffle = false: updates may hold prompts of one of them only")
     if config.loss.weight and config.reference is not None:

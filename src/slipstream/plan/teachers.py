@@ -10,8 +10,8 @@ from slipstream.config.teacher import routed_by
 from slipstream.engines.http.check import Need, check
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
+from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints, Prompt
-from slipstream.runtimes.build import endpoint_of
 from slipstream.tasks.chat import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
 from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.data import Prompts, Row
@@ -62,7 +62,8 @@ def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> di
         rows, tokens = [prompt for prompt, _ in seen], [tokens for _, tokens in seen]
         check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
         found[name] = max(map(len, tokens)) + max_tokens
-        check_budget(f"teachers.{name}", teacher.token_budget, found[name])
+        if teacher.engine == "native":
+            check_budget(f"teachers.{name}", teacher.token_budget, found[name])
     return found
 
 

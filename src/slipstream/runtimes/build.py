@@ -1,24 +1,26 @@
-"""One engine at a time, from the config: what every runtime puts together in its own way."""
+"""One engine at a time, from the plan: what every runtime puts together in its own way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
-import torch
+from transformers import GenerationConfig
 
-from slipstream.config.schema import Config
-from slipstream.engines.http.client import Endpoint, key_from_environment
+from slipstream.assets import model_path
+from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel, load_config, load_model, pick_device
+from slipstream.engines.native.model import LanguageModel, load_model, pick_device
 from slipstream.engines.native.ranks import Meeting, Ranks, join
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
-from slipstream.objective.method import method_of
-from slipstream.pipeline.schedules import schedule_of
+from slipstream.plan.engines import GraderPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.rewards import PoolGrader
@@ -27,109 +29,31 @@ Sampling = NativeSampler | VllmSampler
 Scoring = NativeScorer | HttpScorer | VllmScorer
 
 
-def build_sampler(config: Config, tokenizer: Tokenizer) -> Sampling:
-    if config.sampler.engine == "vllm":
-        from slipstream.runtimes.build_vllm import build_vllm_sampler
-
-        return build_vllm_sampler(config, tokenizer)
-    student = build_student(config, config.sampler.dtype)
-    return NativeSampler(
-        student,
-        slots=config.sampler.slots,
-        stop_ids=stop_ids(tokenizer, student.model.generation_config),
-        threads=config.runtime.threads,
-    )
+def build_model(plan: ModelPlan) -> LanguageModel:
+    lm = load_model(plan.name, dtype=plan.dtype, device=plan.device, longest=plan.longest)
+    return lm if plan.lora is None else with_adapters(lm, plan.lora, seed=plan.seed)
 
 
-def build_student(config: Config, dtype: str, device: str | None = None) -> LanguageModel:
-    device, lora = device or config.runtime.device, config.learner.lora
-    lm = load_model(config.student, dtype=dtype, device=device, longest=config.sampler.longest)
-    return lm if lora is None else with_adapters(lm, lora, seed=config.seed)
+def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> Sampling:
+    match plan.runs:
+        case Settings() as settings:
+            ends = stop_ids(tokenizer, generation_config(settings.model))
+            return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
+        case ModelPlan() as student:
+            lm = build_model(student)
+            ends = stop_ids(tokenizer, lm.model.generation_config)
+            return NativeSampler(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads)
 
 
-def build_grader(config: Config, tokenizer: Tokenizer) -> PoolGrader:
-    runtime, task = config.runtime, config.task
-    return PoolGrader(task.reward, decoder(tokenizer), processes=runtime.graders, timeout=task.timeout)
-
-
-def build_scorer(config: Config, tokenizer: Tokenizer, name: str, endpoint: Endpoint | None) -> Scoring:
-    """One replica of a teacher: behind an endpoint, or here."""
-    teacher, asks = config.teachers[name], config.loss.asks
-    context = None if teacher.context is None else TemplateContext(teacher.context, tokenizer)
-    if endpoint is not None:
-        return HttpScorer(endpoint, k=asks.k, context=context)
-    if teacher.engine == "vllm":
-        from slipstream.runtimes.build_vllm import build_vllm_scorer
-
-        return build_vllm_scorer(config, name, context)
-    return NativeScorer(
-        load_model(
-            config.model_of(teacher), dtype=teacher.dtype, device=config.runtime.device, longest=teacher.longest
-        ),
-        name=name,
-        cache=asks.cache,
-        k=asks.k,
-        temperature=config.loss.temperature,
-        token_budget=teacher.token_budget,
-        packing=teacher.packing,
-        vocabulary=load_config(config.student).get_text_config().vocab_size,
-        context=context,
-        threads=config.runtime.threads,
-    )
-
-
-def endpoint_of(config: Config, name: str) -> Endpoint | None:
-    """Where a teacher is, if not here, with the key that is in this process's environment, and for one replica."""
-    teacher = config.teachers[name]
-    if teacher.base_url is None:
+def generation_config(model: str) -> Any:
+    try:
+        return GenerationConfig.from_pretrained(model_path(model))
+    except OSError:  # there need not be one
         return None
-    return Endpoint(
-        teacher=name,
-        url=teacher.base_url,
-        model=teacher.model,
-        key=key_from_environment(f"teachers.{name}.api_key_env", teacher.api_key_env),
-        concurrency=-(-teacher.concurrency // teacher.replicas),
-        timeout=teacher.timeout,
-    )
 
 
-def build_rank(config: Config, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:
-    """One of several learner ranks. They meet when all have loaded their models, which takes its time."""
-    # where it computes, a rank need not hold more than its share: layers go there one at a time, as they are sharded
-    student, device = build_student(config, config.learner.dtype, "cpu"), pick_device(config.runtime.device)
-    ranks = join(meeting, index, config.learner.ranks, device=device, patience=config.runtime.patience)
-    return build_learner(config, tokenizer, student, ranks)
-
-
-def build_learner(
-    config: Config, tokenizer: Tokenizer, student: LanguageModel | None = None, ranks: Ranks | None = None
-) -> NativeLearner:
-    device, head = config.runtime.device, None
-    if config.teachers and config.loss.asks.cache == "hidden":
-        (teacher,) = config.teachers.values()
-        # on the CPU first: only the head is kept
-        head = load_model(config.model_of(teacher), dtype=teacher.dtype, device="cpu").head.to(pick_device(device))
-    return NativeLearner(
-        student or build_student(config, config.learner.dtype),
-        method=method_of(config),
-        config=config.learner,
-        updates=config.updates,
-        export_dtype=config.sampler.dtype,
-        tokenizer=tokenizer,
-        teacher_head=head,
-        snapshots=snapshots_of(config),
-        threads=config.learner.threads or config.runtime.threads,
-        ranks=ranks,
-    )
-
-
-def snapshots_of(config: Config) -> int:
-    """Published versions that tokens in flight may be of, if the method asks for them; or what the config says."""
-    asked = config.learner.exact_drift or method_of(config).reads_snapshots
-    if config.learner.snapshots is not None or not asked:
-        return config.learner.snapshots or 0
-    schedule = schedule_of(config)
-    return max(schedule.reach, schedule.max_lag or 0) // schedule.publish_every + 1
+def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:
+    return PoolGrader(plan.rewards, decoder(tokenizer), processes=plan.processes, timeout=plan.timeout)
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
@@ -139,6 +63,60 @@ def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
     return decode
 
 
-def set_threads(config: Config) -> None:
-    """For what runs on the calling thread; engines set their own."""
-    torch.set_num_threads(config.runtime.threads)
+def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> Scoring:
+    """One replica of a teacher."""
+    context = None if plan.context is None else TemplateContext(plan.context, tokenizer)
+    match plan.runs:
+        case ModelPlan() as model:
+            return NativeScorer(
+                build_model(model),
+                name=plan.name,
+                cache=plan.asks.cache,
+                k=plan.asks.k,
+                temperature=plan.temperature,
+                token_budget=plan.token_budget,
+                packing=plan.packing,
+                vocabulary=plan.vocabulary,
+                context=context,
+                threads=plan.threads,
+            )
+        case Settings() as settings:
+            return VllmScorer(
+                settings,
+                name=plan.name,
+                k=plan.asks.k,
+                draws=plan.asks.draws,
+                vocabulary=plan.vocabulary,
+                context=context,
+            )
+        case Endpoint() as endpoint:
+            return HttpScorer(endpoint, k=plan.asks.k, context=context)
+
+
+def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:
+    """One of several learner ranks. They meet when all have loaded their models, which takes its time."""
+    # where it computes, a rank need not hold more than its share: layers go there one at a time, as they are sharded
+    student, device = build_model(replace(plan.student, device="cpu")), pick_device(plan.student.device)
+    ranks = join(meeting, index, plan.settings.ranks, device=device, patience=plan.patience)
+    return build_learner(plan, tokenizer, student, ranks)
+
+
+def build_learner(
+    plan: LearnerPlan, tokenizer: Tokenizer, student: LanguageModel | None = None, ranks: Ranks | None = None
+) -> NativeLearner:
+    head = None
+    if plan.teacher is not None:
+        # on the CPU first: only the head is kept
+        head = build_model(replace(plan.teacher, device="cpu")).head.to(pick_device(plan.teacher.device))
+    return NativeLearner(
+        student or build_model(plan.student),
+        method=plan.method,
+        config=plan.settings,
+        updates=plan.updates,
+        export_dtype=plan.export_dtype,
+        tokenizer=tokenizer,
+        teacher_head=head,
+        snapshots=plan.snapshots,
+        threads=plan.threads,
+        ranks=ranks,
+    )

@@ -6,35 +6,28 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import chain
 
-from slipstream.config.schema import Config
+import torch
+
 from slipstream.engines.base import Engines, Graded, Unscored
-from slipstream.runtimes.build import (
-    Scoring,
-    build_grader,
-    build_learner,
-    build_sampler,
-    build_scorer,
-    endpoint_of,
-    set_threads,
-)
+from slipstream.plan.engines import EnginesPlan
+from slipstream.runtimes.build import Scoring, build_grader, build_learner, build_sampler, build_scorer
 from slipstream.tasks.chat import Tokenizer
 
 
-def open_engines(config: Config, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:
-    set_threads(config)
+def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:
+    torch.set_num_threads(plan.runtime.threads)  # of this thread; engines set their own
     with ExitStack() as stack:
-        grader = build_grader(config, tokenizer)
+        grader = build_grader(plan.grader, tokenizer)
         stack.callback(grader.close)
-        say(f"loading student {config.student}")
-        learner = build_learner(config, tokenizer)
+        say(f"loading student {plan.learner.student.name}")
+        learner = build_learner(plan.learner, tokenizer)
         stack.callback(learner.close)
-        samplers = [build_sampler(config, tokenizer) for _ in range(config.sampler.replicas)]
+        samplers = [build_sampler(plan.sampler, tokenizer) for _ in range(plan.sampler.replicas)]
         scorers: dict[str, tuple[Scoring, ...]] = {}
-        for name, teacher in config.teachers.items():
-            endpoint = endpoint_of(config, name)
-            if endpoint is None:
-                say(f"loading teacher {config.model_of(teacher)}")
-            scorers[name] = tuple(build_scorer(config, tokenizer, name, endpoint) for _ in range(teacher.replicas))
+        for name, teacher in plan.scorers.items():
+            if teacher.here:
+                say(f"loading teacher {teacher.here}")
+            scorers[name] = tuple(build_scorer(teacher, tokenizer) for _ in range(teacher.replicas))
         for sampler in samplers:
             stack.callback(sampler.close)
         for scorer in chain.from_iterable(scorers.values()):

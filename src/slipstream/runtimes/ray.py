@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,14 +21,13 @@ import ray
 from ray._private import ray_constants, services
 from ray.exceptions import RayActorError
 
-from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Metrics, Mode, Sampling, Unscored, WeightsRef
 from slipstream.engines.native.model import load_config
 from slipstream.errors import ConfigError, EngineError, first_line
 from slipstream.pipeline.pool import names, scorer_name
+from slipstream.plan.engines import EnginesPlan, GraderPlan, LearnerPlan, SamplerPlan, ScorerPlan
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
-from slipstream.runtimes.build import build_grader, build_learner, build_rank, build_sampler, build_scorer, endpoint_of
-from slipstream.runtimes.build_vllm import sampler_devices
+from slipstream.runtimes.build import build_grader, build_learner, build_rank, build_sampler, build_scorer
 from slipstream.runtimes.exchange import RemoteWorker, reason
 from slipstream.runtimes.ranked import RankedLearner
 from slipstream.tasks.chat import Tokenizer
@@ -107,81 +106,80 @@ class Place:
 class SelfGrading(Graded):
     """Rewards are attached where the tokens are."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
+    def __init__(self, sampler: SamplerPlan, grader: GraderPlan, tokenizer: Tokenizer) -> None:
         with ExitStack() as stack:
-            grader = build_grader(config, tokenizer)
-            stack.callback(grader.close)
-            sampler = build_sampler(config, tokenizer)
-            stack.callback(sampler.close)
-            super().__init__(sampler, grader)
+            grading = build_grader(grader, tokenizer)
+            stack.callback(grading.close)
+            sampling = build_sampler(sampler, tokenizer)
+            stack.callback(sampling.close)
+            super().__init__(sampling, grading)
             self.close = stack.pop_all().close
 
 
-def open_engines(config: Config, tokenizer: Tokenizer, *, say: Say = print) -> Engines:
-    plan = places(config, tokenizer)
+def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Say = print) -> Engines:
+    wanted = places(plan, tokenizer)
     with ExitStack() as stack:
-        connect(config.runtime.address, plan, stack, say)
-        gpus = gpus_each(config.runtime.device, sum(place.computes for place in plan), say)
-        here = [config.model_of(teacher) for teacher in config.teachers.values() if teacher.base_url is None]
-        say(f"loading student {config.student}{''.join(f' and teacher {model}' for model in here)}")
-        workers = start(plan, stack, gpus=gpus, say=say)
+        connect(plan.runtime.address, wanted, stack, say)
+        gpus = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), say)
+        teachers = "".join(f" and teacher {scorer.here}" for scorer in plan.scorers.values() if scorer.here)
+        say(f"loading student {plan.learner.student.name}{teachers}")
+        workers = start(wanted, stack, gpus=gpus, say=say)
         opened = stack.pop_all()
     return Engines(
         samplers=tuple(worker for worker in workers if isinstance(worker, RemoteSampler)),
-        scorers=by_teacher(plan, workers) or {"": (Unscored(),)},
-        learner=as_one(config, [worker for worker in workers if isinstance(worker, RemoteLearner)]),
+        scorers=by_teacher(wanted, workers) or {"": (Unscored(),)},
+        learner=as_one(plan.learner, [worker for worker in workers if isinstance(worker, RemoteLearner)]),
         close=opened.close,
     )
 
 
-def places(config: Config, tokenizer: Tokenizer) -> list[Place]:
-    threads, devices = config.runtime.threads, sampler_devices(config)
+def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
+    sampler, build = plan.sampler, partial(SelfGrading, plan.sampler, plan.grader, tokenizer)
     return [
-        *learner_places(config, tokenizer),
+        *learner_places(plan.learner, tokenizer),
         *(
-            Place(RemoteSampler, name, threads, partial(SelfGrading, config, tokenizer), computes=devices)
-            for name in names("sampler", config.sampler.replicas)
+            Place(RemoteSampler, name, sampler.threads, build, computes=sampler.devices)
+            for name in names("sampler", sampler.replicas)
         ),
-        *(place for name in config.teachers for place in scorer_places(config, tokenizer, name)),
+        *scorer_places(plan.scorers, tokenizer),
     ]
 
 
-def scorer_places(config: Config, tokenizer: Tokenizer, teacher: str) -> Iterator[Place]:
+def scorer_places(scorers: Mapping[str, ScorerPlan], tokenizer: Tokenizer) -> Iterator[Place]:
     """Of an endpoint, too, the clients are actors: records go there and back without passing through here."""
-    endpoint = endpoint_of(config, teacher)
-    build = partial(build_scorer, config, tokenizer, teacher, endpoint)
-    for name in names(scorer_name(teacher, config.teachers), config.teachers[teacher].replicas):
-        yield Place(RemoteScorer, name, config.runtime.threads, build, teacher=teacher, computes=int(endpoint is None))
+    for teacher, scorer in scorers.items():
+        build, computes = partial(build_scorer, scorer, tokenizer), int(bool(scorer.here))
+        for name in names(scorer_name(teacher, scorers), scorer.replicas):
+            yield Place(RemoteScorer, name, scorer.threads, build, teacher=teacher, computes=computes)
 
 
-def by_teacher(plan: Sequence[Place], workers: Sequence[RemoteWorker]) -> dict[str, tuple[RemoteScorer, ...]]:
+def by_teacher(wanted: Sequence[Place], workers: Sequence[RemoteWorker]) -> dict[str, tuple[RemoteScorer, ...]]:
     found: dict[str, tuple[RemoteScorer, ...]] = {}
-    for place, worker in zip(plan, workers, strict=True):
+    for place, worker in zip(wanted, workers, strict=True):
         if isinstance(worker, RemoteScorer):
             found[place.teacher] = (*found.get(place.teacher, ()), worker)
     return found
 
 
-def learner_places(config: Config, tokenizer: Tokenizer) -> list[Place]:
-    threads, ranks = config.learner.threads or config.runtime.threads, config.learner.ranks
-    if ranks == 1:
-        return [Place(RemoteLearner, "learner", threads, partial(build_learner, config, tokenizer))]
+def learner_places(plan: LearnerPlan, tokenizer: Tokenizer) -> list[Place]:
+    if plan.settings.ranks == 1:
+        return [Place(RemoteLearner, "learner", plan.threads, partial(build_learner, plan, tokenizer))]
     return [
-        Place(RemoteLearner, name, threads, partial(build_rank, config, tokenizer, rank), meets=True)
-        for rank, name in enumerate(names("learner", ranks))
+        Place(RemoteLearner, name, plan.threads, partial(build_rank, plan, tokenizer, rank), meets=True)
+        for rank, name in enumerate(names("learner", plan.settings.ranks))
     ]
 
 
-def as_one(config: Config, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:
+def as_one(plan: LearnerPlan, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:
     if len(ranks) == 1:
         return ranks[0]
-    learner, hidden = config.learner, load_config(config.student).get_text_config().hidden_size
+    learner, hidden = plan.settings, load_config(plan.student.name).get_text_config().hidden_size
     return RankedLearner(ranks, hidden=hidden, minibatches=learner.minibatches, shared_prompt=learner.shared_prompt)
 
 
-def connect(address: str | None, plan: Sequence[Place], stack: ExitStack, say: Say) -> None:
-    """Use the Ray of this process, connect to a cluster, or start one here that always has room for the plan."""
-    cpus = sum(place.threads for place in plan)
+def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say: Say) -> None:
+    """Use the Ray of this process, connect to a cluster, or start one here that always has room for them all."""
+    cpus = sum(place.threads for place in wanted)
     if not ray.is_initialized():
         stack.callback(ray.shutdown)
         if address is None:
@@ -250,14 +248,16 @@ def gpus_each(device: str, engines: int, say: Say) -> int:
     return 1
 
 
-def start(plan: Sequence[Place], stack: ExitStack, *, gpus: float = 0, cpus: float = 1, say: Say) -> list[RemoteWorker]:
+def start(
+    wanted: Sequence[Place], stack: ExitStack, *, gpus: float = 0, cpus: float = 1, say: Say
+) -> list[RemoteWorker]:
     """All at the same time. An engine that cannot be built raises here as itself."""
     workers = [
         place.kind(place.name, threads=place.threads, cpus=cpus * place.threads, gpus=gpus * place.computes)
-        for place in plan
+        for place in wanted
     ]
     stack.callback(stop, workers)
-    starting = begin(workers, plan)
+    starting = begin(workers, wanted)
     while starting:
         ready, _ = ray.wait(list(starting), timeout=REMINDER)
         if not ready:
@@ -271,9 +271,9 @@ def start(plan: Sequence[Place], stack: ExitStack, *, gpus: float = 0, cpus: flo
     return workers
 
 
-def begin(workers: Sequence[RemoteWorker], plan: Sequence[Place]) -> dict[Any, RemoteWorker]:
+def begin(workers: Sequence[RemoteWorker], wanted: Sequence[Place]) -> dict[Any, RemoteWorker]:
     """Ray hands on what the first rank says, when it says it: they load at the same time."""
-    both = list(zip(workers, plan, strict=True))
+    both = list(zip(workers, wanted, strict=True))
     ranks = [worker for worker, place in both if place.meets]
     meeting = [worker.host.meet.remote() for worker in ranks[:1]]
     return {worker.host.start.remote(place.build, *(meeting if place.meets else [])): worker for worker, place in both}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,12 @@ def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> 
     if data.system_prompt is not None and any(isinstance(row.prompt, str) for row in rows):
         raise ConfigError("data.system_prompt needs prompts that are messages; these are plain text")
     plain = isinstance(rows[0].prompt, str)
+    for name in data.template_args:
+        if plain or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            why = (
+                "prompts are plain text" if plain else f"the chat template of {tokenizer.name_or_path} does not read it"
+            )
+            raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
     if any(isinstance(row.prompt, str) != plain for row in rows):
         raise DataError(f"{rows[0].id} … : prompts must be all text or all messages")
     # a rendered template already holds its special tokens

@@ -21,6 +21,7 @@ from slipstream.tasks import arithmetic
 
 Messages = list[dict[str, Any]]
 EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
+FILES = (".jsonl", ".json", ".parquet")
 ARITHMETIC_ROWS = 20_000
 """Rows of builtin:arithmetic when no limit is given."""
 

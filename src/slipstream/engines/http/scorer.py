@@ -7,7 +7,6 @@ best: the emitted token comes besides them, also where it is not among them.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.http.answers import LogProbs, WrongAnswer, read
 from slipstream.engines.http.client import Client, Endpoint
 from slipstream.errors import EndpointError
-from slipstream.records import Group, Handle, Ints, Scored, header_of
+from slipstream.records import Group, Handle, Ints, Scored, graded, header_of
 
 
 class HttpScorer:
@@ -44,7 +43,7 @@ class HttpScorer:
         """Connections end with the event loop that made them."""
 
     async def _score(self, handle: Handle) -> Handle:
-        rollout = replace(handle.body, rewards=handle.header.rewards)
+        rollout = graded(handle)
         try:
             prefix = self.context(rollout)
             sent, places = [*prefix.tolist(), *rollout.tokens.tolist()], len(prefix) + np.flatnonzero(rollout.loss_mask)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as hf_logging
 
 from slipstream.assets import model_path
-from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
 from slipstream.engines.native.head import find_head
 from slipstream.engines.native.positions import pin
-from slipstream.engines.native.ranks import whole
 from slipstream.errors import ConfigError, ModelError, first_line
 from slipstream.estimators.logprobs.head import Head
 
@@ -78,10 +76,18 @@ def has_windows(config: Any) -> bool:
 
 
 def load_config(name: str) -> Any:
+    """A copy for whoever asks, and many do; a file is read once."""
+    path = model_path(name)
+    file = Path(path, "config.json").absolute()
     try:
-        return AutoConfig.from_pretrained(model_path(name))
+        return deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
+
+
+@cache
+def _config(path: str, file: Path, written: int) -> Any:
+    return AutoConfig.from_pretrained(path)
 
 
 def empty_model(name: str) -> PreTrainedModel:
@@ -149,96 +155,3 @@ def backbone_of(name: str, model: PreTrainedModel) -> PreTrainedModel:
     if len(parts) != 1:
         raise ModelError(f"{name}: {type(model).__name__} is no backbone with a head, as a causal LM here must be")
     return parts[0]
-
-
-# --- weights as flat bytes -------------------------------------------------------------------------------
-
-
-def is_adapter(name: str) -> bool:
-    return ".lora_" in name
-
-
-def _parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """What changes in training: the adapters, where there are any. Tied weights once, under their first name."""
-    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    return [pair for pair in named if is_adapter(pair[0])] or named
-
-
-def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a contiguous tensor on the CPU: no copy."""
-    return cast("np.ndarray[Any, Any]", tensor.view(-1).view(torch.uint8).numpy())
-
-
-def export_weights(model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True) -> WeightsRef:
-    """All weights, once each, in the precision in which the sampler runs them.
-
-    Where several ranks share the model all must take part, and those that do not `keep` it get the manifest only.
-    """
-    manifest, offset, kind = [], 0, getattr(torch, dtype)
-    for name, tensor in _parameters(model):
-        nbytes = tensor.numel() * kind.itemsize
-        manifest.append(TensorSpec(name, dtype, tuple(tensor.shape), offset, nbytes))
-        offset += nbytes
-    flat = np.empty(offset if keep else 0, np.uint8)
-    for spec, (_, tensor) in zip(manifest, _parameters(model), strict=True):
-        gathered = whole(tensor.to(kind))
-        if keep:
-            target = torch.from_numpy(flat[spec.offset : spec.offset + spec.nbytes])
-            target.view(kind).view(spec.shape).copy_(gathered)
-    return WeightsRef(tuple(manifest), flat, version)
-
-
-def load_weights(model: nn.Module, weights: WeightsRef) -> None:
-    """Copy into the model, converting to its dtype; every parameter must be there, in its shape."""
-    own = dict(_parameters(model))
-    here = {(name, tuple(tensor.shape)) for name, tensor in own.items()}
-    if missing := here ^ {(spec.name, spec.shape) for spec in weights.manifest}:
-        names = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(missing)[:3])
-        raise ModelError(f"weights do not fit the model: {names} on one side only")
-    for spec in weights.manifest:
-        _load(own[spec.name], getattr(torch, spec.dtype), weights.body[spec.offset : spec.offset + spec.nbytes])
-
-
-def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> None:
-    """`source` may be read-only, of which torch would not make a tensor."""
-    if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
-        np.copyto(_bytes(target), source)
-    else:
-        staged = torch.empty(target.shape, dtype=dtype)
-        np.copyto(_bytes(staged), source)
-        target.copy_(staged)
-
-
-OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2", "experts"}
-"""How families name the last projection of an attention or a feed-forward layer; of experts all weights count."""
-
-
-def is_fingerprinted(name: str) -> bool:
-    return is_adapter(name) or not OUTPUTS.isdisjoint(name.split("."))
-
-
-def fingerprint(
-    model: nn.Module, dtype: str, *, exported: WeightsRef | None = None, still: dict[str, int] | None = None
-) -> Fingerprint:
-    """A hash of what really runs, as `dtype`: the output projections of layers, experts and adapters, or all weights.
-
-    Samplers stand still while it is taken, and it guards against accidents only: so a CRC-32 of each tensor (twice as
-    fast as SHA-256 in hardware), and a hash of those. A single wrong tensor goes unseen once in 2^32.
-
-    Weights that were just `exported` are not gathered again; `still` keeps the checksums of all others, which never
-    change, for the next time.
-    """
-    parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    chosen = [pair for pair in parameters if is_fingerprinted(pair[0])] or parameters
-    specs = {spec.name: spec for spec in exported.manifest} if exported else {}
-    still, digest = {} if still is None else still, hashlib.blake2b(digest_size=8)
-    for name, tensor in chosen:
-        if exported and (spec := specs.get(name)):
-            checksum = zlib.crc32(exported.body[spec.offset : spec.offset + spec.nbytes])
-        else:
-            if name not in still:
-                raw = _bytes(whole(tensor).to("cpu", getattr(torch, dtype)).contiguous())
-                still[name] = zlib.crc32(raw.data)
-            checksum = still[name]
-        digest.update(checksum.to_bytes(4, "little"))
-    return digest.hexdigest()

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from slipstream.engines.weights import whole
+
 T = TypeVar("T")
 Meeting = tuple[str, int]
 """Host and port of a store that all ranks can reach."""
@@ -92,11 +94,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """What the model says must stay in one piece: its decoder layers."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank. All take part."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def slice_of(tensor: Tensor, own: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from slipstream.engines.native.rows import Rows, by_sample, use_rows
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.numerics import joined
-from slipstream.records import Group, Handle, Ints, Rollout, Scored, header_of
+from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded, header_of
 
 TOGETHER = 0.002
 """Seconds between calls that were made at the same time."""
@@ -113,7 +113,7 @@ class NativeScorer:
 
     @torch.inference_mode()
     def _score(self, handles: Sequence[Handle]) -> list[Handle]:
-        rollouts = [replace(handle.body, rewards=handle.header.rewards) for handle in handles]
+        rollouts = [graded(handle) for handle in handles]
         scored: dict[int, Scored] = {}
         seen = [with_prompt(rollout, self.context(rollout)) for rollout in rollouts]
         batches = pack(seen, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing)

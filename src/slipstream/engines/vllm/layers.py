@@ -9,7 +9,6 @@ Shapes: E experts, F their inner width, H hidden, K inputs of a linear layer.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -30,6 +29,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 from slipstream.engines.native.model import empty_model
+from slipstream.engines.weights import checksum, raw
 
 PROBED = 256
 """Most columns of a packed weight that are compared with what was loaded."""
@@ -101,7 +101,7 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 # --- what runs there -----------------------------------------------------------------------------------------
 
 
-def checksum(place: Place, loaded: Tensor) -> int:
+def checksum_of(place: Place, loaded: Tensor) -> int:
     """CRC-32 of a weight if this worker runs its part of it, otherwise of what it runs instead."""
     layer, running = place.layer, getattr(place.layer, place.attribute)
     expected = loaded.mT if place.turned else loaded
@@ -112,7 +112,7 @@ def checksum(place: Place, loaded: Tensor) -> int:
         if not running.numel():
             running, expected = _unpacked(layer, expected)
     running = running.to("cpu", loaded.dtype)
-    return crc(loaded if _same(running, expected) else running)
+    return checksum(loaded if _same(running, expected) else running)
 
 
 def _part(layer: Any, loaded: Tensor) -> Tensor:
@@ -151,12 +151,4 @@ def _experts(layer: Any, loaded: Tensor, running: Tensor, *, inputs: bool) -> Te
 
 def _same(one: Tensor, other: Tensor) -> bool:
     """To the bit: weights that are not numbers are equal to themselves."""
-    return one.shape == other.shape and torch.equal(_bytes(one), _bytes(other))
-
-
-def crc(tensor: Tensor) -> int:
-    return zlib.crc32(_bytes(tensor).numpy().data)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return one.shape == other.shape and bool((raw(one) == raw(other)).all())

@@ -11,11 +11,9 @@ Everything below `generate` and `publish` runs on the loop of `Core`. Shapes: T 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import re
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -24,8 +22,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.native.model import empty_model, is_fingerprinted
+from slipstream.engines.native.model import empty_model
 from slipstream.engines.vllm.core import Core, Settings, failed, known, version
+from slipstream.engines.weights import check_fits, combined, fingerprinted
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.records import Finish, Handle, Prompt, Rollout, derive_seed, header_of, one_turn
 
@@ -58,7 +57,7 @@ class VllmSampler:
         """For requests of so many draws and no more, or of one draw and so many best ids."""
         self.settings, self.draws, self.best, self.stop_ids = settings, draws, best, sorted(stop_ids)
         self.shapes = shapes_of(settings.model)
-        self.checked = list(filter(is_fingerprinted, self.shapes)) or list(self.shapes)
+        self.checked = fingerprinted(self.shapes)
         # the draws are made in the V1 runner, which vLLM no longer chooses by itself on GPUs
         self.core = Core(
             settings, arguments(max(draws, best)), environment={"VLLM_USE_V2_MODEL_RUNNER": "0"} if draws > 1 else {}
@@ -176,7 +175,8 @@ class VllmSampler:
     # --- publishing ------------------------------------------------------------------------------------------
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
-        check_fits(weights, self.shapes)
+        # before anything is touched: vLLM warns of what is missing, and dies of a wrong shape
+        check_fits(self.shapes, weights)
         return await self.core.call(self._publish(weights, mode))
 
     async def _publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
@@ -243,13 +243,6 @@ def raised_in(error: Exception) -> str:
     return re.sub(r".*Worker failed with error '(.*)', please check .*", r"\1", str(error), flags=re.DOTALL)
 
 
-def combined(checksums: Sequence[int]) -> Fingerprint:
-    digest = hashlib.blake2b(digest_size=8)
-    for checksum in checksums:
-        digest.update(checksum.to_bytes(4, "little"))
-    return digest.hexdigest()
-
-
 def shared_memory() -> Path | None:
     """Where a file is memory that other processes map; the usual place for temporary files without."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
@@ -258,13 +251,6 @@ def shared_memory() -> Path | None:
 def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
     """Of all weights, tied ones once, as a learner exports them."""
     return {name: tuple(parameter.shape) for name, parameter in empty_model(model).named_parameters()}
-
-
-def check_fits(weights: WeightsRef, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Before anything is touched: vLLM warns of what is missing, and dies of a wrong shape."""
-    if missing := set(shapes.items()) ^ {(spec.name, spec.shape) for spec in weights.manifest}:
-        names = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(missing)[:3])
-        raise ModelError(f"weights do not fit the model: {names} on one side only")
 
 
 def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> Rollout:

@@ -7,7 +7,6 @@ the V2 runner, on GPUs. Shapes: T tokens, N trained ones, M draws, K top-k.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.vllm.core import Core, Settings
 from slipstream.errors import ModelError, NonFiniteError
-from slipstream.records import Group, Handle, Rollout, Scored, header_of
+from slipstream.records import Group, Handle, Rollout, Scored, graded, header_of
 
 
 class VllmScorer:
@@ -52,7 +51,7 @@ class VllmScorer:
         return [task.result() for task in made]
 
     async def _one(self, handle: Handle) -> Handle:
-        rollout: Rollout = replace(handle.body, rewards=handle.header.rewards)
+        rollout = graded(handle)
         found = await self._caches(rollout)
         if np.isnan(found["teacher_logp"]).any():
             raise NonFiniteError(

@@ -32,8 +32,10 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
+from slipstream.engines.base import TensorSpec
 from slipstream.engines.draws import draw, uniforms
-from slipstream.engines.vllm.layers import Place, as_saved, checksum, place_of, twin_of
+from slipstream.engines.vllm.layers import Place, as_saved, checksum_of, place_of, twin_of
+from slipstream.engines.weights import view_of
 
 BACKEND = "slipstream"
 Spec = tuple[str, str, list[int], int, int]
@@ -57,7 +59,7 @@ class File(WeightTransferUpdateInfo):  # type: ignore[misc]
         """Under a learner's names, as views of the file: nothing is read before it is used, and nothing written."""
         flat = torch.from_numpy(np.memmap(self.path, np.uint8, mode="c"))
         for name, dtype, shape, offset, nbytes in self.manifest:
-            yield name, flat[offset : offset + nbytes].view(getattr(torch, dtype)).view(shape)
+            yield name, view_of(TensorSpec(name, dtype, tuple(shape), offset, nbytes), flat)
 
 
 class FileTransfer(WeightTransferEngine[NoInfo, File]):  # type: ignore[misc]
@@ -143,7 +145,7 @@ class Extension:
         """CRC-32 of each fingerprinted weight as it really runs; the file is what it should be."""
         places = self.slipstream_places
         with set_current_vllm_config(self.vllm_config):
-            return {name: checksum(places[name], loaded) for name, loaded in File(path, manifest) if name in places}
+            return {name: checksum_of(places[name], loaded) for name, loaded in File(path, manifest) if name in places}
 
 
 # --- draws -----------------------------------------------------------------------------------------------------------

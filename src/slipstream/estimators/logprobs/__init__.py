@@ -22,6 +22,7 @@ from torch import Tensor
 
 from slipstream.estimators.logprobs import tiles
 from slipstream.estimators.logprobs.tiles import Bend, wide
+from slipstream.vocabulary import extreme
 
 HELD = 1 << 24
 """Logits held at a time, unless told otherwise."""
@@ -103,16 +104,20 @@ def fused_loss(
 
 
 def merge_metrics(into: Metrics, new: Metrics) -> None:
-    """Add `new` to `into`: by maximum or minimum where the name ends in _max or _min, else by sum."""
+    """Add `new` to `into`: the extreme where that is what a name says, else the sum."""
     for name, value in new.items():
-        if name not in into:
-            into[name] = value
-        elif name.endswith("_max"):
-            into[name] = torch.maximum(into[name], value)
-        elif name.endswith("_min"):
-            into[name] = torch.minimum(into[name], value)
-        else:
-            into[name] = into[name] + value
+        into[name] = reduced(name, torch.stack([into[name], value])) if name in into else value
+
+
+def reduced(name: str, values_N: Tensor) -> Tensor:
+    """One metric of several: the extreme where that is what its name says, else the sum."""
+    match extreme(name):
+        case "max":
+            return values_N.amax()
+        case "min":
+            return values_N.amin()
+        case "":
+            return values_N.sum()
 
 
 def _apply(

@@ -11,7 +11,6 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -27,9 +26,10 @@ from slipstream.engines.native.learning.optimizer import make_optimizer
 from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots, local
 from slipstream.engines.native.learning.storage import restore, save
-from slipstream.engines.native.model import LanguageModel, export_weights, fingerprint
+from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import over_tokens
+from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
@@ -37,7 +37,8 @@ from slipstream.objective.drift import Seen, against_teacher, drift_metrics, sha
 from slipstream.objective.frozen import Frozen, behavior_of, freeze
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed, graded
+from slipstream.vocabulary import extreme
 
 T = TypeVar("T")
 Key = tuple[int, int]
@@ -231,7 +232,7 @@ class NativeLearner:
             merge_metrics(sums, part)
         found = {name: value.item() for name, value in sums.items()}
         for name in found:
-            if not name.endswith(("_max", "_min")):
+            if not extreme(name):
                 found[name] *= loss_scale if name in PER_STEP else token_scale
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
         for name in [name for name in found if name.startswith("teacher/") and name.endswith("/loss")]:
@@ -288,7 +289,7 @@ def key_of(header: Header) -> Key:
 def scored(handle: Handle) -> Scored:
     """The record, which without a teacher is still a rollout."""
     body = handle.body
-    return body if isinstance(body, Scored) else Scored(rollout=replace(body, rewards=handle.header.rewards))
+    return body if isinstance(body, Scored) else Scored(rollout=graded(handle))
 
 
 def as_it_is(sample: Scored) -> Frozen:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.native.lora import merged
-from slipstream.engines.native.model import LanguageModel, is_adapter, load_model
+from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.ranks import Ranks, slice_of
+from slipstream.engines.weights import is_adapter
 
 
 def save(

@@ -21,11 +21,12 @@ from torch import Tensor
 
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
-from slipstream.engines.native.model import LanguageModel, fingerprint, load_weights
+from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import micro_batches
 from slipstream.engines.native.sampling.decoding import Decoder, prove
 from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told
 from slipstream.engines.native.sampling.tape import Tape
+from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
 from slipstream.records import Handle, Prompt, header_of, kept_of
 

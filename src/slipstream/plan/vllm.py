@@ -1,37 +1,22 @@
-"""vLLM's engines from the config, and what is refused, or replaced, before anything starts."""
+"""What vLLM's engines are to be, and what is refused, or replaced, before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationConfig
-
-from slipstream.assets import model_path
 from slipstream.config.schema import Config
 from slipstream.engines.asked import rollout_sampling
-from slipstream.engines.base import Context
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.engines.vllm import VERSION
 from slipstream.engines.vllm.core import Settings, check_args, check_installed, known, version
-from slipstream.engines.vllm.sampler import COLDEST, VllmSampler
-from slipstream.engines.vllm.scorer import VllmScorer
+from slipstream.engines.vllm.sampler import COLDEST
 from slipstream.errors import ConfigError
-from slipstream.tasks.chat import Tokenizer, stop_ids
 
 SCORED = 64
 """Responses that a teacher scores at a time."""
 UNPUBLISHED = {"gpt_oss"}
 """Families to which vLLM gives their weights once, by loaders that do not know of later ones."""
-
-
-def build_vllm_sampler(config: Config, tokenizer: Tokenizer) -> VllmSampler:
-    return VllmSampler(
-        sampler_settings(config),
-        stop_ids=stop_ids(tokenizer, generation_config(config.student)),
-        draws=rollout_sampling(config).draws,
-        best=rollout_sampling(config).best,
-    )
 
 
 def sampler_settings(config: Config) -> Settings:
@@ -51,18 +36,6 @@ def longest_first(longest: int | None) -> dict[str, Any]:
     return {"max_model_len": longest} if longest else {}
 
 
-def build_vllm_scorer(config: Config, name: str, context: Context | None) -> VllmScorer:
-    asks = config.loss.asks
-    return VllmScorer(
-        scorer_settings(config, name),
-        name=name,
-        k=asks.k,
-        draws=asks.draws,
-        vocabulary=vocabulary_of(config.student),
-        context=context,
-    )
-
-
 def scorer_settings(config: Config, name: str) -> Settings:
     teacher = config.teachers[name]
     return Settings(
@@ -73,13 +46,6 @@ def scorer_settings(config: Config, name: str) -> Settings:
         threads=config.runtime.threads,
         device=config.runtime.device,
     )
-
-
-def generation_config(model: str) -> Any:
-    try:
-        return GenerationConfig.from_pretrained(model_path(model))
-    except OSError:  # there need not be one
-        return None
 
 
 def sampler_context(config: Config) -> int:

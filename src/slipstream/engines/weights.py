@@ -1,0 +1,140 @@
+"""Weights on their way: as flat bytes from the learner to the samplers, and the fingerprint of what really runs there.
+
+Whatever loads them says so by the same fingerprint: a CRC-32 of each tensor, by whoever runs it, and one hash of those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
+from slipstream.errors import ModelError
+
+OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2", "experts"}
+"""How families name the last projection of an attention or a feed-forward layer; of experts all weights count."""
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def is_fingerprinted(name: str) -> bool:
+    return is_adapter(name) or not OUTPUTS.isdisjoint(name.split("."))
+
+
+def fingerprinted(names: Iterable[str]) -> list[str]:
+    """The output projections of layers, experts and adapters, or all weights where no name is known."""
+    every = list(names)
+    return list(filter(is_fingerprinted, every)) or every
+
+
+def raw(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a tensor on the CPU: no copy of a contiguous one."""
+    return cast("np.ndarray[Any, Any]", tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def checksum(tensor: Tensor) -> int:
+    return zlib.crc32(raw(tensor).data)
+
+
+def combined(checksums: Iterable[int]) -> Fingerprint:
+    digest = hashlib.blake2b(digest_size=8)
+    for each in checksums:
+        digest.update(each.to_bytes(4, "little"))
+    return digest.hexdigest()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, on every rank. All take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def view_of(spec: TensorSpec, flat: Tensor) -> Tensor:
+    """A tensor where it lies among the bytes."""
+    part = flat[spec.offset : spec.offset + spec.nbytes]
+    return part.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> None:
+    """All that is published is in the model, and the other way round, in the same shapes."""
+    if missing := set(shapes.items()) ^ {(spec.name, spec.shape) for spec in weights.manifest}:
+        names = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(missing)[:3])
+        raise ModelError(f"weights do not fit the model: {names} on one side only")
+
+
+# --- of a model in this process --------------------------------------------------------------------------
+
+
+def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What changes in training: the adapters, where there are any. Tied weights once, under their first name."""
+    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    yield from [pair for pair in named if is_adapter(pair[0])] or named
+
+
+def export_weights(model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True) -> WeightsRef:
+    """All weights, once each, in the precision in which the sampler runs them.
+
+    Where several ranks share the model all must take part, and those that do not `keep` it get the manifest only.
+    """
+    manifest, offset, kind = [], 0, getattr(torch, dtype)
+    for name, tensor in published(model):
+        nbytes = tensor.numel() * kind.itemsize
+        manifest.append(TensorSpec(name, dtype, tuple(tensor.shape), offset, nbytes))
+        offset += nbytes
+    flat = np.empty(offset if keep else 0, np.uint8)
+    for spec, (_, tensor) in zip(manifest, published(model), strict=True):
+        gathered = whole(tensor.to(kind))
+        if keep:
+            view_of(spec, torch.from_numpy(flat)).copy_(gathered)
+    return WeightsRef(tuple(manifest), flat, version)
+
+
+def load_weights(model: nn.Module, weights: WeightsRef) -> None:
+    """Copy into the model, converting to its dtype; every parameter must be there, in its shape."""
+    own = dict(published(model))
+    check_fits({name: tuple(tensor.shape) for name, tensor in own.items()}, weights)
+    for spec in weights.manifest:
+        _load(own[spec.name], getattr(torch, spec.dtype), weights.body[spec.offset : spec.offset + spec.nbytes])
+
+
+def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> None:
+    """`source` may be read-only, of which torch would not make a tensor."""
+    if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
+        np.copyto(raw(target), source)
+    else:
+        staged = torch.empty(target.shape, dtype=dtype)
+        np.copyto(raw(staged), source)
+        target.copy_(staged)
+
+
+def fingerprint(
+    model: nn.Module, dtype: str, *, exported: WeightsRef | None = None, still: dict[str, int] | None = None
+) -> Fingerprint:
+    """A hash of what really runs, as `dtype`.
+
+    Samplers stand still while it is taken, and it guards against accidents only: so a CRC-32 of each tensor (twice as
+    fast as SHA-256 in hardware), and a hash of those. A single wrong tensor goes unseen once in 2^32.
+
+    Weights that were just `exported` are not gathered again; `still` keeps the checksums of all others, which never
+    change, for the next time.
+    """
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    specs = {spec.name: spec for spec in exported.manifest} if exported else {}
+    still = {} if still is None else still
+
+    def checksum_of(name: str) -> int:
+        if exported and (spec := specs.get(name)):
+            return zlib.crc32(exported.body[spec.offset : spec.offset + spec.nbytes])
+        if name not in still:
+            still[name] = checksum(whole(parameters[name]).to("cpu", getattr(torch, dtype)))
+        return still[name]
+
+    return combined(map(checksum_of, fingerprinted(parameters)))

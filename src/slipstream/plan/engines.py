@@ -1,0 +1,205 @@
+"""What every engine is to be: all that a runtime needs to build it, wherever that happens, and nothing of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream.config.losses import Asks
+from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
+from slipstream.engines.asked import rollout_sampling
+from slipstream.engines.http.client import Endpoint, key_from_environment
+from slipstream.engines.vllm.core import Settings
+from slipstream.objective.method import Method
+from slipstream.pipeline.schedules import schedule_of
+from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings, vocabulary_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """A model that runs here, natively."""
+
+    name: str
+    dtype: str
+    device: str
+    longest: int | None = None
+    """The longest sequence that it sees."""
+    lora: LoraConfig | None = None
+    """The adapters that it gets."""
+    seed: int = 0
+    """What those begin with follows from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerPlan:
+    runs: ModelPlan | Settings
+    """Natively, or by vLLM."""
+    slots: int
+    draws: int = 1
+    best: int = 0
+    threads: int = 1
+    replicas: int = 1
+    devices: int = 1
+    """How many each of them takes."""
+
+    @property
+    def model(self) -> str:
+        return self.runs.name if isinstance(self.runs, ModelPlan) else self.runs.model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerPlan:
+    """A teacher."""
+
+    name: str
+    runs: ModelPlan | Settings | Endpoint
+    """Natively, by vLLM, or somewhere else."""
+    asks: Asks
+    """What the loss asks of it."""
+    temperature: float
+    token_budget: int
+    packing: bool
+    vocabulary: int
+    """The student's."""
+    context: str | None
+    """Template of the prompt that it sees instead of the student's."""
+    threads: int
+    replicas: int
+
+    @property
+    def here(self) -> str:
+        """The model that is loaded for it; none for one at an endpoint."""
+        match self.runs:
+            case ModelPlan(name=name) | Settings(model=name):
+                return name
+            case Endpoint():
+                return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerPlan:
+    student: ModelPlan
+    settings: LearnerConfig
+    method: Method
+    updates: int
+    export_dtype: str
+    teacher: ModelPlan | None
+    """Whose head it applies to hidden states."""
+    snapshots: int
+    threads: int
+    patience: float
+    """Seconds that ranks wait for one another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraderPlan:
+    rewards: tuple[str, ...]
+    processes: int = 1
+    timeout: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnginesPlan:
+    learner: LearnerPlan
+    sampler: SamplerPlan
+    scorers: Mapping[str, ScorerPlan]
+    """Of each teacher, by its name."""
+    grader: GraderPlan
+    runtime: RuntimeConfig
+
+    @property
+    def precisions(self) -> set[str]:
+        """In which sampler, learner and teachers compute."""
+        learner = self.learner.settings
+        models = [self.sampler.runs, *(scorer.runs for scorer in self.scorers.values())]
+        here = {model.dtype for model in models if not isinstance(model, Endpoint)}
+        return here | {learner.compute_dtype or learner.dtype}
+
+
+def engines_of(config: Config, method: Method) -> EnginesPlan:
+    return EnginesPlan(
+        learner=learner_of(config, method),
+        sampler=sampler_of(config),
+        scorers={name: scorer_of(config, name) for name in config.teachers},
+        grader=GraderPlan(rewards=config.task.reward, processes=config.runtime.graders, timeout=config.task.timeout),
+        runtime=config.runtime,
+    )
+
+
+def student_of(config: Config, dtype: str) -> ModelPlan:
+    device, longest = config.runtime.device, config.sampler.longest
+    lora, seed = config.learner.lora, config.seed
+    return ModelPlan(name=config.student, dtype=dtype, device=device, longest=longest, lora=lora, seed=seed)
+
+
+def sampler_of(config: Config) -> SamplerPlan:
+    sampler, drawn = config.sampler, rollout_sampling(config)
+    return SamplerPlan(
+        runs=sampler_settings(config) if sampler.engine == "vllm" else student_of(config, sampler.dtype),
+        slots=sampler.slots,
+        draws=drawn.draws,
+        best=drawn.best,
+        threads=config.runtime.threads,
+        replicas=sampler.replicas,
+        devices=sampler_devices(config),
+    )
+
+
+def scorer_of(config: Config, name: str) -> ScorerPlan:
+    teacher = config.teachers[name]
+    return ScorerPlan(
+        name=name,
+        runs=endpoint_of(config, name) or (scorer_settings if teacher.engine == "vllm" else teacher_of)(config, name),
+        asks=config.loss.asks,
+        temperature=config.loss.temperature,
+        token_budget=teacher.token_budget,
+        packing=teacher.packing,
+        vocabulary=vocabulary_of(config.student),
+        context=teacher.context,
+        threads=config.runtime.threads,
+        replicas=teacher.replicas,
+    )
+
+
+def teacher_of(config: Config, name: str) -> ModelPlan:
+    teacher, device = config.teachers[name], config.runtime.device
+    return ModelPlan(name=config.model_of(teacher), dtype=teacher.dtype, device=device, longest=teacher.longest)
+
+
+def endpoint_of(config: Config, name: str) -> Endpoint | None:
+    """Where a teacher is, if not here, with the key that is in this process's environment, and for one replica."""
+    teacher = config.teachers[name]
+    if teacher.base_url is None:
+        return None
+    return Endpoint(
+        teacher=name,
+        url=teacher.base_url,
+        model=teacher.model,
+        key=key_from_environment(f"teachers.{name}.api_key_env", teacher.api_key_env),
+        concurrency=-(-teacher.concurrency // teacher.replicas),
+        timeout=teacher.timeout,
+    )
+
+
+def learner_of(config: Config, method: Method) -> LearnerPlan:
+    head = next(iter(config.teachers)) if config.teachers and config.loss.asks.cache == "hidden" else None
+    return LearnerPlan(
+        student=student_of(config, config.learner.dtype),
+        settings=config.learner,
+        method=method,
+        updates=config.updates,
+        export_dtype=config.sampler.dtype,
+        teacher=None if head is None else teacher_of(config, head),
+        snapshots=snapshots_of(config, method),
+        threads=config.learner.threads or config.runtime.threads,
+        patience=config.runtime.patience,
+    )
+
+
+def snapshots_of(config: Config, method: Method) -> int:
+    """Published versions that tokens in flight may be of, if the method asks for them; or what the config says."""
+    asked = config.learner.exact_drift or method.reads_snapshots
+    if config.learner.snapshots is not None or not asked:
+        return config.learner.snapshots or 0
+    schedule = schedule_of(config.schedule, config.groups_per_update)
+    return max(schedule.reach, schedule.max_lag or 0) // schedule.publish_every + 1

@@ -1,0 +1,56 @@
+"""One model on held-out prompts: what `eval` and the demo start from, with nothing to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slipstream.config.schema import DataConfig
+from slipstream.engines.base import Sampling
+from slipstream.engines.native.model import context_length, load_config
+from slipstream.errors import DataError
+from slipstream.plan.engines import GraderPlan, ModelPlan, SamplerPlan
+from slipstream.plan.vllm import vocabulary_of
+from slipstream.records import Prompt
+from slipstream.tasks import rewards
+from slipstream.tasks.chat import Tokenizer, check_ids, encode_rows
+from slipstream.tasks.data import Prompts, load_rows
+
+SLOTS = 64
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    tokenizer: Tokenizer
+    prompts: Sequence[Prompt]
+    sampler: SamplerPlan
+    sampling: Sampling
+    grader: GraderPlan
+
+
+def eval_prompts(
+    tokenizer: Tokenizer, data: DataConfig, source: str, *, split: str, limit: int | None, seed: int
+) -> list[Prompt]:
+    """Prompts whose answers can be graded, in the order of the rows."""
+    rows = load_rows(source, split=split, limit=limit)
+    for row in rows:
+        if row.ground_truth is None:
+            raise DataError(f"{row.id}: has neither 'ground_truth' nor 'answer' to grade against")
+    prompts = Prompts(rows, encode_rows(rows, tokenizer, data), seed=seed, shuffle=False)
+    return [prompts.at(number) for number in range(len(rows))]
+
+
+def evaluation(
+    model: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, sampling: Sampling, reward: str
+) -> Evaluation:
+    """Whatever is illegal is refused here, before a weight is loaded."""
+    rewards.check_installed((reward,))
+    check_ids(prompts, [prompt.tokens for prompt in prompts], model, vocabulary_of(model))
+    longest, context = 0, context_length(load_config(model))
+    for prompt in prompts:
+        longest = max(longest, len(prompt.tokens) + sampling.max_tokens)
+        if longest > context:
+            raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {context} of {model}")
+    student = ModelPlan(name=model, dtype="float32", device="auto", longest=longest)
+    sampler = SamplerPlan(runs=student, slots=max(SLOTS, sampling.group))
+    return Evaluation(tokenizer, prompts, sampler, sampling, GraderPlan(rewards=(reward,)))

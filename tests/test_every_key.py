@@ -1,0 +1,289 @@
+"""Every setting does something: another value of it changes the plan, or what a miniature training finds.
+
+What neither can show has a consumer that is named here, and that reads it.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic.fields import FieldInfo
+
+import slipstream
+from slipstream.config.file import fields, parse, read
+from slipstream.engines.asked import eval_sampling
+from slipstream.engines.base import Metrics
+from slipstream.errors import ConfigError
+from slipstream.pipeline.schedules import schedule_of
+from slipstream.plan.plan import Plan, plan
+from slipstream.records import Batch, Handle, total
+from slipstream.runtimes.build import build_learner, build_sampler, build_scorer
+
+SOURCE = Path(slipstream.__file__).parent
+BASE = """
+student = "builtin:student"
+updates = 3
+[teachers.main]
+model = "builtin:teacher"
+[data]
+limit = 24
+eval = "builtin:arithmetic"
+[task]
+reward = "exact"
+[eval]
+every = 1
+prompts = 4
+[sampler]
+max_tokens = 8
+group = 2
+[learner]
+batch_size = 8
+lr = 1e-3
+[loss]
+m = 2
+[runtime]
+kind = "inline"
+device = "cpu"
+"""
+WITH = {
+    "policy.": "policy.loss=vanilla",
+    "correction.": "policy.loss=vanilla correction.preset=decoupled_token_is",
+    "reference.": "policy.loss=vanilla reference.weight=0.1",
+    "learner.lora.": "learner.lora.rank=2",
+    "data.teacher_key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
+    "teachers.NAME.key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
+    "sampler.top_": "loss.importance=false",
+    "sampler.min_p": "loss.importance=false",
+    "task.reward": "task.reward=none eval.every=0 eval.prompts=200 data.eval=none",
+    "runtime.device": "runtime.device=auto",
+    "schedule.on_old": "schedule.max_lag=4",
+}
+"""What makes settings legal, by how their names begin."""
+ENDPOINT = "teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl"
+WITH |= {f"teachers.NAME.{name}": ENDPOINT for name in ("tokenizer", "api_key_env", "max_logprobs", "concurrency")}
+WITH |= {"teachers.NAME.timeout": ENDPOINT}
+
+OTHER = {
+    "student": "builtin:teacher",
+    "data.train": "rows.jsonl",
+    "data.split": "eval",
+    "data.eval": "rows.jsonl",
+    "data.eval_split": "train",
+    "data.limit": "10",
+    "data.teacher_key": "level",
+    "sampler.longest": "200",
+    "sampler.max_tokens": "20",
+    "sampler.group": "4",
+    "sampler.top_k": "5",
+    "loss.m": "4",
+    "loss.clip": "0.001",
+    "loss.ratio_cap": "1.0",
+    "policy.loss": "reinforce",
+    "policy.options": "{clip_high=0.001}",
+    "policy.aggregation": "token-sum",
+    "policy.advantage_options": "{norm=false}",
+    "reference.weight": "0.7",
+    "correction.preset": "bypass_ppo_clip",
+    "correction.is_threshold": "1.0",
+    "correction.rs": "{token_k1=[0.9999,1.0001]}",
+    "learner.batch_size": "4",
+    "learner.lr": "0.01",
+    "learner.minibatches": "2",
+    "learner.warmup": "3",
+    "learner.token_budget": "64",
+    "learner.clip_norm": "0.01",
+    "learner.betas": "[0.5,0.6]",
+    "learner.weight_decay": "1.0",
+    "learner.compute_dtype": "bfloat16",
+    "learner.optimizer_dtype": "bfloat16",
+    "learner.snapshots": "2",
+    "learner.lora.rank": "3",
+    "learner.lora.targets": '["q_proj"]',
+    "learner.threads": "2",
+    "schedule.max_lag": "6",
+    "schedule.publish_every": "2 eval.every=2",
+    "runtime.device": "cpu",
+    "schedule.on_old": "restart",
+    "teachers.NAME.model": "builtin:student",
+    "teachers.NAME.base_url": "http://127.0.0.1:1/v1",
+    "teachers.NAME.api_key_env": "SLIPSTREAM_TEST_KEY",
+    "teachers.NAME.max_logprobs": "7",
+    "teachers.NAME.key": "other teachers.other.key=main",
+    "teachers.NAME.context": "{prompt}{ground_truth}",
+    "teachers.NAME.longest": "300",
+}
+"""Another value that is legal, where none follows from the schema, and what goes with it."""
+ALSO = {
+    "learner.ranks": "runtime.kind=ray",
+    "learner.snapshots": "learner.exact_drift=true",
+    "teachers.NAME.base_url": "loss.kind=forward_kl",
+    "policy.old": "policy.loss=vanilla",
+}
+"""What must be written beside either value."""
+
+READ_BY = {
+    "output": "runlog.py",
+    "updates": "pipeline/run.py",
+    "sampler.engine": "plan/engines.py",
+    "sampler.engine_args": "plan/vllm.py",
+    "teachers.NAME.engine": "plan/engines.py",
+    "teachers.NAME.tokenizer": "plan/teachers.py",
+    "data.system_prompt": "tasks/chat.py",
+    "data.template_args": "tasks/chat.py",
+    "eval.every": "pipeline/run.py",
+    "checkpoint.every": "pipeline/run.py",
+    "checkpoint.keep": "pipeline/run.py",
+    "log.to": "runlog.py",
+    "log.project": "runlog.py",
+    "log.trace": "runlog.py",
+    "runtime.kind": "commands/train.py",
+    "runtime.address": "runtimes/ray.py",
+}
+"""Whoever reads what is of the run and not of its engines, or needs what is not installed everywhere."""
+REFUSED = {"learner.dropout"}
+"""What does nothing with this student."""
+
+
+def choices(info: FieldInfo) -> tuple[Any, ...]:
+    options = [arg for arg in (info.annotation, *get_args(info.annotation)) if get_origin(arg) is Literal]
+    return get_args(options[0]) if options else ()
+
+
+def only_one(info: FieldInfo) -> bool:
+    return get_origin(info.annotation) is Literal and len(choices(info)) == 1
+
+
+KEYS = {f"{name}:{kind}" if kind else name: (name, info, kind) for name, info, kind in fields() if not only_one(info)}
+
+
+def another(name: str, info: FieldInfo) -> str:
+    """A value that is not the default."""
+    if name in OTHER:
+        return OTHER[name]
+    if choices(info):
+        return str(next(choice for choice in choices(info) if choice != info.default))
+    match info.default:
+        case bool():
+            return json.dumps(not info.default)
+        case int():
+            return str(info.default + 1)
+        case float():
+            return str(info.default / 2 if info.default else 0.1)
+    raise AssertionError(f"{name}: which other value is legal? Write it into OTHER")
+
+
+def words(line: str) -> tuple[tuple[str, str], ...]:
+    return tuple((key, value) for key, _, value in (pair.partition("=") for pair in line.split()))
+
+
+def base_of(name: str, kind: str) -> str:
+    line = next((line for start, line in WITH.items() if name.startswith(start)), "")
+    if kind and name.startswith(("loss.", "schedule.")):
+        line += f" {name.partition('.')[0]}.kind={kind}"
+    return line
+
+
+@cache
+def planned(changes: tuple[tuple[str, str], ...]) -> Plan:
+    return plan(parse(read("base.toml"), changes, say=str), ask=False)
+
+
+def seen(made: Plan) -> list[Any]:
+    """The plan without the sections that are handed on whole: those are seen when somebody reads them."""
+    config, engines, method = made.config, made.engines, made.method
+    learner = replace(engines.learner, settings=None, method=None)  # type: ignore[arg-type]
+    prompts = [made.prompts.at(number) for number in range(30)]
+    return [
+        replace(engines, learner=learner, runtime=None),  # type: ignore[arg-type]
+        replace(method, loss=None, policy=None, reference=None),  # type: ignore[arg-type]
+        made.sampling,
+        eval_sampling(config),
+        schedule_of(config.schedule, config.groups_per_update),
+        [(p.tokens.tolist(), p.seed, p.teacher) for p in [*prompts, *made.held_out]],
+        list(map(str, made.needs)),
+    ]
+
+
+@cache
+def trained(changes: tuple[tuple[str, str], ...]) -> tuple[str, list[Metrics]]:
+    """Two updates of the engines of a plan, the second one on stale samples: weights, and what they say of it."""
+    made = planned(changes)
+    learner = build_learner(made.engines.learner, made.tokenizer)
+    sampler = build_sampler(made.engines.sampler, made.tokenizer)
+    (scorer,) = [build_scorer(each, made.tokenizer) for each in made.engines.scorers.values()]
+    found: list[Metrics] = []
+
+    async def updates() -> str:
+        size, settings = made.config.groups_per_update, made.engines.learner.settings
+        weights, _ = await learner.export()
+        await sampler.publish(weights, 0, "drain")
+        for update in (1, 2):
+            prompts = [made.prompts.at(number) for number in range(size)]
+            drawn = await asyncio.gather(*(sampler.generate(prompt, made.sampling) for prompt in prompts))
+            scored = await asyncio.gather(*(scorer.score(graded(group)) for group in drawn))
+            batch = Batch(tuple(scored), update)
+            counts = await learner.prepare(batch)
+            for _ in range(settings.epochs):
+                for part in batch.parts(settings.minibatches):
+                    await learner.accumulate(part, total(counts))
+                    found.append(await learner.step())
+        return (await learner.export())[1]
+
+    try:
+        return asyncio.run(updates()), found
+    finally:
+        for engine in (learner, sampler, scorer):
+            engine.close()
+
+
+def graded(group: Sequence[Handle]) -> list[Handle]:
+    return [Handle(replace(h.header, rewards={"exact": float(h.header.index % 2)}), h.body) for h in group]
+
+
+def reads(path: str, name: str) -> bool:
+    """Whether a file has `….section.key`."""
+    section, _, key = name.replace("teachers.NAME", "teacher").rpartition(".")
+    tree = ast.parse((SOURCE / path).read_text("utf-8"))
+    found = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return any(each.endswith(f"{section or 'config'}.{key}") for each in found)
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLIPSTREAM_TEST_KEY", "secret")
+    Path("base.toml").write_text(BASE)
+    rows = [
+        {"prompt": f"A{i}B{i}=", "answer": "x", "data_source": source, "level": level}
+        for i in range(4)
+        for source, level in (("main", "other"), ("other", "main"))
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_does_something(key: str) -> None:
+    name, info, kind = KEYS[key]
+    if name in READ_BY:
+        assert reads(READ_BY[name], name)
+        return
+    line = f"{base_of(name, kind)} {ALSO.get(name, '')}"
+    one, other = words(line), words(f"{line} {name.replace('.NAME', '.main')}={another(name, info)}")
+    if name in REFUSED:
+        with pytest.raises(ConfigError, match=f"{name} does nothing"):
+            planned(other)
+    elif seen(planned(one)) == seen(planned(other)):
+        assert trained(one) != trained(other)
+
+
+def test_nothing_is_named_that_is_no_key() -> None:
+    known = {name for name, _, _ in KEYS.values()}
+    assert (OTHER.keys() | ALSO.keys() | READ_BY.keys() | REFUSED) - known == set()
