@@ -20,8 +20,8 @@ async def load(sampler: Sampler, name: str, weights: WeightsRef, expected: Finge
     if loaded.fingerprint != expected:
         raise ModelError(
             f"publish of version {weights.version}: {name} runs weights {loaded.fingerprint}, the learner exported "
-            f"{expected}: its rollouts would be from another policy than recorded; is its model the student, and its dtype "
-            "sampler.dtype?"
+            f"{expected}: its rollouts would be from another policy than recorded; is its model the student, and its "
+            "dtype sampler.dtype?"
         )
     return loaded
 
