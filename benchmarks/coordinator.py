@@ -59,9 +59,9 @@ class NoSampler:
             for index in range(sampling.group)
         ]
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
-        self.version = version
-        return Loaded(str(version))
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        self.version = weights.version
+        return Loaded(str(self.version))
 
 
 class NoScorer:

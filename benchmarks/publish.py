@@ -16,7 +16,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ async def measure(
         running = [asyncio.create_task(s.generate(p, LONG)) for s in samplers for p in prompts(args.rows, args.prefix)]
         await asyncio.gather(*[sampler.generate(prompts(1, 1)[0], SHORT) for sampler in samplers])  # then all run
         ref, expected = weights[version % len(weights)]
-        loaded = await asyncio.gather(*[sampler.publish(ref, version, "keep") for sampler in samplers])
+        loaded = await asyncio.gather(*[sampler.publish(replace(ref, version=version), "keep") for sampler in samplers])
         assert [found.fingerprint for found in loaded] == [expected] * len(samplers)
         assert not any(task.done() for task in running), "requests must be running as weights come in"
         for task in running:

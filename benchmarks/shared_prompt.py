@@ -81,7 +81,7 @@ def operations(lm: LanguageModel, item: Item) -> float:
 
 def compare(lm: LanguageModel, rollouts: Sequence[Rollout], budget: int, repeats: int) -> None:
     plans = {
-        name: pack(rollouts, budget=budget, hidden=lm.head.in_features, shared_prompt=name == "shared")
+        name: pack(rollouts, budget=budget, hidden=lm.head.weight.shape[1], shared_prompt=name == "shared")
         for name in ("plain", "shared")
     }
     items = {name: [item for b in batches for row in b.rows for item in row] for name, batches in plans.items()}

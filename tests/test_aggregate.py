@@ -44,6 +44,14 @@ def test_empty_rows_are_no_sequences_unlike_verls() -> None:
     assert aggregate(LOSS, MASK, "seq-mean-token-sum", n_sequences=3).item() == pytest.approx((3 + 4) / 3)
 
 
+def test_rows_of_one_sequence_share_its_mean() -> None:
+    """A row in two halves: 1 and 2 are two tokens of one sequence."""
+    loss, mask = torch.tensor([[1.0, 9.0], [2.0, 9.0], [4.0, 9.0]]), torch.tensor([[1, 0], [1, 0], [1, 0]])
+    tokens = torch.tensor([2, 2, 1])
+    found = aggregate(loss, mask, "seq-mean-token-mean", n_sequences=2, sequence_tokens=tokens)
+    assert found.item() == pytest.approx((1.5 + 4) / 2)
+
+
 def test_norm_divides_by_the_scale_given() -> None:
     assert aggregate(LOSS, MASK, "seq-mean-token-sum-norm", scale=7).item() == pytest.approx((3 + 4) / 2 / 7)
 

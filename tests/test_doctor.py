@@ -54,10 +54,10 @@ class NotLoaded(Fault):
 
     versions = 0
 
-    async def publish(self, weights: Any, version: int, mode: Any) -> Loaded:
+    async def publish(self, weights: Any, mode: Any) -> Loaded:
         self.versions += 1
         if self.versions == 1:
-            return await self.engine.publish(weights, version, mode)
+            return await self.engine.publish(weights, mode)
         return Loaded(self.expected)
 
     expected = ""
@@ -66,7 +66,7 @@ class NotLoaded(Fault):
 class Forgetful(Fault):
     """Never loads anything, and says so by its fingerprint."""
 
-    async def publish(self, weights: Any, version: int, mode: Any) -> Loaded:
+    async def publish(self, weights: Any, mode: Any) -> Loaded:
         return Loaded("0123456789abcdef")
 
 

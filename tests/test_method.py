@@ -18,6 +18,7 @@ from slipstream.config.objective import (
     ReferenceConfig,
 )
 from slipstream.config.schema import Config, RewardName
+from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError
 from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.aggregate import Mode
@@ -292,7 +293,8 @@ def test_a_ratio_to_what_drew_needs_all_that_could_be_drawn(case: str) -> None:
             method_of(config(**sections, sampler={"group": 8, name: value}))
         said = str(caught.value)
         assert said.startswith(f"sampler.{name} = {value} leaves out tokens") and "\n" not in said
-        assert f"write {name} = {whole:g}" in said
+        assert f"write keep_mask = true, which sends along what is left, or {name} = {whole:g}" in said
+        method_of(config(**sections, sampler={"group": 8, name: value, "keep_mask": True}))
 
 
 @pytest.mark.parametrize("case", HOLDS_NONE)
@@ -306,6 +308,13 @@ def test_every_cut_is_named() -> None:
         ConfigError, match=r"sampler.top_p = 0.9 and sampler.top_k = 20 leave out .* top_p = 1, top_k = 0"
     ):
         method_of(config(sampler=cut))
+
+
+def test_a_mask_of_nothing_is_not_kept() -> None:
+    assert rollout_sampling(config(sampler={"group": 8, "min_p": 0.1, "keep_mask": True})).keep_mask
+    assert not eval_sampling(config(sampler={"group": 8, "min_p": 0.1, "keep_mask": True})).keep_mask
+    with pytest.raises(ConfigError, match=r"sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token"):
+        method_of(config(sampler={"group": 8, "keep_mask": True}))
 
 
 def test_as_many_snapshots_are_kept_as_tokens_in_flight_have_versions() -> None:

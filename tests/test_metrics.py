@@ -22,17 +22,22 @@ from slipstream.metrics import (
     throughput,
     usage,
 )
-from slipstream.records import Finish, Header
+from slipstream.pipeline.evaluate import correctness
+from slipstream.records import Finish, Handle, Header
 
 
 def header(
-    *versions: tuple[int, int], tokens: int = 0, finish: Finish = "eos", rewards: dict[str, float] | None = None
+    *versions: tuple[int, int],
+    episode: int = 0,
+    tokens: int = 0,
+    finish: Finish = "eos",
+    rewards: dict[str, float] | None = None,
 ) -> Header:
     return Header(
         prompt="p",
         number=0,
         index=0,
-        episode=0,
+        episode=episode,
         data_source="default",
         prompt_tokens=1,
         tokens=tokens or sum(count for _, count in versions),
@@ -75,9 +80,9 @@ def test_the_lag_histogram_has_every_trained_token_once(runs: list[list[tuple[in
 def test_samples_are_summed_and_averaged() -> None:
     headers = [
         header((0, 2), rewards={"exact": 1.0}),
-        header((0, 6), finish="length", rewards={"exact": 0.0, "timeout": 1.0}),
-        header((0, 4), rewards={"exact": 0.0}),
-        header((0, 4), rewards={"exact": 1.0}),
+        header((0, 6), episode=1, finish="length", rewards={"exact": 0.0, "timeout": 1.0}),
+        header((0, 4), episode=2, rewards={"exact": 0.0}),
+        header((0, 4), episode=3, rewards={"exact": 1.0}),
     ]
     assert sample_metrics(headers) == {
         "samples": 4.0,
@@ -88,6 +93,12 @@ def test_samples_are_summed_and_averaged() -> None:
         "reward/exact": 0.5,
         "reward/timeout": 0.25,
     }
+
+
+def test_an_episode_has_one_reward_however_many_branches_it_has() -> None:
+    headers = [header((0, 2), rewards={"exact": 1.0})] * 3 + [header((0, 2), episode=1, rewards={"exact": 0.0})]
+    assert sample_metrics(headers)["reward/exact"] == 0.5
+    assert correctness([[Handle(header, None) for header in headers]], "exact") == [[1.0, 0.0]]
 
 
 def test_throughput_leaves_the_warm_up_out() -> None:

@@ -423,6 +423,66 @@ def test_what_stands_in_masked_rows_changes_not_a_bit(case: Case, name: str) -> 
     assert gradients and all(torch.equal(a, b) for a, b in zip(gradients, its_gradients, strict=True))
 
 
+def in_branches(group: list[Handle], cuts: list[int]) -> list[Handle]:
+    """Every member in two lineages, each of which trains the tokens on its side of the cut and observes the others."""
+    found = []
+    for handle, cut in zip(group, cuts, strict=True):
+        sample, mask = handle.body, handle.body.rollout.loss_mask
+        first = np.arange(len(mask)) < cut
+        for branch, its in enumerate((mask & first, mask & ~first)):
+            part = masked_sample(sample, its)
+            rollout = replace(part.rollout, index=2 * handle.header.index + branch, branch=branch)
+            found.append(Handle(header_of(rollout), replace(part, rollout=rollout)))
+    return found
+
+
+IN_BRANCHES = [
+    name
+    for name, each in METHODS.items()
+    if each.policy is None or (policy.LOSSES[each.policy.loss].scope != "row" and each.policy.loss != "clip_cov")
+    if name not in ("weights by turn, bypass", "OTB by position")
+]
+"""A ratio of a whole row is that of its lineage, and a branch is a call of its own; what is drawn for a place, or
+compared at one, is drawn for another."""
+
+
+@pytest.mark.parametrize("name", IN_BRANCHES)
+def test_an_episode_in_branches_is_learned_as_in_one_piece(case: Case, name: str) -> None:
+    """One reward, one sequence, every token once: counts, loss, gradients and the numbers of episodes are the same."""
+    rng = np.random.default_rng(0)
+    cuts = [[int(rng.integers(0, 1 + len(handle.body.rollout.tokens))) for handle in group] for group in case.groups]
+    found = []
+    for groups in (case.groups, [in_branches(list(g), c) for g, c in zip(case.groups, cuts, strict=True)]):
+        learner, batch = make_learner(case, METHODS[name], token_budget=40), Batch(tuple(groups), 3)
+
+        async def work(learner: NativeLearner = learner, batch: Batch = batch) -> Any:
+            counts = total(await learner.prepare(batch))
+            await learner.accumulate(batch, counts)
+            gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
+            return counts, learner.sums["loss"].item(), gradients, await learner.step()
+
+        found.append(run(work()))
+        learner.close()
+    (counts, loss, gradients, metrics), (its_counts, its_loss, its_gradients, its_metrics) = found
+    assert counts == its_counts and counts.n_sequences <= len(case.samples)
+    assert its_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    for one, other in zip(gradients, its_gradients, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-11)
+    of_episodes = {"policy/reward", "policy/rows_moved", "correction/rollout_rs_masked_fraction", "mismatch/chi2_seq"}
+    for key in of_episodes & metrics.keys():
+        assert its_metrics[key] == pytest.approx(metrics[key], rel=1e-9)
+
+
+def test_branches_of_an_episode_share_a_reward(case: Case) -> None:
+    (group, *_), learner = case.groups, make_learner(case, METHODS["vanilla on rewards"])
+    split = in_branches(list(group), [2] * len(group))
+    other = replace(split[1].body.rollout, rewards={"exact": 0.5})
+    split[1] = Handle(header_of(other), replace(split[1].body, rollout=other))
+    with pytest.raises(ValueError, match=r"group 0, episode 0: its branches have rewards .*0.5"):
+        run(learner.prepare(Batch((split,), 3)))
+    learner.close()
+
+
 def test_drift_is_that_of_the_learner_to_what_drew_its_tokens_by_lag(case: Case) -> None:
     learner, samples = make_learner(case, method(SOME)), case.samples
     batch = Batch(tuple(case.groups), 3)
@@ -550,8 +610,16 @@ def test_toprs_sign_is_that_of_the_advantage_as_used(
 ) -> None:
     logp, mask = torch.full((3,), -1.0, dtype=DTYPE), torch.ones(3, dtype=torch.bool)
     batch = [
-        Evidence(group=0, rewards={"exact": reward}, mask_T=mask, behavior_T=logp, reference_T=logp - 1 + near)
-        for reward, near in zip(rewards, reference or [1.0, 1.0], strict=True)
+        Evidence(
+            group=0,
+            episode=i,
+            rewards={"exact": reward},
+            mask_T=mask,
+            turn_T=torch.zeros_like(mask, dtype=torch.int64),
+            behavior_T=logp,
+            reference_T=logp - 1 + near,
+        )
+        for i, (reward, near) in enumerate(zip(rewards, reference or [1.0, 1.0], strict=True))
     ]
     of_reward = ReferenceConfig(weight=0.5, into="reward") if reference else None
     topr = replace(method(reference=of_reward), policy=PolicyConfig(loss="topr"))
@@ -728,9 +796,10 @@ def test_the_trust_region_and_exact_drift_make_their_passes_once(case: Case) -> 
 
 def test_rewards_of_samples_that_nobody_trains_on_are_in_no_mean() -> None:
     logp, some = torch.full((3,), -1.0, dtype=DTYPE), torch.tensor([True, True, False])
+    turn = torch.zeros(3, dtype=torch.int64)
     batch = [
-        Evidence(group=0, rewards={"exact": reward}, mask_T=mask, behavior_T=logp)
-        for reward, mask in ((1.0, some), (0.0, some), (100.0, some & False))
+        Evidence(group=0, episode=i, rewards={"exact": reward}, mask_T=mask, turn_T=turn, behavior_T=logp)
+        for i, (reward, mask) in enumerate(((1.0, some), (0.0, some), (100.0, some & False)))
     ]
     _, metrics = freeze(batch, replace(method(), policy=PolicyConfig()), update=1)
     assert metrics["policy/reward"] == 0.5 and metrics["policy/rows_moved"] == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -132,6 +133,15 @@ def test_rows_of_any_order_keep_the_budget(lengths: list[int], budget: int) -> N
     batches = spread([row_of(tokens) for tokens in lengths], budget, 16)
     assert sorted(sum(i.tokens for i in row) for batch in batches for row in batch.rows) == sorted(lengths)
     assert all(batch.computed <= budget for batch in batches)
+
+
+def test_a_branch_that_begins_with_other_tokens_shares_no_prompt() -> None:
+    rollouts = make_rollouts([(4, [3, 3, 3])])
+    prompt = rollouts[1].prompt
+    rollouts[1] = replace(rollouts[1], prompt=replace(prompt, tokens=prompt.tokens[:3]))
+    (batch,) = pack(rollouts, budget=100, hidden=32, shared_prompt=True)
+    items = [item for row in batch.rows for item in row]
+    assert {(item.prompt, item.members) for item in items} == {(4, (0, 2)), (3, (1,))}
 
 
 def test_token_saving_is_the_share_of_prompts_that_are_not_computed_again() -> None:

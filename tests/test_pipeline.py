@@ -265,10 +265,10 @@ def test_what_was_not_drawn_has_no_age_and_no_part_in_the_loss(tmp_path: Path) -
 class Deaf(toy.ToySampler):
     """Ignores the weights of version 2 and says truthfully what it runs."""
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
-        if version == 2:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        if weights.version == 2:
             return Loaded(toy.fingerprint(self.table))
-        return await super().publish(weights, version, mode)
+        return await super().publish(weights, mode)
 
 
 def test_a_sampler_that_skips_a_load_is_caught_at_that_publish(tmp_path: Path) -> None:

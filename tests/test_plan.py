@@ -58,6 +58,9 @@ loss.kind=decoupled_ppo learner.minibatches=2
 loss.kind=decoupled_ppo loss.m=4 loss.advantage=current loss.clip=[0.1,0.3] loss.weight_cap=2.0
 loss.kind=m2po
 loss.kind=m2po loss.m=2 loss.budget=0.01
+loss.kind=m2po sampler.top_p=0.9 sampler.keep_mask=true
+loss.kind=decoupled_ppo sampler.min_p=0.1 sampler.keep_mask=true
+loss.kind=k1 loss.as=reward sampler.top_k=5 sampler.keep_mask=true
 loss.kind=reverse_kl_topk loss.k=8
 loss.kind=reverse_kl_topk loss.k=8 loss.reweight=false
 loss.kind=reverse_kl_topk loss.k=8 loss.renormalise=false loss.tail=true
@@ -126,6 +129,8 @@ task.reward=["exact","math"] eval.every=1 data.eval=builtin:arithmetic eval.prom
 {BOTH} policy.loss=m2po
 {BOTH} policy.loss=kl_cov
 {BOTH} sampler.top_p=0.9 loss.kind=forward_kl policy.loss=reinforce
+sampler.top_p=0.9 sampler.keep_mask=true
+{BOTH} sampler.top_k=5 sampler.min_p=0.1 sampler.keep_mask=true correction.preset=decoupled_token_is
 sampler.top_p=0.9 loss.kind=forward_kl
 sampler.top_k=5 loss.importance=false
 sampler.temperature=0.7
@@ -165,6 +170,7 @@ loss.kind=forward_kl loss.as=reward
 loss.kind=reverse_kl_topk loss.k=1000
 loss.kind=reverse_kl_topk loss.tail=true
 loss.kind=reverse_kl_topk sampler.top_k=5
+loss.kind=reverse_kl_topk sampler.top_k=5 sampler.keep_mask=true
 loss.kind=m2po schedule.kind=periodic
 loss.kind=m2po sampler.min_p=0.1
 loss.kind=m2po loss.clip=0.2
@@ -262,6 +268,8 @@ reference.host=true
 sampler.top_p=0.9
 sampler.top_k=5
 sampler.min_p=0.1
+sampler.keep_mask=true
+sampler.engine=vllm sampler.top_p=0.9 sampler.keep_mask=true
 sampler.top_p=0.9 sampler.min_p=0.1
 sampler.top_p=0.9 loss.clip=0.2
 {BOTH} sampler.top_p=0.9 loss.kind=forward_kl

@@ -299,12 +299,13 @@ def test_every_rank_gets_the_same_metrics_and_the_sampler_the_same_weights(make:
 
     async def main() -> None:
         sampler = NativeSampler(wrap(make_model("qwen3", dtype=torch.float64)), slots=2, stop_ids={EOS})
-        for version, at in enumerate((batch, replace(batch, update=2))):
+        for at in (batch, replace(batch, update=2)):
             await learner.accumulate(at, total(await learner.prepare(at)))
             one, other = await asyncio.gather(*[rank.step() for rank in learner.ranks])
             assert one == other and one["loss"] != 0
             weights, expected = await learner.export()
-            assert (await sampler.publish(weights, version, "keep")).fingerprint == expected
+            assert (await sampler.publish(weights, "keep")).fingerprint == expected
+            assert weights.version == sampler.version == at.update
         here = make_model("qwen3", seed=1, dtype=torch.float64)
         with torch.no_grad():
             load_weights(here, weights)

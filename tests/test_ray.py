@@ -106,7 +106,7 @@ def test_a_real_run_whose_processes_all_end(
         student=str(models_dir / "student"),
         teachers={"main": TeacherConfig(model=str(models_dir / "teacher"))},
         sampler=SamplerConfig(max_tokens=8, group=2, slots=8),
-        task=TaskConfig(reward="exact"),
+        task=TaskConfig(reward=("exact",)),
     )
     before, said = children(), list[str]()
     engines = runtime.open_engines(planned(config), tokenizer, say=said.append)
@@ -182,7 +182,7 @@ class Maker:
         record = rollout(prompt, self.tokens)
         return [Handle(header_of(record), record) for _ in range(sampling.group)]
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         return Loaded(f"{weights.body.sum()} {weights.body.flags.writeable}")
 
 
@@ -196,7 +196,7 @@ class Reader:
 class Weigher:
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         spec = TensorSpec("w", "uint8", (LARGE * 10,), 0, LARGE * 10)
-        return WeightsRef((spec,), np.ones(LARGE * 10, np.uint8)), "print"
+        return WeightsRef((spec,), np.ones(LARGE * 10, np.uint8), 1), "print"
 
     async def prepare(self, batch: Batch) -> list[Counts]:
         return [Counts(n_tokens=sum(len(handle.body.tokens) for handle in group)) for group in batch.groups]
@@ -219,7 +219,7 @@ class Patient:
             self.running -= 1
         return []
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         running = self.running
         self.published.set()
         return Loaded(f"{running} running, {self.aborted} aborted")
@@ -262,7 +262,7 @@ def test_a_publish_is_heard_while_a_thousand_generates_wait(opened: Any) -> None
     async def main() -> Loaded:
         generates = [asyncio.create_task(sampler.generate(prompt(i), SAMPLING)) for i in range(1000)]
         await asyncio.sleep(0)
-        loaded: Loaded = await sampler.call("publish", None, 1, "keep")
+        loaded: Loaded = await sampler.call("publish", None, "keep")
         await asyncio.gather(*generates)
         return loaded
 
@@ -281,7 +281,7 @@ def test_cancelling_a_call_aborts_it_in_the_actor(opened: Any) -> None:
         await asyncio.sleep(0)
         late.cancel()
         await asyncio.wait([generates[1], late])
-        loaded: Loaded = await sampler.call("publish", None, 1, "keep")
+        loaded: Loaded = await sampler.call("publish", None, "keep")
         await asyncio.gather(generates[0], generates[2])
         return loaded
 
@@ -297,7 +297,7 @@ def test_a_worker_serves_one_event_loop_after_another(opened: Any) -> None:
         await asyncio.wait([left], timeout=0.2)
 
     asyncio.run(leaves())
-    assert asyncio.run(sampler.call("publish", None, 1, "keep")).fingerprint == "0 running, 1 aborted"
+    assert asyncio.run(sampler.call("publish", None, "keep")).fingerprint == "0 running, 1 aborted"
 
 
 def test_an_error_comes_back_as_itself_with_what_happened_there(opened: Any) -> None:
@@ -366,7 +366,7 @@ def test_weights_are_put_once_and_read_in_place(opened: Any) -> None:
         empty = stored()
         weights, fingerprint = await learner.export()
         assert fingerprint == "print" and isinstance(weights.body, Body)
-        loaded = await asyncio.gather(*[sampler.publish(weights, 1, "keep") for sampler in samplers])
+        loaded = await asyncio.gather(*[sampler.publish(weights, "keep") for sampler in samplers])
         return stored() - empty, loaded
 
     size, loaded = asyncio.run(main())

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from slipstream.records import (
     Batch,
+    Counts,
     Handle,
     Prompt,
     Rollout,
     Scored,
+    counts_of,
     derive_seed,
     header_of,
     one_turn,
@@ -291,6 +293,17 @@ def test_a_batch_lists_its_samples_in_the_order_of_its_groups() -> None:
     batch = Batch((tuple(handles[:2]), tuple(handles[2:])), update=1)
     assert batch.handles == handles
     assert [header.index for header in batch.headers] == [0, 1, 2, 3]
+
+
+def test_an_episode_is_one_sequence_however_many_branches_it_has() -> None:
+    masks = [np.arange(4) < 2, np.arange(4) >= 2, np.zeros(4, np.bool_), np.ones(4, np.bool_)]
+    group = [
+        Handle(header_of(Rollout(**rollout_fields(mask=mask) | {"index": index, "episode": episode})), None)
+        for index, (mask, episode) in enumerate(zip(masks, (0, 0, 1, 2), strict=True))
+    ]
+    assert counts_of(group) == Counts(n_tokens=8, n_sequences=2)
+    assert counts_of(group, [2, 0, 0, 0]) == Counts(n_tokens=2, n_sequences=1)
+    assert counts_of(group, [0, 0, 3, 1]) == Counts(n_tokens=4, n_sequences=2)
 
 
 def test_a_seed_is_the_same_everywhere_and_for_ever() -> None:

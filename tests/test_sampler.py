@@ -19,7 +19,7 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ModelError, NonFiniteError
 from slipstream.records import Handle, Prompt, Rollout
-from tiny import CONFIGS, EOS, VOCAB, make_model, make_prompts, wrap
+from tiny import CONFIGS, EOS, VOCAB, ByHand, make_model, make_prompts, wrap
 
 T = TypeVar("T")
 
@@ -134,34 +134,6 @@ def test_greedy_follows_the_most_likely_token() -> None:
 # --- publishing and aborting, at every token boundary ----------------------------------------------------------
 
 
-class ByHand(NativeSampler):
-    """Steps when the test says so, on the test's own thread: every token boundary can be reached."""
-
-    def _wake(self) -> None:
-        pass
-
-    async def step(self, count: int = 1) -> None:
-        """Give every running response so many tokens; a request that was made before comes in with its first."""
-        for _ in range(count):
-            await asyncio.sleep(0)  # new calls reach their queues
-            while self._tell():  # weights were loaded, and no token drawn
-                pass
-        await asyncio.sleep(0)  # answers reach those who wait
-
-    def _tell(self) -> bool:
-        told = self._step()
-        for answer, result in told:
-            if not answer.done():
-                answer.set_result(result)
-        return any(isinstance(result, Loaded) for _, result in told)
-
-    async def finish(self, *jobs: asyncio.Future[T]) -> list[T]:
-        await asyncio.sleep(0)
-        while self.rows or self.waiting or self.publishing:
-            await self.step()
-        return await asyncio.gather(*jobs)
-
-
 def by_hand(model: PreTrainedModel, work: Callable[[ByHand], Awaitable[T]], *, slots: int = 8) -> T:
     async def main() -> T:
         sampler = ByHand(wrap(model), slots=slots, stop_ids={EOS})
@@ -178,7 +150,7 @@ def begin(sampler: NativeSampler, prompt: Prompt, sampling: Sampling) -> asyncio
 
 
 def publishing(sampler: NativeSampler, model: PreTrainedModel, version: int, mode: Mode) -> asyncio.Task[Loaded]:
-    return asyncio.create_task(sampler.publish(export_weights(model, "float64"), version, mode))
+    return asyncio.create_task(sampler.publish(export_weights(model, "float64", version=version), mode))
 
 
 STEPS, SAMPLING = 9, Sampling(max_tokens=7, draws=2)
@@ -475,7 +447,7 @@ def test_a_prompt_that_cannot_fit_is_refused_by_name() -> None:
 def test_a_publish_that_cannot_be_loaded_is_answered_with_its_error() -> None:
     async def work(sampler: NativeSampler) -> None:
         with pytest.raises(ModelError, match="weights do not fit the model"):
-            await asyncio.wait_for(sampler.publish(export_weights(make_model("llama"), "float32"), 1, "keep"), 20)
+            await asyncio.wait_for(sampler.publish(export_weights(make_model("llama"), "float32"), "keep"), 20)
         assert len(await sampler.generate(make_prompts(1)[0], Sampling(max_tokens=3))) == 1
 
     with_sampler(make_model(), work)

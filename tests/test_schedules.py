@@ -283,7 +283,7 @@ def test_an_update_that_is_interrupted_in_its_step_is_whole(tmp_path: Path) -> N
 def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> None:
     """Held-out prompts of 10 s: while they run, no other weights are published, and nothing is submitted."""
     settings = config(Async(tau=1), updates=6).model_copy(
-        update={"eval": EvalConfig(every=2), "task": TaskConfig(reward="exact")}
+        update={"eval": EvalConfig(every=2), "task": TaskConfig(reward=("exact",))}
     )
     held_out = [PROMPTS.at(number) for number in range(1000, 1003)]
     seen: list[tuple[float, int]] = []
@@ -324,10 +324,10 @@ class Dies(SleepSampler):
             raise WorkerDied("its process is gone")
         return await super().generate(prompt, sampling)
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         if self.seated >= 20:
             raise WorkerDied("its process is gone")
-        return await super().publish(weights, version, mode)
+        return await super().publish(weights, mode)
 
 
 def test_when_a_sampler_dies_its_groups_go_to_the_others(tmp_path: Path) -> None:

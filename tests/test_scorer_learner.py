@@ -275,7 +275,8 @@ def make_batch() -> Batch:
     return Batch(tuple(score(make_model(seed=2), roll_out(make_model(seed=0)))), 1)
 
 
-async def update(learner: NativeLearner, batch: Batch) -> dict[str, float]:
+async def update(learner: NativeLearner, batch: Batch, number: int = 1) -> dict[str, float]:
+    batch = replace(batch, update=number)
     await learner.accumulate(batch, total(await learner.prepare(batch)))
     return await learner.step()
 
@@ -437,8 +438,9 @@ def test_what_is_exported_in_another_precision_is_what_the_sampler_then_runs() -
         sampler = NativeSampler(wrap(make_model(seed=0, dtype=torch.bfloat16)), slots=2, stop_ids={EOS})
         for version in range(3):
             weights, expected = await learner.export()
-            assert (await sampler.publish(weights, version, "keep")).fingerprint == expected
-            await update(learner, batch)
+            assert (await sampler.publish(weights, "keep")).fingerprint == expected
+            assert sampler.version == version
+            await update(learner, batch, version + 1)
         sampler.close()
 
     run(work())

@@ -14,8 +14,6 @@ from slipstream.engines.sleep import SleepSampler, SleepScorer
 from slipstream.records import Handle, Prompt
 from slipstream.runtimes import virtual
 
-NO_WEIGHTS = WeightsRef((), None)
-
 
 def prompt(number: int = 0) -> Prompt:
     return Prompt(id=str(number), number=number, tokens=np.array([1]))
@@ -58,7 +56,7 @@ def published(mode: Mode, *, load: float = 0.0) -> tuple[list[tuple[int, int]], 
         loads = []
         for version, seconds in ((1, 3.5), (2, 3.5)):
             await asyncio.sleep(seconds)
-            loads.append(await sampler.publish(NO_WEIGHTS, version, mode))
+            loads.append(await sampler.publish(WeightsRef((), None, version), mode))
         return await task, loads
 
     (group, loads), seconds = timed(main)

@@ -82,7 +82,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "reference": {"weight": 0.1, "control": "adaptive", "target": 0.1, "horizon": 100},
     },
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
-    "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}},
+    "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +20,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from slipstream.engines.base import Loaded
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.records import Finish, Prompt, Rollout, Scored, derive_seed, one_turn
+from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.records import Finish, Kept, Prompt, Rollout, Scored, derive_seed, one_turn
 
+T = TypeVar("T")
 VOCAB, EOS = 31, 1
 SHAPE = {
     "vocab_size": VOCAB,
@@ -90,7 +94,9 @@ def uniform(prompt: Prompt, index: int, tokens: Any, *, finish: Finish = "length
 
 def masked(rollout: Rollout, mask: np.ndarray) -> Rollout:
     """The same tokens, of which fewer are trained."""
-    kept = mask[rollout.loss_mask]
+    kept, support = mask[rollout.loss_mask], rollout.kept
+    if support is not None:
+        support = Kept(support.ids[np.repeat(kept, support.sizes)], support.sizes[kept])
     return replace(
         rollout,
         versions=np.where(mask, rollout.versions, -1),
@@ -99,6 +105,7 @@ def masked(rollout: Rollout, mask: np.ndarray) -> Rollout:
         loss_mask=mask,
         actions=rollout.actions[kept],
         action_logp=rollout.action_logp[kept],
+        kept=support,
     )
 
 
@@ -127,3 +134,60 @@ def littered(sample: Scored, *, seed: int) -> Scored:
 
     names = ("versions", "logp", "turn")
     return replace(sample, rollout=replace(rollout, **{name: spoilt(getattr(rollout, name)) for name in names}))
+
+
+class ByHand(NativeSampler):
+    """Steps when the test says so, on the test's own thread: every token boundary can be reached."""
+
+    def _wake(self) -> None:
+        pass
+
+    async def step(self, count: int = 1) -> None:
+        """Give every running response so many tokens; a request that was made before comes in with its first."""
+        for _ in range(count):
+            await asyncio.sleep(0)  # new calls reach their queues
+            while self._tell():  # weights were loaded, and no token drawn
+                pass
+        await asyncio.sleep(0)  # answers reach those who wait
+
+    def _tell(self) -> bool:
+        told = self._step()
+        for answer, result in told:
+            if not answer.done():
+                answer.set_result(result)
+        return any(isinstance(result, Loaded) for _, result in told)
+
+    async def finish(self, *jobs: asyncio.Future[T]) -> list[T]:
+        await asyncio.sleep(0)
+        while self.rows or self.waiting or self.publishing:
+            await self.step()
+        return await asyncio.gather(*jobs)
+
+
+def stitched(prompt: Prompt, index: int, parts: Sequence[Rollout | np.ndarray]) -> Rollout:
+    """One lineage of several calls, each of which continued the tokens before it, and of what was observed between."""
+    fields: dict[str, list[Any]] = {name: [] for name in ("tokens", "versions", "logp", "turn", "loss_mask")}
+    calls = [part for part in parts if isinstance(part, Rollout)]
+    turn = 0
+    for part in parts:
+        if isinstance(part, Rollout):
+            row: Any = (part.tokens, part.versions, part.logp, part.turn + turn, part.loss_mask)
+            turn += 1
+        else:
+            n = len(part)
+            row = (part, np.full(n, -1), np.zeros(n), np.full(n, -1), np.zeros(n, np.bool_))
+        for values, value in zip(fields.values(), row, strict=True):
+            values.append(value)
+    joined: dict[str, Any] = {name: np.concatenate(values) for name, values in fields.items()}
+    kept = [call.kept for call in calls if call.kept is not None]
+    support = Kept(*(np.concatenate([getattr(k, name) for k in kept]) for name in ("ids", "sizes"))) if kept else None
+    return Rollout(
+        prompt=prompt,
+        index=index,
+        episode=index,
+        actions=np.concatenate([call.actions for call in calls]),
+        action_logp=np.concatenate([call.action_logp for call in calls]),
+        kept=support,
+        finish=calls[-1].finish,
+        **joined,
+    )

@@ -36,7 +36,8 @@ def mean_lag(header: Header, version: int) -> float:
 
 
 def sample_metrics(headers: Sequence[Header]) -> Numbers:
-    """Lengths, how responses ended, and mean rewards."""
+    """Lengths, how responses ended, and rewards, of which an episode has one however many branches it has."""
+    episodes = {(header.number, header.episode): header for header in headers}.values()
     lengths = [header.tokens for header in headers]
     numbers: Numbers = {
         "samples": float(len(headers)),
@@ -50,8 +51,8 @@ def sample_metrics(headers: Sequence[Header]) -> Numbers:
         by_teacher[header.teacher] += header.tokens
     if len(by_teacher) > 1:
         numbers |= {f"teacher/{name}/tokens": float(count) for name, count in sorted(by_teacher.items())}
-    for name in sorted({name for header in headers for name in header.rewards}):
-        numbers[f"reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in headers)
+    for name in sorted({name for header in episodes for name in header.rewards}):
+        numbers[f"reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in episodes)
     return numbers
 
 

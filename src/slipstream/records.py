@@ -61,6 +61,20 @@ class Prompt:
         _require(self.tokens.ndim == 1 and len(self.tokens) > 0, f"prompt {self.id}", "needs at least one token")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """The ids that top-p, top-k and min-p left of the vocabulary, of each trained token: what could have been drawn."""
+
+    ids: Ints
+    """Of all of them, one behind the other."""
+    sizes: Ints
+    """How many ids each has, [N]."""
+
+
+def kept_of(rows: Sequence[Ints]) -> Kept:
+    return Kept(np.concatenate(rows).astype(np.int32), np.array([len(row) for row in rows], np.int32))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
     """A lineage: everything after one prompt, sampled or observed, with where every sampled token came from.
@@ -69,7 +83,8 @@ class Rollout:
     token trains it. There `versions` is what drew it, `logp` its behaviour log-prob, under the processed distribution
     that drew it, as the engine computed it then, and `turn` the number of its call. `actions` and `action_logp` have a
     row for each of these tokens and for no other: M i.i.d. draws of that same distribution, the emitted token first,
-    which are the cache that the teacher scores. Elsewhere `versions` and, off every turn, `turn` are written as −1 and
+    which are the cache that the teacher scores; `kept` says what else could have been drawn, where it was asked for
+    (None: everything, or nobody knows). Elsewhere `versions` and, off every turn, `turn` are written as −1 and
     `logp` as 0, and whatever stands there is nobody's; tokens are ids everywhere.
 
     `index` tells the rows of a group apart, `episode` and `branch` which of them are of one episode.
@@ -90,6 +105,7 @@ class Rollout:
     """The ids that the policy which drew found likeliest at each trained position, and their log-probs."""
     best_logp: Floats | None = None
     finish: Finish
+    kept: Kept | None = None
     rewards: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -124,6 +140,15 @@ class Rollout:
         turns = self.turn[trained]
         _require(bool((turns >= 0).all()), who, "a trained token is of no turn: turn is -1 where nothing was sampled")
         _require(bool((np.diff(turns) >= 0).all()), who, "turn falls: calls are numbered in their order")
+        if self.kept is not None:
+            self._check_kept(self.kept, who, n)
+
+    def _check_kept(self, kept: Kept, who: str, n: int) -> None:
+        _require(kept.sizes.shape == (n,), who, f"kept.sizes has shape {kept.sizes.shape}, {n} tokens are trained")
+        _require(kept.ids.shape == (kept.sizes.sum(),), who, "kept.ids are not as many as kept.sizes say")
+        row = np.arange(n) << 32
+        inside = np.isin(row[:, None] + self.actions, np.repeat(row, kept.sizes) + kept.ids)
+        _require(bool(inside.all()), who, "actions holds ids that are not in kept: they could not be drawn")
 
     @property
     def trained_tokens(self) -> int:
@@ -140,6 +165,7 @@ def one_turn(
     finish: Finish,
     best_ids: Ints | None = None,
     best_logp: Floats | None = None,
+    kept: Kept | None = None,
 ) -> Rollout:
     """A response that was sampled in one call, all of it: an episode of its own."""
     return Rollout(
@@ -156,6 +182,7 @@ def one_turn(
         best_ids=best_ids,
         best_logp=best_logp,
         finish=finish,
+        kept=kept,
     )
 
 
@@ -281,7 +308,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The denominators of a step, over all its groups; losses are sums divided by these."""
+    """The denominators of a step, over all its groups; losses are sums divided by these. A sequence is an episode."""
 
     n_tokens: int = 0
     n_sequences: int = 0
@@ -298,10 +325,11 @@ def total(counts: Iterable[Counts]) -> Counts:
     return sum(counts, Counts())
 
 
-def counts_of(group: Group) -> Counts:
-    """Of its trained tokens, and of the samples that have any."""
-    tokens = [handle.header.trained_tokens for handle in group]
-    return Counts(n_tokens=sum(tokens), n_sequences=sum(count > 0 for count in tokens))
+def counts_of(group: Group, left: Sequence[int] | None = None) -> Counts:
+    """Of its trained tokens, or of so many as are left of each member, and of the episodes that have any."""
+    tokens = [handle.header.trained_tokens for handle in group] if left is None else left
+    episodes = {handle.header.episode for handle, count in zip(group, tokens, strict=True) if count}
+    return Counts(n_tokens=sum(tokens), n_sequences=len(episodes))
 
 
 def version_runs(versions: Ints, mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:

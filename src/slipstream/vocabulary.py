@@ -157,6 +157,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "1, or more learner.snapshots",
             "engines/native/learning/first_look.py",
         ),
+        Term("kept/size", "ids that truncation left per trained token, with sampler.keep_mask", "–", LOSS),
         Term("old_logp_missing", "tokens whose version is gone: what drew stands for it", "0", FROZEN),
         Term("kl_missing", "tokens of which seq_max_kl knows no exact KL", "0", FROZEN),
     ),

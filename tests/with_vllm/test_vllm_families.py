@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +97,18 @@ def test_what_runs_is_the_model_and_what_is_published_runs(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = [make(FAMILIES[family](), seed) for seed in range(2)]
-    weights = [export_weights(model, "float32") for model in models]
+    weights = [export_weights(model, "float32", version=v) for v, model in enumerate(models)]
     expected = [fingerprint(model, "float32") for model in models]
     atol = ROUNDED.get(family, 5e-5)
     sampler = start(FAMILIES[family](), tmp_path)
     try:
         for rollout in generate(sampler, make_prompts(4), LONG):
             assert_exact(models, rollout, LONG, atol=atol)
-        assert expected[1] == asyncio.run(sampler.publish(weights[1], 1, "keep")).fingerprint
+        assert expected[1] == asyncio.run(sampler.publish(weights[1], "keep")).fingerprint
         for rollout in generate(sampler, make_prompts(4), LONG):
             assert set(rollout.versions) == {1}
             assert_exact(models, rollout, LONG, atol=atol)
-        assert expected[0] == asyncio.run(sampler.publish(weights[0], 0, "keep")).fingerprint
+        assert expected[0] == asyncio.run(sampler.publish(weights[0], "keep")).fingerprint
         publish_into(sampler, models, weights[1], atol=atol)
 
         last = [spec for spec in weights[1].manifest if spec.name in sampler.checked and ".1." in spec.name]
@@ -115,10 +116,10 @@ def test_what_runs_is_the_model_and_what_is_published_runs(
         for number, spec in enumerate(last):  # one number of one of them is not what was sent
             wrong = weights[1].body.copy()
             wrong[spec.offset + spec.nbytes // 2 + 3] ^= 1
-            with replaced(sampler, monkeypatch, WeightsRef(weights[1].manifest, wrong), tmp_path):
-                found = asyncio.run(sampler.publish(weights[1], 2 + number, "keep")).fingerprint
+            with replaced(sampler, monkeypatch, replace(weights[1], body=wrong), tmp_path):
+                found = asyncio.run(sampler.publish(replace(weights[1], version=2 + number), "keep")).fingerprint
             assert found != expected[1], spec.name
-        assert expected[1] == asyncio.run(sampler.publish(weights[1], 1, "keep")).fingerprint
+        assert expected[1] == asyncio.run(sampler.publish(weights[1], "keep")).fingerprint
     finally:
         sampler.close()
 
@@ -130,7 +131,7 @@ def publish_into(sampler: VllmSampler, models: list[PreTrainedModel], weights: W
     async def work() -> list[Rollout]:
         running = [asyncio.create_task(sampler.generate(prompt, LONG)) for prompt in make_prompts(6)]
         await grown(sampler, 20)
-        await sampler.publish(weights, 1, "keep")
+        await sampler.publish(weights, "keep")
         return [handle.body for group in await asyncio.gather(*running) for handle in group]
 
     rollouts = asyncio.run(work())

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from against_vllm import assert_exact, full_forward, generate, grown, replaced
-from slipstream.engines.base import Mode, Sampling, WeightsRef
+from slipstream.engines.base import Mode, Sampling
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.weights import export_weights, fingerprint
@@ -37,7 +37,7 @@ def make(seed: int) -> PreTrainedModel:
 
 
 MODELS = [make(seed) for seed in range(3)]
-WEIGHTS = [export_weights(model, "float32") for model in MODELS]
+WEIGHTS = [export_weights(model, "float32", version=v) for v, model in enumerate(MODELS)]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSampler]:
 def sampler(engine: VllmSampler) -> VllmSampler:
     """With the weights of the first model, as version 0, and the usual end of a response."""
     engine.stop_ids = [EOS]
-    asyncio.run(engine.publish(WEIGHTS[0], 0, "keep"))
+    asyncio.run(engine.publish(WEIGHTS[0], "keep"))
     return engine
 
 
@@ -167,7 +167,7 @@ def publish_into(
         thrown = 0
         for number, version in enumerate(versions, 1):
             await grown(sampler, number * tokens)
-            loaded = await sampler.publish(WEIGHTS[version], version, mode)
+            loaded = await sampler.publish(WEIGHTS[version], mode)
             assert loaded.fingerprint == fingerprint(MODELS[version], "float32")
             assert loaded.wait > 0 and loaded.load > 0
             thrown += loaded.thrown
@@ -217,13 +217,13 @@ def test_what_runs_has_the_fingerprint_of_what_was_learned_and_a_load_that_was_s
     sampler: VllmSampler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for version in (1, 2, 0):
-        loaded = asyncio.run(sampler.publish(WEIGHTS[version], version, "keep"))
+        loaded = asyncio.run(sampler.publish(WEIGHTS[version], "keep"))
         assert loaded.fingerprint == fingerprint(MODELS[version], "float32")
     # negative zeros, which come back as zeros where weights are packed
     odd = make(0)
     with torch.no_grad():
         odd.model.layers[0].mlp.down_proj.weight[0, 0] = -0.0
-    loaded = asyncio.run(sampler.publish(export_weights(odd, "float32"), 3, "keep"))
+    loaded = asyncio.run(sampler.publish(export_weights(odd, "float32", version=3), "keep"))
     assert loaded.fingerprint == fingerprint(odd, "float32")
 
     # one tensor of the last layer stays what it was
@@ -231,10 +231,12 @@ def test_what_runs_has_the_fingerprint_of_what_was_learned_and_a_load_that_was_s
     (spec,) = [s for s in WEIGHTS[1].manifest if s.name == "model.layers.1.mlp.down_proj.weight"]
     at = slice(spec.offset, spec.offset + spec.nbytes)
     stale[at] = WEIGHTS[0].body[at]
-    with replaced(sampler, monkeypatch, WeightsRef(WEIGHTS[1].manifest, stale), tmp_path):
-        loaded = asyncio.run(sampler.publish(WEIGHTS[1], 4, "keep"))
+    with replaced(sampler, monkeypatch, replace(WEIGHTS[1], body=stale), tmp_path):
+        loaded = asyncio.run(sampler.publish(replace(WEIGHTS[1], version=4), "keep"))
     assert loaded.fingerprint != fingerprint(MODELS[1], "float32")
-    assert asyncio.run(sampler.publish(WEIGHTS[1], 5, "keep")).fingerprint == fingerprint(MODELS[1], "float32")
+    assert asyncio.run(sampler.publish(replace(WEIGHTS[1], version=5), "keep")).fingerprint == fingerprint(
+        MODELS[1], "float32"
+    )
 
 
 def test_the_tied_head_and_the_embeddings_are_new_too(sampler: VllmSampler) -> None:
@@ -244,7 +246,7 @@ def test_the_tied_head_and_the_embeddings_are_new_too(sampler: VllmSampler) -> N
         other.model.embed_tokens.weight.copy_(MODELS[1].model.embed_tokens.weight)
         other.model.norm.weight.mul_(1.3)
         other.model.layers[1].self_attn.q_norm.weight.mul_(0.7)
-    asyncio.run(sampler.publish(export_weights(other, "float32"), 0, "keep"))
+    asyncio.run(sampler.publish(export_weights(other, "float32"), "keep"))
     sampling = Sampling(max_tokens=12, draws=4)
     for rollout in generate(sampler, make_prompts(6), sampling):
         expected = full_forward(other, rollout, sampling).gather(1, torch.from_numpy(rollout.actions).long())
@@ -255,7 +257,7 @@ def test_publishes_take_turns(sampler: VllmSampler) -> None:
     async def work() -> list[str]:
         running = [asyncio.create_task(sampler.generate(prompt, LONG)) for prompt in make_prompts(4)]
         modes: list[Mode] = ["drain", "keep", "restart", "keep"]
-        publishes = [sampler.publish(WEIGHTS[v % 3], v % 3, mode) for v, mode in enumerate(modes, 1)]
+        publishes = [sampler.publish(WEIGHTS[v % 3], mode) for v, mode in enumerate(modes, 1)]
         loaded = await asyncio.gather(*publishes)
         await asyncio.gather(*running)
         return [one.fingerprint for one in loaded]
@@ -269,7 +271,7 @@ def test_a_publish_whose_caller_is_gone_holds_nothing_up(sampler: VllmSampler) -
     async def work() -> list[Rollout]:
         running = [asyncio.create_task(sampler.generate(prompt, LONG)) for prompt in make_prompts(4)]
         await grown(sampler, 3)
-        draining = asyncio.create_task(sampler.publish(WEIGHTS[1], 1, "drain"))
+        draining = asyncio.create_task(sampler.publish(WEIGHTS[1], "drain"))
         await asyncio.sleep(0.02)
         draining.cancel()
         later = await sampler.generate(make_prompts(5)[4], LONG)
@@ -308,7 +310,7 @@ def test_what_cannot_be_served_is_refused_and_the_engine_lives_on(sampler: VllmS
         (sampler.generate(prompt, Sampling(max_tokens=3, draws=DRAWS + 1)), EngineError, "9 draws .* started for 8"),
         (sampler.generate(prompt, Sampling(max_tokens=3, temperature=1e-3)), EngineError, "at least 0.01"),
         (
-            sampler.publish(export_weights(make_model("llama"), "float32"), 1, "keep"),
+            sampler.publish(export_weights(make_model("llama"), "float32", version=1), "keep"),
             ModelError,
             "weights do not fit the model",
         ),
@@ -323,7 +325,7 @@ def test_a_student_that_has_diverged_is_told_as_such(sampler: VllmSampler) -> No
     broken = make(0)
     with torch.no_grad():
         broken.model.norm.weight.fill_(torch.nan)
-    asyncio.run(sampler.publish(export_weights(broken, "float32"), 1, "keep"))
+    asyncio.run(sampler.publish(export_weights(broken, "float32", version=1), "keep"))
     for draws in (1, DRAWS):
         with pytest.raises(NonFiniteError, match="has training diverged"):
             generate(sampler, make_prompts(2), Sampling(max_tokens=3, draws=draws))
@@ -348,13 +350,13 @@ def test_weights_that_come_in_halves_are_the_end(
 ) -> None:
     """The last test: nothing is drawn any more, and whoever waits is told why."""
     sampler.stop_ids = []
-    half = WeightsRef(WEIGHTS[1].manifest[:-2], WEIGHTS[1].body)
+    half = replace(WEIGHTS[1], manifest=WEIGHTS[1].manifest[:-2])
 
     async def work() -> list[object]:
         running = [asyncio.create_task(sampler.generate(prompt, LONG)) for prompt in make_prompts(4)]
         await grown(sampler, 3)
         with replaced(sampler, monkeypatch, half, tmp_path):
-            failed = (await asyncio.gather(sampler.publish(WEIGHTS[1], 1, "keep"), return_exceptions=True))[0]
+            failed = (await asyncio.gather(sampler.publish(WEIGHTS[1], "keep"), return_exceptions=True))[0]
         after = sampler.generate(make_prompts(1)[0], LONG)
         return [failed, *await asyncio.gather(*running, after, return_exceptions=True)]
 

@@ -90,8 +90,8 @@ def sampler(model: PreTrainedModel) -> float:
         while engine.rows or engine.waiting or engine.publishing:
             if step in (4, 9):
                 version += 1
-                weights = export_weights(versions[version], "float64")
-                jobs.append(asyncio.ensure_future(engine.publish(weights, version, "keep")))
+                weights = export_weights(versions[version], "float64", version=version)
+                jobs.append(asyncio.ensure_future(engine.publish(weights, "keep")))
                 await asyncio.sleep(0)
             for answer, result in engine._step():
                 answer.set_result(result)

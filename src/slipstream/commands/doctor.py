@@ -151,12 +151,12 @@ async def engines_alone(made: Plan, engines: Engines, prompts: Sequence[Prompt])
 
 async def arrival(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     """Learn once, publish, and look again: samplers that still run the old weights are found out."""
-    before = await checks.publish(engines, version=0)
+    before = await checks.publish(engines)
     groups = await checks.rolled(made, engines, prompts, group=made.sampling.group)
     batch = Batch(tuple(await checks.scored(engines, [rewarded(made.config, group) for group in groups])), 1)
     await engines.learner.accumulate(batch, total(await engines.learner.prepare(batch)))
     await engines.learner.step()
-    after = await checks.publish(engines, version=1)
+    after = await checks.publish(engines)
     moved = Finding("an update changes the weights", after != before, f"{before} → {after}")
     if not moved.ok:
         return [replace(moved, fix="the gradient was zero: is there anything to learn, and does a reward ever differ?")]
@@ -190,7 +190,7 @@ def by_itself(made: Plan) -> Plan | None:
 
 
 async def as_its_own_teacher(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
-    await checks.publish(engines, version=0)
+    await checks.publish(engines)
     groups = await checks.rolled(made, engines, prompts)
     numbers = await checks.compared(engines, groups, update=1)
     return [checks.itself(numbers, Limits.of(made.engines))]

@@ -246,7 +246,7 @@ class ReverseKLTopK(Divergence):
             formula="divergence.reverse_kl_topk",
             takes=("student", "teacher") if self.reweight else ("student", "teacher", "behavior"),
             options=self.model_dump(include={"tail", "renormalise"}),
-            compares=True,
+            compares=not self.reweight,
             **self.clamps,
         )
 

@@ -69,12 +69,14 @@ class SamplerConfig(Section):
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens up to this mass. With less than 1 nothing may hold a ratio to what drew a token; so
-    with top_k and min_p."""
+    """Keep the most likely tokens up to this mass. With less than 1 whatever holds a ratio to what drew a token needs
+    keep_mask; so with top_k and min_p."""
     top_k: int = Field(0, ge=0)
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Drop tokens less likely than this fraction of the most likely one."""
+    keep_mask: bool = False
+    """Send with every token the ids that top_p, top_k and min_p left: ratios and KLs are then exact, on those."""
     longest: int | None = Field(None, ge=2)
     """Longest prompt and response, in tokens; that of the data without it. Where a model has several sets of position
     factors (longrope, dynamic), this chooses one for the whole run."""
@@ -252,6 +254,11 @@ class Config(Section):
         self._check_learner()
         if self.sampler.engine_args and self.sampler.engine != "vllm":
             raise ValueError('sampler.engine_args are for sampler.engine = "vllm": drop one of them')
+        if self.sampler.keep_mask and self.sampler.engine == "vllm":
+            raise ValueError(
+                'sampler.keep_mask: vLLM does not tell what truncation left: write sampler.engine = "native", or '
+                "top_p = 1, top_k = 0 and min_p = 0 without keep_mask"
+            )
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         if self.runtime.kind == "inline" and self.runtime.address is not None:

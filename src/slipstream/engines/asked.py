@@ -19,6 +19,7 @@ def rollout_sampling(config: Config) -> Sampling:
         top_k=sampler.top_k,
         min_p=sampler.min_p,
         greedy=config.policy is not None and config.policy.advantage == "remax",
+        keep_mask=sampler.keep_mask,
     )
 
 

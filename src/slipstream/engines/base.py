@@ -35,6 +35,8 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    keep_mask: bool = False
+    """Tell with every token what else these three left."""
     greedy: bool = False
     """Beside the group, an answer drawn greedily and graded, of which only the rewards stay (see `Graded`)."""
 
@@ -50,10 +52,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """All weights as one flat array of bytes (or a reference to it) and the manifest that says what lies where."""
+    """All weights as one flat array of bytes (or a reference to it), the manifest that says what lies where, and the
+    version that whoever runs them writes on every token."""
 
     manifest: tuple[TensorSpec, ...]
     body: Any
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class Sampler(Protocol):
         """
         ...
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         """Load weights at a token boundary; requests that came before run, or have run, under the old ones."""
         ...
 
@@ -132,7 +136,9 @@ class Learner(Protocol):
         """How far these weights are from what drew the tokens, and from the teacher; changes nothing."""
         ...
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]: ...
+    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+        """The weights as they are, whose version is the number of the last update that was made."""
+        ...
 
     async def save(self, path: Path, *, optimizer: bool = True) -> None:
         """A HF directory; with `optimizer`, also what `restore` needs to go on."""

@@ -9,7 +9,9 @@ Shapes: N rows, M draws, V vocabulary.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engines.base import Sampling
@@ -62,6 +64,13 @@ def process(logits_NV: Tensor, sampling: Sampling) -> Tensor:
 
 def _cut(logp_NV: Tensor, drop_NV: Tensor) -> Tensor:
     return logp_NV.masked_fill(drop_NV, -torch.inf).log_softmax(-1)
+
+
+def kept_ids(logp_NV: Tensor) -> list[NDArray[np.int32]]:
+    """What `process` left of each row."""
+    row, ids = (logp_NV > -torch.inf).nonzero(as_tuple=True)
+    sizes = torch.bincount(row, minlength=len(logp_NV)).tolist()
+    return np.split(ids.cpu().numpy().astype(np.int32), np.cumsum(sizes)[:-1])
 
 
 def draw(logp_NV: Tensor, uniform_NM: Tensor) -> tuple[Tensor, Tensor]:

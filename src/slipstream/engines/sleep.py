@@ -70,7 +70,7 @@ class SleepSampler:
             if not request.answer.done() or request.answer.cancelled():
                 self._abort(request)
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         clock = asyncio.get_running_loop().time
         began, thrown = clock(), 0
         self.paused = True  # nothing new is seated
@@ -90,12 +90,12 @@ class SleepSampler:
             await asyncio.sleep(self.load)
             self._catch_up()
             self.still = False
-        self.version = version
+        self.version = weights.version
         for request in self.running:
-            request.versions.append((self.steps, version))
+            request.versions.append((self.steps, self.version))
         self.paused = False
         self._go_on()
-        return Loaded(str(version), wait=stood - began, load=clock() - stood, thrown=thrown)
+        return Loaded(str(self.version), wait=stood - began, load=clock() - stood, thrown=thrown)
 
     # --- time passes ---------------------------------------------------------------------------------------------
 
@@ -219,7 +219,7 @@ class SleepLearner(Server):
         return {}
 
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        return WeightsRef((), None), str(self.steps)
+        return WeightsRef((), None, self.steps), str(self.steps)
 
     async def save(self, path: Path, *, optimizer: bool = True) -> None:
         (path / "steps").write_text(str(self.steps))

@@ -19,10 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, TensorSpec, WeightsRef
-from slipstream.engines.draws import draw, process, uniforms
+from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError
+from slipstream.estimators.logprobs.kept import conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.objective.kept import support_of
 from slipstream.records import (
     ONE,
     Batch,
@@ -36,6 +38,7 @@ from slipstream.records import (
     derive_seed,
     graded,
     header_of,
+    kept_of,
     one_turn,
 )
 
@@ -71,6 +74,8 @@ class Row:
     actions: list[NDArray[np.int32]] = field(default_factory=list)
     logps: list[NDArray[np.float64]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[NDArray[np.int32]] = field(default_factory=list)
+    """Where it is asked for."""
 
 
 class ToySampler:
@@ -104,7 +109,7 @@ class ToySampler:
         rollouts = [self._read(row, prompt, index) for index, row in enumerate(rows)]
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         clock, thrown = asyncio.get_running_loop().time, 0
         began = clock()
         if mode == "drain":
@@ -119,7 +124,7 @@ class ToySampler:
             self.running.clear()
         spec = weights.manifest[0]
         self.table = view_of(spec, torch.from_numpy(weights.body.copy()))
-        self.version = version
+        self.version = weights.version
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
     def _write(self, row: Row, prompt: Prompt, index: int, sampling: Sampling) -> bool:
@@ -128,7 +133,10 @@ class ToySampler:
             return True
         seed_N = torch.tensor([derive_seed(prompt.seed, prompt.first + index)])
         uniform_NM = uniforms(seed_N, torch.tensor([prompt.offset + len(row.actions)]), sampling.draws)
-        ids_NM, logp_NM = draw(process(self.table[row.last][None], sampling), uniform_NM)
+        logp_NV = process(self.table[row.last][None], sampling)
+        ids_NM, logp_NM = draw(logp_NV, uniform_NM)
+        if sampling.keep_mask:
+            row.kept += kept_ids(logp_NV)
         row.actions.append(ids_NM[0].numpy().astype(np.int32))
         row.logps.append(logp_NM[0].numpy())
         row.versions.append(self.version)
@@ -143,6 +151,7 @@ class ToySampler:
             action_logp=np.stack(row.logps),
             versions=np.array(row.versions, np.int32),
             finish="eos" if row.last == EOS else "length",
+            kept=kept_of(row.kept) if row.kept else None,
         )
 
 
@@ -169,7 +178,8 @@ class ToyLearner:
         self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
         self.loss = 0.0
         """Since the last step."""
-        self.update = 0
+        self.update = self.made = 0
+        """The update in hand, and the last one of which a step was made."""
         self.samples: dict[tuple[int, int], Scored] = {}
         """Of the update in hand."""
 
@@ -189,7 +199,11 @@ class ToyLearner:
                 *((s.rollout.actions, s.rollout.action_logp, s.teacher_action_logp) for s in samples), strict=True
             )
         )
-        logp_NM = self.table.log_softmax(-1)[state_N].gather(1, actions_NM.long())
+        logp_NV = self.table.log_softmax(-1)[state_N]
+        logp_NM = logp_NV.gather(1, actions_NM.long())
+        if (support := support_of([sample.rollout for sample in samples], state_N.device)) is not None:
+            support_NK = support[0 : len(state_N)]
+            logp_NM = conditioned(logp_NM, logp_NV.gather(1, support_NK.clamp(min=0)), support_NK)
         loss_N, _ = mc_reverse_kl(logp_NM, behavior_NM, logq_NM)
         loss = loss_N.sum() / max(counts.n_tokens, 1)
         if not loss.isfinite():
@@ -200,6 +214,7 @@ class ToyLearner:
     async def step(self, counts: Counts = ONE) -> Metrics:
         assert self.table.grad is not None
         scale, loss, self.loss = 1 / max(counts.n_tokens, 1), self.loss, 0.0
+        self.made = self.update
         with torch.no_grad():
             self.table -= self.lr * scale * self.table.grad
         norm = self.table.grad.norm().item() * scale
@@ -219,13 +234,15 @@ class ToyLearner:
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         body = self.table.detach().numpy().copy().view(np.uint8).reshape(-1)
         spec = TensorSpec("table", "float64", tuple(self.table.shape), 0, body.nbytes)
-        return WeightsRef((spec,), body), fingerprint(self.table)
+        return WeightsRef((spec,), body, self.made), fingerprint(self.table)
 
     async def save(self, path: Path, *, optimizer: bool = True) -> None:
         np.save(path / "table.npy", self.table.detach().numpy())
+        (path / "update").write_text(str(self.made))
 
     async def restore(self, path: Path) -> None:
         self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
+        self.made = int((path / "update").read_text())
 
 
 class ToyGrader:

@@ -79,7 +79,7 @@ def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from [pair for pair in named if is_adapter(pair[0])] or named
 
 
-def export_weights(model: nn.Module, dtype: str, *, keep: bool = True) -> WeightsRef:
+def export_weights(model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True) -> WeightsRef:
     """All weights, once each, in the precision in which the sampler runs them.
 
     Where several ranks share the model all must take part, and those that do not `keep` it get the manifest only.
@@ -94,7 +94,7 @@ def export_weights(model: nn.Module, dtype: str, *, keep: bool = True) -> Weight
         gathered = whole(tensor.to(kind))
         if keep:
             view_of(spec, torch.from_numpy(flat)).copy_(gathered)
-    return WeightsRef(tuple(manifest), flat)
+    return WeightsRef(tuple(manifest), flat, version)
 
 
 def load_weights(model: nn.Module, weights: WeightsRef) -> None:

@@ -23,12 +23,14 @@ def aggregate(
     n_tokens: float | None = None,
     n_sequences: float | None = None,
     scale: float | None = None,
+    sequence_tokens: Tensor | None = None,
 ) -> Tensor:
     """Sum the masked losses and divide by the counts of the global batch.
 
     Without counts they are taken from this mask, over non-empty rows. `token-sum` divides by nothing. `…-norm` also
     divides by `scale`, by default the number of positions T of a whole batch (Dr. GRPO, 2503.20783).
-    `seq-mean-token-mean` averages each row first, so short rows weigh as much as long ones.
+    `seq-mean-token-mean` averages each row first, so short rows weigh as much as long ones. Where several rows are one
+    sequence, `sequence_tokens` [B] says how many tokens that has, and `n_sequences` how many there are.
     """
     same_shape(loss=loss_BT, mask=mask_BT)
     if mode not in get_args(Mode):
@@ -53,5 +55,6 @@ def aggregate(
         case "seq-mean-token-sum-norm":
             return row_sum_B.sum() / n_sequences / (loss_BT.shape[-1] if scale is None else scale)
         case "seq-mean-token-mean":
-            return (row_sum_B / row_tokens_B.clamp(min=1)).sum() / n_sequences
+            tokens_B = row_tokens_B if sequence_tokens is None else sequence_tokens.to(row_tokens_B)
+            return (row_sum_B / tokens_B.clamp(min=1)).sum() / n_sequences
     raise AssertionError(mode)

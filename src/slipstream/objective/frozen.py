@@ -1,15 +1,17 @@
 """What is decided about a batch before its first gradient, and then stays: masks, advantages, weights.
 
 Everything here is small (some numbers per token), on the CPU and in float64, so ranks exchange it and each decides the
-same about the whole batch. Guarantor of invariant 6: what is rejected here is in no loss, denominator or baseline.
+same about the whole batch. The branches of an episode are decided about as one sequence, one behind the other: an
+episode has one reward, counts once in its group's baseline, and is one sequence for corrections that look at sequences.
+Guarantor of invariant 6: what is rejected here is in no loss, denominator or baseline.
 
-Shapes: B samples, T positions (of one sample, or of the longest).
+Shapes: B samples, or episodes; T positions (of one of them, or of the longest).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,8 +45,10 @@ class Evidence:
     """A sample as seen before its first gradient: tensors over its T tokens."""
 
     group: int
+    episode: int
     rewards: Mapping[str, float] = field(default_factory=dict)
     mask_T: Tensor
+    turn_T: Tensor
     behavior_T: Tensor
     """Log-probs of the emitted tokens under what drew them; the others are the learner's at some version."""
     old_T: Tensor | None = None
@@ -52,8 +56,6 @@ class Evidence:
     squares_T: Tensor | None = None
     """Σ_v π_v² of the learner as it is."""
     reference_T: Tensor | None = None
-    turn_T: Tensor | None = None
-    """The number of the call that drew each token."""
     kl_T: Tensor | None = None
     """KL(what drew the token ‖ the learner as it is), over the vocabulary; infinite where that version is gone."""
     draws: Draws | None = None
@@ -80,7 +82,9 @@ class Frozen:
     beta: float = 0.0
     """What the KL to the reference counts."""
     positive: bool = False
-    """Its advantages, as they are used, sum to more than 0."""
+    """The advantages of its episode, as they are used, sum to more than 0."""
+    episode_tokens: int = 0
+    """Of its episode, that are left: in this row, or in another branch."""
 
 
 def behavior_of(sample: Scored) -> Tensor:
@@ -90,10 +94,11 @@ def behavior_of(sample: Scored) -> Tensor:
 
 
 def freeze(
-    batch: Sequence[Evidence], method: Method, *, update: int, beta: float | None = None
+    samples: Sequence[Evidence], method: Method, *, update: int, beta: float | None = None
 ) -> tuple[list[Frozen], Metrics]:
     """`beta`: what the KL to the reference counts by now, where it is steered."""
     beta = method.beta if beta is None else beta
+    batch, places = episodes_of(samples)
     mask_BT = padded([sample.mask_T for sample in batch])
     behavior_BT, old_BT = padded([s.behavior_T for s in batch]), padded([_old(sample) for sample in batch])
     rewards = Rewards(batch, method, old_BT, beta)
@@ -132,23 +137,59 @@ def freeze(
                 policy.loss, _current(batch), old_BT, advantage_BT, kept_BT, **_options(method, update)
             )
             metrics |= {f"policy/{name}": float(value) for name, value in of_choice.items()}
-    keep: Sequence[Tensor | None] = [None] * len(batch)
+    keep: Sequence[Tensor | None] = [None] * len(samples)
     if method.loss.weight and method.loss.asks.chooses:
-        keep, of_choice = _kept_draws(batch, method, kept_BT)
+        left = [kept_BT[row, at][sample.mask_T] for sample, (row, at) in zip(samples, places, strict=True)]
+        keep, of_choice = _kept_draws(samples, method, left)
         metrics |= {f"distill/{name}": float(value) for name, value in of_choice.items()}
     return [
         Frozen(
-            mask_T=kept_BT[row, : len(sample.mask_T)].bool(),
+            mask_T=kept_BT[row, at].bool(),
             behavior_T=sample.behavior_T,
             reference_T=sample.reference_T,
             proximal_NM=sample.draws.current_NM if sample.draws is not None else None,
-            keep_NM=keep[row],
+            keep_NM=keep_NM,
             beta=beta,
             positive=bool(positive_B[row]),
-            **{name: value_BT[row, : len(sample.mask_T)] for name, value_BT in found.items()},
+            episode_tokens=int((kept_BT[row] != 0).sum()),
+            **{name: value_BT[row, at] for name, value_BT in found.items()},
         )
-        for row, sample in enumerate(batch)
+        for sample, (row, at), keep_NM in zip(samples, places, keep, strict=True)
     ], metrics
+
+
+def episodes_of(samples: Sequence[Evidence]) -> tuple[list[Evidence], list[tuple[int, slice]]]:
+    """The branches of every episode as one, in the order given; and for every sample in which it lies, and where."""
+    branches: dict[tuple[int, int], list[Evidence]] = {}
+    for sample in samples:
+        branches.setdefault((sample.group, sample.episode), []).append(sample)
+    rows, stop = {key: row for row, key in enumerate(branches)}, dict.fromkeys(branches, 0)
+    places = []
+    for sample in samples:
+        key = sample.group, sample.episode
+        at = slice(stop[key], stop[key] + len(sample.mask_T))
+        places.append((rows[key], at))
+        stop[key] = at.stop
+    return [_joined(parts) for parts in branches.values()], places
+
+
+def _joined(parts: Sequence[Evidence]) -> Evidence:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(part.rewards != first.rewards for part in parts):
+        raise ValueError(
+            f"group {first.group}, episode {first.episode}: its branches have rewards "
+            f"{', '.join(str(dict(part.rewards)) for part in parts)}: an episode has one set"
+        )
+    found: dict[str, Any] = {}
+    for name in (each.name for each in fields(Evidence) if each.name.endswith("_T")):
+        values = [getattr(part, name) for part in parts]
+        found[name] = None if values[0] is None else torch.cat(values)
+    # calls are numbered from 0 in every branch
+    above = np.cumsum([0, *(1 + int(part.turn_T.max()) for part in parts[:-1])]).tolist()
+    found["turn_T"] = torch.cat([part.turn_T + more for part, more in zip(parts, above, strict=True)])
+    return replace(first, missing=sum(part.missing for part in parts), **found)
 
 
 def padded(rows: Sequence[Tensor]) -> Tensor:
@@ -172,7 +213,7 @@ def _evidence(batch: Sequence[Evidence], method: Method, rewards: Rewards, mask_
     """What corrections look at beside log-probs. Rejection by the sign of advantages sees them as before it."""
     found: dict[str, Any] = {}
     if method.correction.is_level == "turn":
-        found["turns"] = padded([present(sample.turn_T) for sample in batch])
+        found["turns"] = padded([sample.turn_T for sample in batch])
     if method.rejects("negative_seq"):
         found |= {"advantages": rewards.advantages(mask_BT, None), "current": _current(batch)}
     if method.rejects("seq_max_kl"):
@@ -254,20 +295,19 @@ class Rewards:
 
 
 def _kept_draws(
-    batch: Sequence[Evidence], method: Method, kept_BT: Tensor
+    samples: Sequence[Evidence], method: Method, left: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
     """What a distillation loss of batch scope chooses among all draws of tokens that are left."""
     asks = method.loss.asks
-    draws = [present(sample.draws) for sample in batch]
-    valid = [kept_BT[row, : len(sample.mask_T)][sample.mask_T] for row, sample in enumerate(batch)]
+    draws = [present(sample.draws) for sample in samples]
     keep_NM, metrics = formula(asks.chooses)(
         torch.cat([each.current_NM for each in draws]),
         torch.cat([each.behavior_NM for each in draws]),
         torch.cat([each.teacher_NM for each in draws]),
-        mask=torch.cat(valid),
+        mask=torch.cat(list(left)),
         **asks.choice,
     )
-    return torch.split(keep_NM, [len(valid_N) for valid_N in valid]), metrics
+    return torch.split(keep_NM, [len(left_N) for left_N in left]), metrics
 
 
 def _options(method: Method, update: int) -> dict[str, Any]:

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.kl import kl_loss
-from slipstream.estimators.logprobs import HELD, fused_loss, logprobs_and_entropy_at, merge_metrics, reduced
+from slipstream.estimators.logprobs import HELD, Ids, fused_loss, merge_metrics, reduced
 from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.kept import conditioned, kept_logprobs_and_entropy_at
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
 from slipstream.objective.distillation import Distillation, LossOfRows
 from slipstream.objective.frozen import Frozen, padded
+from slipstream.objective.kept import support_of
 from slipstream.objective.method import Method
 from slipstream.records import Counts, Scored
 from slipstream.vocabulary import extreme
@@ -57,34 +59,52 @@ class Objective:
             losses.append(loss)
         if not self.rides:
             with torch.set_grad_enabled(self.has_others):
-                logp_N1, entropy_N = logprobs_and_entropy_at(
-                    hidden_NH, weight, terms.tokens_N[:, None], temperature=self.method.temperature, **shape
+                logp_N1, entropy_N = kept_logprobs_and_entropy_at(
+                    hidden_NH,
+                    weight,
+                    terms.tokens_N[:, None],
+                    terms.support,
+                    temperature=self.method.temperature,
+                    **shape,
                 )
             logp_N, metrics = logp_N1[:, 0], terms.entropy(entropy_N, slice(None)) | metrics
             if self.has_others:
                 loss, found = terms.others(terms.rows(logp_N), terms.rows)
                 losses.append(loss)
                 merge_metrics(metrics, found)
+        if terms.support is not None:
+            sizes_N = torch.from_numpy(terms.support.sizes_N).to(hidden_NH.device)
+            metrics["kept/size"] = sizes_N[terms.mask_N].sum() / max(counts.n_tokens, 1)
         total = torch.stack(losses).sum()
         return total, metrics | {"loss": total.detach()}, logp_N.detach()
 
     def _fused(
         self, hidden_NH: Tensor, weight_VH: Tensor, shape: Mapping[str, Any], samples: Sequence[Scored], terms: Terms
     ) -> tuple[Tensor, Metrics, Tensor]:
-        method, emitted_N = self.method, torch.zeros_like(terms.behavior_N)
+        method, support, emitted_N = self.method, terms.support, torch.zeros_like(terms.behavior_N)
         ids_NM: Tensor | None = terms.tokens_N[:, None]
         distilled: LossOfRows | None = None
-        temperature, best = method.temperature, 0
-        if self.distillation is not None:
-            ids_NM, distilled = self.distillation(samples, terms.frozen, terms.tokens_N, terms.dtype)
-            temperature, best = self.distillation.temperature, self.distillation.best
+        temperature, best, compares = method.temperature, 0, False
+        if (row := self.distillation) is not None:
+            ids_NM, distilled = row(samples, terms.frozen, terms.tokens_N, terms.dtype)
+            temperature, best, compares = row.temperature, row.best, row.compares
 
-        def loss_of_chunk(logp_CM: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
-            emitted_C = logp_CM[:, 0] if ids_NM is not None else logp_CM.gather(1, terms.tokens_N[rows, None])[:, 0]
+        def loss_of_chunk(logp_CX: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
+            """X: the ids asked for and then what could have been drawn, or the vocabulary."""
+            m = logp_CX.shape[1] if ids_NM is None else ids_NM.shape[1]
+            asked_CM = logp_CX[:, :m]
+            emitted_C1 = logp_CX.gather(1, terms.tokens_N[rows, None]) if ids_NM is None else logp_CX[:, :1]
+            if support is not None:
+                kept_CK = support[rows]
+                kept_logp_CK = logp_CX.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CX[:, m:]
+                emitted_C1 = conditioned(emitted_C1, kept_logp_CK, kept_CK)
+                if compares:
+                    asked_CM = conditioned(asked_CM, kept_logp_CK, kept_CK)
+            emitted_C = emitted_C1[:, 0]
             emitted_N[rows] = emitted_C.detach()
             losses, metrics = list[Tensor](), terms.entropy(entropy, rows)
             if distilled is not None:
-                loss, found = terms.distilled(*distilled(logp_CM, rows, **beside), rows)
+                loss, found = terms.distilled(*distilled(asked_CM, rows, **beside), rows)
                 losses.append(loss)
                 metrics |= found
             if self.rides and self.has_others:
@@ -97,7 +117,7 @@ class Objective:
         loss, metrics = fused_loss(
             hidden_NH,
             weight_VH,
-            ids_NM,
+            terms.with_kept(ids_NM),
             loss_of_chunk,
             temperature=temperature,
             chunk=held,
@@ -123,6 +143,7 @@ class Terms:
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
         self.masks = [sample.rollout.loss_mask for sample in samples]
         self.tokens_N = self._of_mask([sample.rollout.tokens for sample in samples], torch.int64)
+        self.support = support_of([sample.rollout for sample in samples], device)
         self.teachers = [sample.teacher for sample in samples]
         self.mask_N, self.behavior_N = self._joined("mask_T", torch.bool), self._joined("behavior_T", dtype)
         names = [each.name for each in fields(Frozen) if each.name.endswith("_T")]
@@ -130,6 +151,7 @@ class Terms:
         self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
         trained_BT = padded([torch.from_numpy(mask_T) for mask_T in self.masks])
         self.shape = trained_BT.shape
+        self.episode_tokens_B = torch.tensor([each.episode_tokens for each in frozen], device=device)
         self.row_N, self.position_N = trained_BT.nonzero().to(device).unbind(1)
 
     def trained(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
@@ -142,6 +164,13 @@ class Terms:
 
     def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._of_mask([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
+
+    def with_kept(self, ids_NM: Tensor | None) -> Ids:
+        """These ids and, where samples tell, beside them what could have been drawn."""
+        support = self.support
+        if ids_NM is None or support is None:
+            return ids_NM
+        return lambda rows: torch.cat([ids_NM[rows], support[rows]], 1)
 
     def rows(self, x_N: Tensor) -> Tensor:
         """One row for each sample, [B, T]."""
@@ -192,6 +221,7 @@ class Terms:
                 n_tokens=counts.n_tokens,
                 n_sequences=counts.n_sequences,
                 scale=self.method.max_tokens,
+                sequence_tokens=self.episode_tokens_B if self.method.by_row else None,
                 **policy.options,
                 **self._evidence(known),
             )

@@ -315,15 +315,24 @@ def _check_cut(config: Config, method: Method) -> None:
     sampler = config.sampler
     whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     cut = [name for name, value in whole.items() if getattr(sampler, name) != value]
-    if not cut or (who := _looks_at_behavior(config, method)) is None:
+    if sampler.keep_mask and not cut:
+        raise ConfigError("sampler.keep_mask does nothing: top_p, top_k and min_p leave out no token; drop it")
+    if not cut:
+        return
+    named = " and ".join(f"sampler.{name} = {getattr(sampler, name)}" for name in cut)
+    leaves = f"{named} {'leaves' if len(cut) == 1 else 'leave'} out tokens of the distribution that draws"
+    drop = ", ".join(f"{name} = {whole[name]:g}" for name in cut)
+    if config.loss.weight and config.loss.asks.cache == "student_topk":
+        raise ConfigError(
+            f'{leaves}, and loss.kind = "{config.loss.kind}" compares the {config.loss.asks.k} best of it, which may '
+            f'be among them: write {drop}, or loss.kind = "reverse_kl_mc" with keep_mask = true'
+        )
+    if sampler.keep_mask or (who := _looks_at_behavior(config, method)) is None:
         return
     holder, instead = who
-    named = " and ".join(f"sampler.{name} = {getattr(sampler, name)}" for name in cut)
-    leaves = "leaves" if len(cut) == 1 else "leave"
     raise ConfigError(
-        f"{named} {leaves} out tokens of the distribution that draws, and {holder} the ratio of a whole one to it, "
-        "which is below 1 before anything is learned: write "
-        f"{', '.join(f'{name} = {whole[name]:g}' for name in cut)}, or {instead}"
+        f"{leaves}, and {holder} the ratio of a whole one to it, which is below 1 before anything is learned: write "
+        f"keep_mask = true, which sends along what is left, or {drop}, or {instead}"
     )
 
 

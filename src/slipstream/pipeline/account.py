@@ -94,5 +94,5 @@ class Account:
 
 
 def _missing(group: Group, size: int) -> list[int]:
-    """The indices of members that failed."""
-    return sorted(set(range(size)) - {handle.header.index for handle in group})
+    """The episodes that failed."""
+    return sorted(set(range(size)) - {handle.header.episode for handle in group})

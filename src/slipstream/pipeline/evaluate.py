@@ -24,7 +24,8 @@ async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampl
 
 
 def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:
-    return [[handle.header.rewards[reward] for handle in group] for group in groups]
+    """Of every group, the reward of each episode."""
+    return [list({h.header.episode: h.header.rewards[reward] for h in group}.values()) for group in groups]
 
 
 def summary(groups: list[list[Handle]], reward: str) -> Numbers:

@@ -14,16 +14,14 @@ from slipstream.metrics import Numbers
 from slipstream.pipeline.pool import Pool, Worker
 
 
-async def load(
-    sampler: Sampler, name: str, weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode
-) -> Loaded:
+async def load(sampler: Sampler, name: str, weights: WeightsRef, expected: Fingerprint, *, mode: Mode) -> Loaded:
     """Into one sampler, which says what it runs now."""
-    loaded = await sampler.publish(weights, version, mode)
+    loaded = await sampler.publish(weights, mode)
     if loaded.fingerprint != expected:
         raise ModelError(
-            f"publish of version {version}: {name} runs weights {loaded.fingerprint}, the learner exported {expected}: "
-            "its rollouts would be from another policy than recorded; is its model the student, and its dtype "
-            "sampler.dtype?"
+            f"publish of version {weights.version}: {name} runs weights {loaded.fingerprint}, the learner exported "
+            f"{expected}: its rollouts would be from another policy than recorded; is its model the student, and its "
+            "dtype sampler.dtype?"
         )
     return loaded
 
@@ -31,14 +29,21 @@ async def load(
 async def publish(
     samplers: Pool[Sampler], weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode
 ) -> Numbers:
-    """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why."""
+    """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why.
+
+    `version` is the one that is due.
+    """
+    if weights.version != version:
+        raise ModelError(
+            f"publish of version {version}: the learner exported its weights after update {weights.version}"
+        )
     done: list[Loaded] = []
 
     async def one(worker: Worker[Sampler]) -> None:
         try:
             # what drains goes on rolling out until nothing runs; else all that runs stands still
             worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
-            loaded = await load(worker.engine, worker.name, weights, expected, version=version, mode=mode)
+            loaded = await load(worker.engine, worker.name, weights, expected, mode=mode)
         except WorkerDied as error:
             samplers.bury(worker, error)
             return

@@ -55,7 +55,7 @@ class Limits:
 
 async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
     """What `train` looks at before it begins: sampler against learner, and the teacher's rows."""
-    await publish(engines, version=version)
+    await publish(engines)
     groups = await scored(engines, await rolled(plan, engines, prompts))
     if furthest := long_prompt(plan, prompts):
         # with the others: what a long sequence does to a short one beside it is looked at too
@@ -71,11 +71,11 @@ def long_prompt(plan: Plan, prompts: Sequence[Prompt]) -> Prompt | None:
     return replace(prompt, tokens=np.resize(prompt.tokens, wanted)) if wanted > len(prompt.tokens) + TOKENS else None
 
 
-async def publish(engines: Engines, *, version: int) -> str:
+async def publish(engines: Engines) -> str:
     """Returns the fingerprint of what all samplers then run."""
     weights, expected = await engines.learner.export()
     for name, sampler in zip(names("sampler", len(engines.samplers)), engines.samplers, strict=True):
-        await load(sampler, name, weights, expected, version=version, mode="drain")
+        await load(sampler, name, weights, expected, mode="drain")
     return expected
 
 

@@ -23,7 +23,7 @@ import resource
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,8 @@ def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
     match value:
         case Handle(header, body):
             return value if body is None else Handle(header, change(body))
-        case WeightsRef(manifest, body):
-            return WeightsRef(manifest, change(body))
+        case WeightsRef(body=body):
+            return replace(value, body=change(body))
         case Batch(groups, update):
             return Batch(swapped(groups, change), update)
         case list() | tuple():

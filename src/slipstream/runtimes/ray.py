@@ -47,8 +47,8 @@ class RemoteSampler(RemoteWorker):
         group: list[Handle] = await self.call("generate", prompt, sampling)
         return group
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
-        loaded: Loaded = await self.call("publish", weights, version, mode)
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        loaded: Loaded = await self.call("publish", weights, mode)
         return loaded
 
 

@@ -111,10 +111,13 @@ def _tokens(row: Iterable[Item]) -> int:
 
 
 def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
-    """One item per prompt; more of them, each with the prompt, where its responses are too many for the budget."""
-    groups: dict[int, list[int]] = {}
+    """One item per prompt; more of them, each with the prompt, where its responses are too many for the budget.
+
+    A branch may begin with other tokens than the rest of its group.
+    """
+    groups: dict[tuple[int, bytes], list[int]] = {}
     for i, rollout in enumerate(rollouts):
-        groups.setdefault(rollout.prompt.number, []).append(i)
+        groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes()), []).append(i)
     items = []
     for group in groups.values():
         prompt = len(rollouts[group[0]].prompt.tokens)

@@ -174,12 +174,12 @@ class VllmSampler:
 
     # --- publishing ------------------------------------------------------------------------------------------
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         # before anything is touched: vLLM warns of what is missing, and dies of a wrong shape
         check_fits(self.shapes, weights)
-        return await self.core.call(self._publish(weights, version, mode))
+        return await self.core.call(self._publish(weights, mode))
 
-    async def _publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def _publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         called, llm = time.perf_counter(), self.core.llm
         async with self.publishing:
             try:
@@ -189,7 +189,7 @@ class VllmSampler:
                 thrown = sum(group.tokens for group in self.open if group.aborted)
                 still = time.perf_counter()
                 # once begun it goes to its end, whether or not anybody still waits for it
-                found = await finished(asyncio.ensure_future(self._load(weights, version)))
+                found = await finished(asyncio.ensure_future(self._load(weights)))
                 loaded = time.perf_counter()
             finally:
                 self.counted.set()
@@ -197,7 +197,7 @@ class VllmSampler:
                     await llm.resume_generation()
         return Loaded(found, wait=still - called, load=loaded - still, thrown=thrown)
 
-    async def _load(self, weights: WeightsRef, version: int) -> Fingerprint:
+    async def _load(self, weights: WeightsRef) -> Fingerprint:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self.core.llm
@@ -208,10 +208,10 @@ class VllmSampler:
             try:
                 await llm.start_weight_update()
                 await llm.update_weights(WeightTransferUpdateRequest({"path": file.name, "manifest": manifest}))
-                await llm.finish_weight_update(weight_version=str(version))
+                await llm.finish_weight_update(weight_version=str(weights.version))
                 found = await self.core.rpc("slipstream_checksums", path=file.name, manifest=manifest)
             except Exception as error:
-                self.failure = EngineError(f"vLLM could not load version {version}: {raised_in(error)}")
+                self.failure = EngineError(f"vLLM could not load version {weights.version}: {raised_in(error)}")
                 await llm.abort(list(llm.output_processor.request_states), internal=True)
                 raise self.failure from error
         digests = {combined([checksums[name] for name in self.checked]) for checksums in found}

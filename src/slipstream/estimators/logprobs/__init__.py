@@ -32,6 +32,8 @@ BLOCK = 4096
 Metrics = dict[str, Tensor]
 ChunkLoss = Callable[..., tuple[Tensor, Metrics]]
 """(log-probs of the chunk's rows, which rows) → (their loss, summed; metrics, merged by `merge_metrics`)."""
+Ids = Tensor | Callable[[slice], Tensor] | None
+"""[N, M]; or [C, M] for the rows of a chunk, each with a width of its own; or the whole vocabulary."""
 
 
 def logprobs_at(
@@ -72,7 +74,7 @@ def logprobs_and_entropy_at(
 def fused_loss(
     hidden_NH: Tensor,
     weight_VH: Tensor,
-    ids_NM: Tensor | None,
+    ids_NM: Ids,
     loss_fn: ChunkLoss,
     *,
     bias: Tensor | None = None,
@@ -88,10 +90,11 @@ def fused_loss(
     For losses of token scope: the loss of a row may not depend on other rows. `loss_fn` sees log-probs at the ids, or
     over the whole vocabulary where `ids` is None; only they carry a gradient, whatever else it closes over. With `best`
     it is also given `best_ids`, the likeliest ids of each row [C, best], and with `entropy` the entropies [C]: both to
-    be looked at, without gradient. `chunk` is how many logits are held at a time.
+    be looked at, without gradient. `chunk` is how many logits are held at a time. Where ids differ in number from row
+    to row, `ids` may be a function of a chunk.
     """
     bend = Bend(temperature, scale, cap)
-    _check(hidden_NH, weight_VH, ids_NM, bias, bend, chunk)
+    _check(hidden_NH, weight_VH, ids_NM if isinstance(ids_NM, Tensor) else None, bias, bend, chunk)
     metrics: Metrics = {}
     rows = max(1, (chunk or HELD) // len(weight_VH))
     loss = _FusedHead.apply(  # type: ignore[no-untyped-call]
@@ -309,7 +312,7 @@ class _FusedHead(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias: Tensor | None,
-        ids_NM: Tensor | None,
+        ids_NM: Ids,
         loss_fn: ChunkLoss,
         bend: Bend,
         size: int,
@@ -330,7 +333,7 @@ class _FusedHead(torch.autograd.Function):
                 x_CM = bend.logits(tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias)
                 seen = x_CM - lse_C[:, None]
             else:
-                local_CM, inside_CM = _local(ids_NM[rows], columns)
+                local_CM, inside_CM = _local(ids_NM[rows] if isinstance(ids_NM, Tensor) else ids_NM(rows), columns)
                 x_CM = _at(tile_CV, bias, bend, local_CM)
                 seen = (x_CM - lse_C[:, None]).masked_fill_(~inside_CM, 0.0)
             with torch.enable_grad():

@@ -37,12 +37,14 @@ def policy_loss(
     n_tokens: float | None = None,
     n_sequences: float | None = None,
     scale: float | None = None,
+    sequence_tokens: Tensor | None = None,
     **hyper: Any,
 ) -> tuple[Tensor, Metrics]:
     """The loss of a method of `LOSSES`, differentiable in `logp`, and its metrics.
 
     `logp_old` are the log-probs of the policy that the ratio is taken to. `weights` [B, T] (detached) multiply the loss
-    of each token. `agg` is the method's own aggregation unless given, with the counts of the global batch. `hyper` are
+    of each token. `agg` is the method's own aggregation unless given, with the counts of the global batch, and those of
+    `aggregate` where several rows are one sequence. `hyper` are
     the method's options; a batch-scope method also takes the choice of `prepare` as `chosen`, and makes it from the
     rows it is given if that is missing.
 
@@ -65,7 +67,8 @@ def policy_loss(
         same_shape(logp=logp_BT, weights=weights)
         (weights,) = blanked(mask, weights.detach().to(loss_BT.dtype))
         loss_BT = loss_BT * (_row_weight(weights, mask) if method.weighs_rows else weights)
-    loss = aggregate(loss_BT, mask, agg or method.agg, n_tokens=n_tokens, n_sequences=n_sequences, scale=scale)
+    counts: dict[str, Any] = {"n_tokens": n_tokens, "n_sequences": n_sequences, "sequence_tokens": sequence_tokens}
+    loss = aggregate(loss_BT, mask, agg or method.agg, scale=scale, **counts)
     return loss, metrics | _metrics(logp.detach() - old, acted_BT, mask, n_tokens)
 
 

@@ -61,12 +61,13 @@ class FirstLook:
         return [
             Evidence(
                 group=sample.rollout.prompt.number,
+                episode=sample.rollout.episode,
                 rewards=sample.rollout.rewards,
                 mask_T=torch.tensor(sample.rollout.loss_mask),
+                turn_T=torch.from_numpy(np.where(sample.rollout.loss_mask, sample.rollout.turn, -1)),
                 behavior_T=behavior_of(sample).double(),
                 old_T=old[i] if old is not None else None,
                 current_T=current[i] if current is not None else None,
-                turn_T=torch.from_numpy(np.where(sample.rollout.loss_mask, sample.rollout.turn, -1)),
                 squares_T=squares[i] if squares is not None else None,
                 reference_T=reference[i] if reference is not None else None,
                 kl_T=kl[i] if kl is not None else None,

@@ -168,8 +168,7 @@ class NativeLearner:
         return drift | sharpness(seen) | against_teacher(samples, logp)
 
     def _counts(self, group: Group) -> Counts:
-        left = [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group]
-        return Counts(n_tokens=sum(left), n_sequences=sum(count > 0 for count in left))
+        return counts_of(group, [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group])
 
     # --- gradients and steps ---------------------------------------------------------------------------------
 
@@ -279,7 +278,7 @@ class NativeLearner:
         if self.snapshots.keep:
             self.snapshots.take(self.made)
         model, dtype = self.lm.model, self.export_dtype
-        weights = export_weights(model, dtype, keep=self.ranks.index == 0)
+        weights = export_weights(model, dtype, version=self.made, keep=self.ranks.index == 0)
         return weights, fingerprint(model, dtype, exported=weights, still=self.still)
 
 

@@ -20,9 +20,11 @@ from slipstream.engines.native.packing import MicroBatch, pack
 from slipstream.engines.native.ranks import Ranks, layers_of
 from slipstream.engines.native.rows import Rows, by_sample, over_tokens, use_rows
 from slipstream.estimators.divergence import dense
-from slipstream.estimators.logprobs import HELD, logprobs_at
+from slipstream.estimators.logprobs import HELD
 from slipstream.estimators.logprobs.head import Head
+from slipstream.estimators.logprobs.kept import kept_logprobs_at, only
 from slipstream.estimators.numerics import joined
+from slipstream.objective.kept import support_of
 from slipstream.records import Rollout, Scored
 
 T = TypeVar("T")
@@ -102,7 +104,7 @@ class Passes:
     ) -> list[Tensor]:
         """Of the emitted tokens, at sampling temperature, by the weights as they are or as a snapshot has them.
 
-        0 where a token is masked.
+        Among what could be drawn, where samples tell; 0 where a token is masked.
         """
         return [logp_T1[:, 0] for logp_T1 in self._at_tokens(samples, [self.temperature], snapshots, version)]
 
@@ -132,8 +134,11 @@ class Passes:
         def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             ids_N1 = joined([r.tokens[r.loss_mask] for r in chosen], hidden_NH.device, torch.int64)[:, None]
             hidden_NH, weight, bias = head.inputs(hidden_NH)
+            support = support_of(chosen, hidden_NH.device)
             shape: dict[str, Any] = {"bias": bias, **head.bend}
-            return torch.cat([logprobs_at(hidden_NH, weight, ids_N1, temperature=t, **shape) for t in temperatures], 1)
+            return torch.cat(
+                [kept_logprobs_at(hidden_NH, weight, ids_N1, support, temperature=t, **shape) for t in temperatures], 1
+            )
 
         with self._as_at(snapshots, version):
             found = self._of_each(samples, at_tokens)
@@ -141,12 +146,14 @@ class Passes:
 
     @torch.no_grad()
     def log_probs_of_draws(self, samples: Sequence[Scored], *, temperature: float) -> list[Tensor]:
-        """By the weights as they are: [N, M] for the trained tokens of each sample."""
+        """By the weights as they are, among what could be drawn: [N, M] for the trained tokens of each sample."""
 
         def at_draws(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             ids_NM = joined([rollout.actions for rollout in chosen], hidden_NH.device, torch.int64)
             hidden_NH, weight, bias = head.inputs(hidden_NH)
-            return logprobs_at(hidden_NH, weight, ids_NM, bias=bias, temperature=temperature, **head.bend)
+            support = support_of(chosen, hidden_NH.device)
+            shape: dict[str, Any] = {"bias": bias, **head.bend}
+            return kept_logprobs_at(hidden_NH, weight, ids_NM, support, temperature=temperature, **shape)
 
         with self._as_at(None, None):
             return self._of_each(samples, at_draws)
@@ -172,7 +179,8 @@ class Passes:
     ) -> list[Tensor]:
         """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round: [T, a column of each].
 
-        Exact, over the whole vocabulary; 0 where a token is masked. However many kinds, the passes are made once.
+        Exact, over the whole vocabulary, or what could be drawn of it where samples tell; 0 where a token is masked.
+        However many kinds, the passes are made once.
         """
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
@@ -183,14 +191,18 @@ class Passes:
             ]
             now.append(hidden_NH)
 
-        def kl_to(before_NH: Tensor, head: Head) -> Tensor:
+        def kl_to(before_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             hidden_NH, (weight, bias) = now.pop(0), heads[0]
+            support = support_of(chosen, hidden_NH.device)
             found = [hidden_NH.new_empty(0, len(kinds))]
             size = max(1, HELD // len(weight))
             for start in range(0, len(hidden_NH), size):
-                rows = slice(start, start + size)
-                logits_CV, old_CV = head(hidden_NH[rows], weight, bias), head(before_NH[rows])
-                logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in (logits_CV, old_CV))
+                rows = slice(start, min(start + size, len(hidden_NH)))
+                both = [head(hidden_NH[rows], weight, bias), head(before_NH[rows])]
+                if support is not None:
+                    support_CK = support[rows]
+                    both = [only(x_CV, support_CK) for x_CV in both]
+                logp_CV, old_CV = ((wide(x_CV) / self.temperature).log_softmax(-1) for x_CV in both)
                 found.append(torch.stack([dense(logp_CV, old_CV, kind=kind) for kind in kinds], 1))
             return torch.cat(found)
 
@@ -204,7 +216,8 @@ class Passes:
                     self.student(rows, nothing)
                     continue
                 chosen = [samples[i].rollout for i in members]
-                kl |= zip(members, over_tokens(self.student(rows, kl_to).cpu(), chosen), strict=True)
+                kl_N = self.student(rows, lambda h, head, chosen=chosen: kl_to(h, head, chosen))
+                kl |= zip(members, over_tokens(kl_N.cpu(), chosen), strict=True)
         return [kl[i] for i in range(len(samples))]
 
 

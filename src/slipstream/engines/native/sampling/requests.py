@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
-from slipstream.records import Handle, Prompt, Rollout
+from slipstream.records import Handle, Ints, Prompt, Rollout
 
 Told = tuple[asyncio.Future[Any], Any]
 """Whose future, and the answer."""
@@ -33,6 +33,8 @@ class Row:
     request: Request
     index: int
     length: int
+    kept: list[Ints] = field(default_factory=list)
+    """The ids that could have been drawn at each of its tokens, where they are asked for."""
 
     @property
     def tokens(self) -> int:
@@ -42,7 +44,6 @@ class Row:
 @dataclass(eq=False)
 class Publish:
     weights: WeightsRef
-    version: int
     mode: Mode
     answer: asyncio.Future[Loaded]
     called: float

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.draws import draw, process, uniforms
+from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import micro_batches
 from slipstream.engines.native.sampling.decoding import Decoder, prove
@@ -28,7 +28,7 @@ from slipstream.engines.native.sampling.requests import Publish, Request, Row, T
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
-from slipstream.records import Handle, Prompt, header_of
+from slipstream.records import Handle, Prompt, header_of, kept_of
 
 PREFILL_TOKENS = 1 << 15
 """Most tokens, padding included, of one prefill pass."""
@@ -65,9 +65,9 @@ class NativeSampler:
         await self._answered(request)
         return request.answer.result()
 
-    async def publish(self, weights: WeightsRef, version: int, mode: Mode) -> Loaded:
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         answer: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
-        publish = Publish(weights, version, mode, answer, time.perf_counter())
+        publish = Publish(weights, mode, answer, time.perf_counter())
         self.publishing.append(publish)
         await self._answered(publish)
         return publish.answer.result()
@@ -131,7 +131,7 @@ class NativeSampler:
         still = time.perf_counter()
         thrown = self._restart() if publish.mode == "restart" else 0
         load_weights(self.lm.model, publish.weights)
-        self.version = publish.version
+        self.version = publish.weights.version
         found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
         loaded = time.perf_counter()
         if self.rows:
@@ -237,6 +237,10 @@ class NativeSampler:
             uniform_NM = uniforms(tape.seed_S[at], tape.offset_S[at] + t_N[pick], sampling.draws)
             logp_NV = process(logits_NV[pick], sampling)
             ids_NM, logp_NM = draw(logp_NV, uniform_NM)
+            if sampling.keep_mask:
+                asking = [row for row in rows if row.request.sampling == sampling]
+                for row, ids in zip(asking, kept_ids(logp_NV), strict=True):
+                    row.kept.append(ids)
             tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM
             tape.logp_STM[at, t_N[pick], : sampling.draws] = logp_NM
             if sampling.best:
@@ -267,6 +271,7 @@ class NativeSampler:
                 tokens=row.tokens,
                 sampling=request.sampling,
                 finish="eos" if stopped[slot - start] else "length",
+                kept=kept_of(row.kept) if row.kept else None,
             )
             if len(request.done) == request.sampling.group:
                 rollouts = [request.done[index] for index in range(request.sampling.group)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.engines.base import Sampling
-from slipstream.records import Finish, Prompt, Rollout, derive_seed, one_turn
+from slipstream.records import Finish, Kept, Prompt, Rollout, derive_seed, one_turn
 
 
 class Tape:
@@ -57,7 +57,15 @@ class Tape:
             tensor[target] = tensor[source]
 
     def read(
-        self, slot: int, prompt: Prompt, index: int, *, tokens: int, sampling: Sampling, finish: Finish
+        self,
+        slot: int,
+        prompt: Prompt,
+        index: int,
+        *,
+        tokens: int,
+        sampling: Sampling,
+        finish: Finish,
+        kept: Kept | None,
     ) -> Rollout:
         draws, best = sampling.draws, sampling.best
         return one_turn(
@@ -69,6 +77,7 @@ class Tape:
             best_logp=self.best_logp_STK[slot, :tokens, :best].cpu().numpy().copy() if best else None,
             versions=self.version_ST[slot, :tokens].cpu().numpy().astype(np.int32),
             finish=finish,
+            kept=kept,
         )
 
 
