@@ -24,8 +24,8 @@ from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.estimators.correction import LOSSES_OF, PRESETS, RS_MODES
 from slipstream.objective.method import method_of
+from slipstream.plan.engines import snapshots_of
 from slipstream.records import Batch, Group, Handle, total
-from slipstream.runtimes.build import snapshots_of
 from tiny import EOS, make_model, make_prompts, wrap
 
 TREE: dict[str, Any] = {
@@ -131,7 +131,7 @@ def test_every_choice_trains(choice: str) -> None:
         method=method_of(config),
         config=config.learner,
         updates=config.updates,
-        snapshots=snapshots_of(config),
+        snapshots=snapshots_of(config, method_of(config)),
     )
 
     async def update(number: int) -> dict[str, float]:

@@ -98,7 +98,6 @@ output = "run"
 [data]
 train = "good.jsonl"
 eval = "good.jsonl"
-eval_split = "train"
 
 [teachers.main]
 model = "models/teacher"

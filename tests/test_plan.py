@@ -364,6 +364,9 @@ log.project=mine
 log.to=tensorboard log.project=mine
 data.teacher_key=level
 teachers.main.key=math
+loss.kind=jsd loss.k=4
+loss.kind=forward_kl loss.cache=hidden loss.k=4
+{RL} loss.kind=k2 loss.as=reward
 {RL} loss.m=4
 {RL} loss.kind=forward_kl
 {RL} loss.kind=reverse_kl

@@ -43,7 +43,7 @@ TREE: dict[str, Any] = {
     "schedule": {"kind": "sync"},
     "task": {"reward": "exact"},
 }
-REWARDED = {"teachers": {}, "loss": {"weight": 0.0}}
+REWARDED = {"teachers": {}, "loss": {"kind": "reverse_kl_mc", "weight": 0.0}}
 MINIATURES: dict[str, dict[str, Any]] = {
     "the default, beside an evaluation": {
         "schedule": {"kind": "async", "tau": 1.0},
