@@ -121,10 +121,12 @@ class FirstLook:
         """
         kinds: list[Kind] = ["reverse"] * drift
         kinds += ["forward"] * self.method.rejects("seq_max_kl")
+        if not kinds:
+            return Distances({}, [])
         kl = [torch.zeros(len(sample.rollout.tokens), len(kinds), dtype=torch.float64) for sample in samples]
         # of the same policy it is 0
         known = [drawn_by(version, sample) | ~torch.tensor(sample.rollout.loss_mask) for sample in samples]
-        for drew in self._drawn(samples) if kinds else ():
+        for drew in self._drawn(samples):
             if drew == version or drew not in self.snapshots:
                 continue
             here = [drawn_by(drew, sample) for sample in samples]
