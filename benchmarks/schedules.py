@@ -33,6 +33,7 @@ from slipstream.plan.plan import plan
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import inline, ray
 from slipstream.runtimes.build import build_grader
+from slipstream.runtimes.places import cpu_seconds
 
 CORES, BATCH, MAX_TOKENS = 2, 64, 80
 ARMS: dict[str, dict[str, Any]] = {
@@ -104,10 +105,10 @@ def run(arm: dict[str, Any], *, seed: int, updates: int) -> Found:
 
 async def timed(run: Run) -> tuple[float, dict[str, float]]:
     """Wall-clock seconds of a run, and the CPU seconds of every worker."""
-    before, mine, began = await ray.cpu_seconds(run.engines), time.process_time(), time.perf_counter()
+    before, mine, began = await cpu_seconds(run.engines), time.process_time(), time.perf_counter()
     await run.train()
     seconds, mine = time.perf_counter() - began, time.process_time() - mine
-    after = await ray.cpu_seconds(run.engines)
+    after = await cpu_seconds(run.engines)
     return seconds, {name: after[name] - before[name] for name in after} | {"coordinator": mine}
 
 

@@ -258,7 +258,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "address of nothing": (
         {"runtime": {"kind": "inline", "address": "auto"}},
-        'runtime.address is for runtime.kind = "ray": drop one of them',
+        'runtime.address is of a Ray cluster: write runtime.kind = "ray", or drop one of them',
     ),
     "text for a number": ({"updates": "many"}, "updates: input should be a valid integer, got 'many'"),
     "digits for a number": ({"updates": "7"}, "updates: input should be a valid integer, got '7'"),
@@ -313,7 +313,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "ranks in one process": (
         {"learner": {"ranks": 2}, "runtime": {"kind": "inline"}},
-        'learner.ranks needs a process for each: write runtime.kind = "ray"',
+        'learner.ranks needs a process for each: write runtime.kind = "local"',
     ),
     "shared prompts without packing": (
         {"learner": {"shared_prompt": True, "packing": False}, "sampler": {"group": 2}},

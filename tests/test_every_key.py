@@ -148,7 +148,7 @@ OTHER = {
 }
 """Another value that is legal, where none follows from the schema, and what goes with it."""
 ALSO = {
-    "learner.ranks": "runtime.kind=ray",
+    "learner.ranks": "runtime.kind=local",
     "learner.snapshots": "learner.exact_drift=true",
     "teachers.NAME.base_url": "loss.kind=forward_kl",
     "policy.old": "policy.loss=vanilla",

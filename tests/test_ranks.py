@@ -43,6 +43,7 @@ from slipstream.plan.engines import engines_of
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import ray as runtime
+from slipstream.runtimes.places import cpu_seconds
 from slipstream.runtimes.ranked import RankedLearner, group_cost, number_of, shared_out
 from slipstream.tasks.data import Prompts, Row
 from tiny import EOS, make_model, make_prompts, wrap
@@ -627,7 +628,7 @@ def test_a_run_with_two_ranks_over_ray(models_dir: Path, tokenizer: PreTrainedTo
         lines = read_lines(tmp_path / "run" / "metrics.jsonl")
         assert len(lines) == 2 and all(np.isfinite(line["loss"]) for line in lines)
         assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-        used = asyncio.run(runtime.cpu_seconds(engines))
+        used = asyncio.run(cpu_seconds(engines))
         assert used.keys() == {"learner-0", "learner-1", "sampler", "scorer"}
         learner: Any = engines.learner
         os.kill(learner.ranks[1].pid, signal.SIGKILL)

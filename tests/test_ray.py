@@ -32,8 +32,8 @@ from slipstream.plan.engines import EnginesPlan, engines_of
 from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, one_turn, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import ray as runtime
-from slipstream.runtimes.exchange import Body
-from slipstream.runtimes.ray import Place, RemoteLearner, RemoteSampler, RemoteScorer, RemoteWorker
+from slipstream.runtimes.exchange import Body, RemoteWorker
+from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, cpu_seconds, gpus_each
 from slipstream.tasks.data import Prompts, Row
 
 VOCAB = 6
@@ -114,7 +114,7 @@ def test_a_real_run_whose_processes_all_end(
         assert ray.util.get_node_ip_address() == "127.0.0.1", "Ray's ports run code for whoever can reach them"
         assert said[0] == "starting Ray"
         found = losses(tmp_path / "run", config, engines)
-        used = asyncio.run(runtime.cpu_seconds(engines))
+        used = asyncio.run(cpu_seconds(engines))
         started = children() - before
     finally:
         engines.close()
@@ -129,7 +129,7 @@ def test_a_real_run_whose_processes_all_end(
 
 
 def test_what_cannot_start_takes_its_ray_with_it(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ConfigError, match="3 engines need a GPU each, Ray has 0"):
+    with pytest.raises(ConfigError, match="3 engines need a GPU each, there are 0"):
         runtime.open_engines(shipped(runtime=RuntimeConfig(device="cuda")), tokenizer, say=silent)
     assert not ray.is_initialized()
 
@@ -267,7 +267,7 @@ def test_a_publish_is_heard_while_a_thousand_generates_wait(opened: Any) -> None
         return loaded
 
     assert asyncio.run(main()).fingerprint == "1000 running, 0 aborted"
-    assert sampler.turn < 20, "calls that are made together travel together"
+    assert sampler.link.turn < 20, "calls that are made together travel together"
 
 
 def test_cancelling_a_call_aborts_it_in_the_actor(opened: Any) -> None:
@@ -348,7 +348,7 @@ def test_records_outlive_their_maker_and_never_come_here(opened: Any, tokens: in
     async def main() -> list[list[Handle]]:
         made = await asyncio.gather(*[sampler.generate(prompt(i), Sampling(4, group=2)) for i in range(3)])
         assert all(isinstance(handle.body, Body) and handle.header.tokens == tokens for g in made for handle in g)
-        ray.kill(sampler.host)
+        ray.kill(sampler.link.actor)
         with pytest.raises(WorkerDied):
             await sampler.generate(prompt(9), SAMPLING)
         return await asyncio.gather(*[scorer.score(group) for group in made])
@@ -451,9 +451,9 @@ def test_every_actor_has_the_threads_it_was_given(opened: Any) -> None:
 
 
 def test_what_ray_cannot_give_is_refused_at_once(cluster: None, tokenizer: PreTrainedTokenizerFast) -> None:
-    assert runtime.gpus_each("auto", 3, silent) == runtime.gpus_each("cpu", 3, silent) == 0
-    with pytest.raises(ConfigError, match="3 engines need a GPU each, Ray has 0"):
-        runtime.gpus_each("cuda", 3, silent)
+    assert gpus_each("auto", 3, 0, silent) == gpus_each("cpu", 3, 0, silent) == 0
+    with pytest.raises(ConfigError, match="3 engines need a GPU each, there are 0"):
+        gpus_each("cuda", 3, 0, silent)
     with pytest.raises(ConfigError, match="runtime.address = '127.0.0.1:9': no Ray cluster answers there"):
         runtime.start_there("127.0.0.1:9")
     with pytest.raises(ConfigError, match="ask Ray for 3 CPUs and it has 1"):

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from rich.console import Console
 
-from slipstream.commands.train import open_engines
+from slipstream.commands.train import nursery, opened
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Engines, greedy
@@ -49,15 +48,16 @@ def doctor(config: Config, console: Console) -> bool:
 
     try:
         console.print(versions(), highlight=False, soft_wrap=True)
-        made = plan(config)
-        tell([Finding("files, tokenizers and lengths", True, f"{len(made.prompts.rows)} prompts, one vocabulary")])
-        tell(parity(made.config))
-        tell(room(made))
-        with opened(moving(made), console) as engines:
-            tell(asyncio.run(engines_alone(made, engines, some(made))))
-        if taught := by_itself(made):
-            with opened(taught, console) as engines:
-                tell(asyncio.run(as_its_own_teacher(taught, engines, some(made))))
+        with nursery(config) as born:
+            made = plan(config)
+            tell([Finding("files, tokenizers and lengths", True, f"{len(made.prompts.rows)} prompts, one vocabulary")])
+            tell(parity(made.config))
+            tell(room(made))
+            with opened(moving(made), born, console) as engines:
+                tell(asyncio.run(engines_alone(made, engines, some(made))))
+            if taught := by_itself(made):
+                with opened(taught, born, console) as engines:
+                    tell(asyncio.run(as_its_own_teacher(taught, engines, some(made))))
     except SlipstreamError as error:
         tell([Finding("stopped", False, str(error))])
     failed = sum(not finding.ok for finding in found)
@@ -106,7 +106,7 @@ def room(made: Plan) -> list[Finding]:
     runtime, asked = made.engines.runtime, made.needs
     gpus = [torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())]
     there = sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    each_has = min(gpus) if gpus and runtime.kind == "ray" else there
+    each_has = min(gpus) if gpus and runtime.kind != "inline" else there
     found = [
         Finding("memory", fits, str(need), "" if fits else f"its device has {size(each_has)}: {TIGHT}")
         for need in asked
@@ -122,15 +122,6 @@ TIGHT = "a smaller learner.token_budget, learner.checkpointing, learner.lora, fe
 
 
 # --- with engines -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def opened(made: Plan, console: Console) -> Iterator[Engines]:
-    engines = open_engines(made, console)
-    try:
-        yield engines
-    finally:
-        engines.close()
 
 
 def moving(made: Plan) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
@@ -22,22 +22,21 @@ from slipstream.pipeline.run import Run
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, plan
 from slipstream.runlog import RunLog, check_free, read_lines, run_path
-from slipstream.runtimes import inline
+from slipstream.runtimes import inline, local
+from slipstream.runtimes.local import Nursery
 
 
 def train(config: Config, console: Console, *, name: str, checks: bool = True) -> Path:
     """Run it all; returns the run directory."""
     path = run_path(config, name)
     check_free(path)
-    made = plan(config)
-    engines = open_engines(made, console)
-    try:
-        if checks:
-            try_out(made, engines, console)
-        with RunLog.create(made.config, path) as log:
-            go(made, engines, log, console, name=name)
-    finally:
-        engines.close()
+    with nursery(config) as born:
+        made = plan(config)
+        with opened(made, born, console) as engines:
+            if checks:
+                try_out(made, engines, console)
+            with RunLog.create(made.config, path) as log:
+                go(made, engines, log, console, name=name)
     return path
 
 
@@ -56,15 +55,14 @@ def resume(path: Path, console: Console) -> Path:
     """Go on with a run from its last checkpoint."""
     config = stopped_run(path)
     checkpoint, standing = newest(path)
-    made = plan(config)
-    engines = open_engines(made, console)
-    in_flight = len(standing.in_flight)
-    console.print(f"going on from {checkpoint}; {in_flight} groups that were in flight start again", highlight=False)
-    try:
-        with RunLog.reopen(made.config, path, update=standing.version, ended=standing.ended) as log:
-            go(made, engines, log, console, name=path.name, standing=standing, checkpoint=checkpoint)
-    finally:
-        engines.close()
+    with nursery(config) as born:
+        made = plan(config)
+        with opened(made, born, console) as engines:
+            in_flight = len(standing.in_flight)
+            said = f"going on from {checkpoint}; {in_flight} groups that were in flight start again"
+            console.print(said, highlight=False)
+            with RunLog.reopen(made.config, path, update=standing.version, ended=standing.ended) as log:
+                go(made, engines, log, console, name=path.name, standing=standing, checkpoint=checkpoint)
     return path
 
 
@@ -76,8 +74,22 @@ def stopped_run(path: Path) -> Config:
     return load(path / "config.toml", [])
 
 
-def open_engines(made: Plan, console: Console) -> Engines:
-    """After what a person should know of the plan."""
+def nursery(config: Config) -> AbstractContextManager[Nursery | None]:
+    """Where engines will be forked from, if they are: to be opened before anything here starts a thread."""
+    return Nursery() if config.runtime.kind == "local" else nullcontext()
+
+
+@contextmanager
+def opened(made: Plan, born: Nursery | None, console: Console) -> Iterator[Engines]:
+    """The engines, after what a person should know of the plan."""
+    engines = open_engines(made, born, console)
+    try:
+        yield engines
+    finally:
+        engines.close()
+
+
+def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
@@ -87,6 +99,8 @@ def open_engines(made: Plan, console: Console) -> Engines:
     for note in (*made.notes, str(made.method)):
         say(note)
     match made.engines.runtime.kind:
+        case "local":
+            return local.open_engines(made.engines, made.tokenizer, nursery=born, say=say)
         case "ray":
             from slipstream.runtimes.ray import open_engines as open_on_ray
 

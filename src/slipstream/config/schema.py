@@ -198,10 +198,11 @@ class LogConfig(Section):
 
 
 class RuntimeConfig(Section):
-    kind: Literal["ray", "inline"] = "ray"
-    """Each engine in a process of its own, started here or on a Ray cluster, or all in this process."""
+    kind: Literal["local", "ray", "inline"] = "local"
+    """Each engine in a process of its own on this machine, or an actor of Ray, or all in this process."""
     address: str | None = None
-    """Address of a Ray cluster, or auto; without it Ray is started on this machine and stopped with the run."""
+    """Address of a Ray cluster, or auto: kind = ray then goes without saying. Without it Ray is started on this machine
+    and stopped with the run."""
     patience: float = Field(1800.0, gt=0)
     """Seconds without any progress after which the run stops and says who waits for whom."""
     device: str = "auto"
@@ -210,6 +211,13 @@ class RuntimeConfig(Section):
     """CPU threads of one engine; one is fastest for very small models."""
     graders: int = Field(1, ge=1)
     """Processes that grade answers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _at_an_address(cls, given: Any) -> Any:
+        """An address is of a Ray cluster: who writes one need not write the kind."""
+        there = isinstance(given, dict) and given.get("address") is not None
+        return {"kind": "ray", **given} if there else given
 
 
 class Config(Section):
@@ -261,8 +269,8 @@ class Config(Section):
             )
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
-        if self.runtime.kind == "inline" and self.runtime.address is not None:
-            raise ValueError('runtime.address is for runtime.kind = "ray": drop one of them')
+        if self.runtime.kind != "ray" and self.runtime.address is not None:
+            raise ValueError('runtime.address is of a Ray cluster: write runtime.kind = "ray", or drop one of them')
         if self.eval.every and self.eval.n > self.sampler.slots:
             raise ValueError(f"eval.n = {self.eval.n} needs sampler.slots of at least {self.eval.n}")
         every = getattr(self.schedule, "publish_every", 1)
@@ -336,7 +344,7 @@ class Config(Section):
         if learner.shared_prompt and self.sampler.group == 1:
             raise ValueError("learner.shared_prompt has nothing to share with sampler.group = 1: drop it")
         if learner.ranks > 1 and self.runtime.kind == "inline":
-            raise ValueError('learner.ranks needs a process for each: write runtime.kind = "ray"')
+            raise ValueError('learner.ranks needs a process for each: write runtime.kind = "local"')
         if learner.lora is not None and self.sampler.engine == "vllm":
             raise ValueError(
                 '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '

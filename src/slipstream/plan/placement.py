@@ -81,7 +81,7 @@ def needs(plan: EnginesPlan) -> list[Need]:
     """Of every process."""
     runtime = plan.runtime
     gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
-    own = "a GPU" if runtime.kind == "ray" else "the one GPU"
+    own = "the one GPU" if runtime.kind == "inline" else "a GPU"
     where = own if gpu else f"{runtime.threads} CPU thread{'s' * (runtime.threads > 1)}"
     found = [Need(name, where, learner(plan.learner)) for name in names("learner", plan.learner.settings.ranks)]
     found += [Need(name, where, sampler(plan.sampler)) for name in names("sampler", plan.sampler.replicas)]

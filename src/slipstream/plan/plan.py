@@ -56,7 +56,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     """
     notes: list[str] = []
     check_trackers(config.log.to)
-    check_device(config)
+    check_runtime(config)
     config = with_vllm(config, notes.append)
     method = method_of(config)
     rewards.check_installed(config.task.reward)
@@ -92,11 +92,13 @@ def changed(made: Plan, config: Config) -> Plan:
     return replace(made, config=config, method=method, engines=engines, sampling=sampling)
 
 
-def check_device(config: Config) -> None:
+def check_runtime(config: Config) -> None:
     """Devices of a cluster are not those that are here."""
     device, runtime = config.runtime.device, config.runtime
-    if runtime.kind == "ray" and device.startswith("cuda") and device != "cuda":
-        raise ConfigError(f"runtime.device = {device!r}: Ray chooses the GPU of each engine; write 'cuda'")
+    if runtime.kind == "ray" and find_spec("ray") is None:
+        raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
+    if runtime.kind != "inline" and device.startswith("cuda") and device != "cuda":
+        raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
     if runtime.address is None:
         pick_device(device)
 

@@ -1,48 +1,46 @@
-"""An engine in a Ray actor, and the client that calls it. Calls travel in batches, records travel by themselves.
+"""An engine in a process of its own, and the client that calls it, whatever the way between the two.
 
-    coordinator: RemoteWorker                             actor: Host
-    call 1 ─▶ outbox ─┐
-    call 2 ─▶ outbox ─┼── exchange(7, [1, 2, cancel 0]) ──▶ starts 1 and 2, cancels 0;
-    cancel 0 ▶ outbox ┘                                     exchange 6, if it still waits here, returns empty
-    answers ◀───────────────── headers, bodies ───────────  7 returns when something has finished, or when 8 comes
+    coordinator: RemoteWorker ── Link ──▶ Host: engine
+    call 1, call 2, cancel 0 ───────────▶ starts 1 and 2, cancels 0
+    answer ◀───────────────── value, bodies of 2
 
-At most two exchanges are in flight, and only the newer one waits: nothing polls, a call leaves as soon as it is made,
-and what piles up meanwhile leaves together. An answer is small: in place of every record and of exported weights it
-holds an index into `bodies`, the second return value. The coordinator has that as an ObjectRef and never fetches it; it
-belongs to the coordinator, so it outlives its maker, and it is freed when the last `Body` that names it is.
+Calls leave as soon as they are made, and an answer comes when its call has ended: a publish is heard while a thousand
+generates wait. An answer is small: in place of every record and of exported weights it holds an index into `bodies`.
+The coordinator never opens those: it holds each as a `Body`, which the link sends on, and which is freed with its last
+holder.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import pickle
 import resource
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
-from typing import Any
-
-import ray
-from ray.exceptions import RayActorError, RayError
+from typing import Any, Protocol
 
 from slipstream.engines.base import WeightsRef
 from slipstream.errors import EngineError, WorkerDied, first_line
 from slipstream.records import Batch, Handle
 
-CANCEL = ""
-TICK = 0.02
-"""Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
+CANCEL, CPU_SECONDS = "", "cpu seconds"
+"""What the host does itself; all other calls are the engine's."""
+BEGUN = -1
+"""The number of the answer that says whether an engine could be built."""
+GOODBYE = 10.0
+"""Seconds that engines have to close before their processes are killed."""
+REMINDER = 60.0
+"""Seconds between two lines about engines that have not started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method of the engine; `CANCEL` cancels the call of that number."""
+    """A method of the engine; or `CANCEL`, which cancels the call of that number, or `CPU_SECONDS`."""
 
     id: int
     method: str
@@ -69,14 +67,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Where a record lies: its bundle, and its place there.
-
-    The bundle is an ObjectRef with the coordinator. In a call it is its place among the bundles of the exchange, which
-    Ray hands over as read-only views of the object store before the exchange begins.
-    """
+    """Where a record lies: what its link holds for an answer, and its place there. In a call, whatever the link makes
+    of the two."""
 
     bundle: Any
-    index: int
+    index: Any
 
 
 def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -107,75 +102,21 @@ def failed(id: int, error: BaseException) -> Answer:
 
 
 class Host:
-    """The actor. It imports nothing heavy before `start` unpickles what builds the engine.
+    """The engine's end: runs what is called and tells what came of it, with the bodies that belong there."""
 
-    Ctrl-C in a terminal goes to every process of its group, but not to this one: Ray starts its processes with SIGINT
-    blocked, so the coordinator can still save a checkpoint.
-    """
-
-    def __init__(self, name: str, threads: int, directory: str) -> None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
-        with contextlib.suppress(OSError):  # relative paths in a config mean the same here, where that exists
-            os.chdir(directory)
-        self.name, self.engine, self.store = name, None, None
-        self.turn = 0
-        """Exchanges accepted so far."""
-        self.early: dict[int, Sequence[Call]] = {}
+    def __init__(self, name: str, tell: Callable[[Answer, list[Any]], None]) -> None:
+        self.name, self.tell, self.engine = name, tell, None
         self.running: dict[int, asyncio.Task[None]] = {}
-        self.answers: list[Answer] = []
-        self.bodies: list[Any] = []
-        self.changed = asyncio.Event()
-        self.answered = 0.0
-        """When an exchange last returned with answers."""
 
-    def __repr__(self) -> str:
-        """How Ray's logs call it."""
-        return self.name
-
-    def meet(self) -> tuple[str, int]:
-        """Where the ranks of an engine find each other, at the address by which Ray knows this machine."""
-        from slipstream.engines.native.ranks import open_store
-
-        self.store, where = open_store(ray.util.get_node_ip_address())
-        return where
-
-    async def start(self, build: Callable[..., Any], *told: Any) -> Answer:
+    def start(self, build: Callable[[], Any]) -> Answer:
         try:
-            self.engine = build(*told)
+            self.engine = build()
         except Exception as error:
-            return failed(0, error)
+            return failed(BEGUN, error)
         gc.freeze()  # what was imported and loaded stays: no collection need look through it again
-        return Answer(0, os.getpid())
+        return Answer(BEGUN, os.getpid())
 
-    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    async def exchange(self, turn: int, calls: Sequence[Call], *bundles: Any) -> tuple[list[Answer], list[Any]]:
-        self.early[turn] = swapped(calls, lambda body: bundles[body.bundle][body.index])
-        while self.turn in self.early:  # Ray does not promise that they arrive in order
-            for call in self.early.pop(self.turn):
-                self._accept(call)
-            self.turn += 1
-        self.changed.set()
-        while not self.answers and turn == self.turn - 1:
-            self.changed.clear()
-            await self.changed.wait()
-        await self._settle_down(turn)
-        if turn < self.turn - 1:
-            return [], []
-        answers, self.answers, bodies, self.bodies = self.answers, [], self.bodies, []
-        return answers, bodies
-
-    async def _settle_down(self, turn: int) -> None:
-        """Answers that come soon after others travel together, as long as there is more to come."""
-        clock = asyncio.get_running_loop().time
-        until = self.answered + TICK
-        while self.running and turn == self.turn - 1 and clock() < until:
-            self.changed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.changed.wait(), until - clock())
-        if turn == self.turn - 1:
-            self.answered = clock()
-
-    def _accept(self, call: Call) -> None:
+    def accept(self, call: Call) -> None:
         if call.method != CANCEL:
             self.running[call.id] = asyncio.create_task(self._run(call))
             self.running[call.id].add_done_callback(lambda _: self.running.pop(call.id))
@@ -183,22 +124,23 @@ class Host:
             self.running[call.id].cancel()
 
     async def _run(self, call: Call) -> None:
+        bodies: list[Any] = []
+
+        def keep(body: Any) -> int:
+            bodies.append(body)
+            return len(bodies) - 1
+
         try:
-            result = await getattr(self.engine, call.method)(*call.args, **call.options)
-            self.answers.append(Answer(call.id, swapped(result, self._keep)))
+            if call.method == CPU_SECONDS:
+                answer = Answer(call.id, cpu_seconds_here())
+            else:
+                result = await getattr(self.engine, call.method)(*call.args, **call.options)
+                answer = Answer(call.id, swapped(result, keep))
         except asyncio.CancelledError:  # if it is not the caller who cancelled, it must hear of it
-            self.answers.append(failed(call.id, EngineError(f"{call.method} was cancelled in {self.name}")))
+            answer = failed(call.id, EngineError(f"{call.method} was cancelled in {self.name}"))
         except Exception as error:
-            self.answers.append(failed(call.id, error))
-        self.changed.set()
-
-    def _keep(self, body: Any) -> int:
-        self.bodies.append(body)
-        return len(self.bodies) - 1
-
-    def cpu_seconds(self) -> float:
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+            answer = failed(call.id, error)
+        self.tell(answer, bodies)
 
     async def close(self) -> None:
         if tasks := list(self.running.values()):
@@ -209,29 +151,48 @@ class Host:
             close()
 
 
-class RemoteWorker:
-    """The coordinator's end. When the actor is gone, so are all calls that are with it, and all that come later."""
+def cpu_seconds_here() -> float:
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
-    def __init__(self, name: str, *, threads: int = 1, cpus: float = 0, gpus: float = 0) -> None:
-        actor: Any = ray.remote(Host)
-        actor = actor.options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
-        self.name, self.host, self.pid = name, actor.remote(name, threads, str(Path.cwd())), 0
+
+class Link(Protocol):
+    """The way to the process of one engine."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def attach(self, worker: RemoteWorker) -> None:
+        """The worker's calls come from another event loop from now on, which is the one that runs."""
+        ...
+
+    def send(self) -> None:
+        """Take what is in the worker's outbox, now or when its time has come."""
+        ...
+
+
+class RemoteWorker:
+    """The coordinator's end. When the process is gone, so are all calls that are with it, and all that come later."""
+
+    def __init__(self, name: str, link: Link) -> None:
+        self.name, self.link = name, link
         self.gone = ""
-        self.ids, self.turn = count(), 0
+        self.ids = count()
         self.outbox: list[Call] = []
         self.waiting: dict[int, asyncio.Future[Any]] = {}
-        self.sent, self.delayed = 0.0, False
-        """When the last exchange left, and whether the next one waits for its time."""
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.receiving: set[asyncio.Task[None]] = set()
-        """A task of this loop for each exchange in flight."""
+
+    @property
+    def pid(self) -> int:
+        return self.link.pid
 
     async def call(self, method: str, *args: Any, **options: Any) -> Any:
         if self.gone:
             raise WorkerDied(self.gone)
         loop = asyncio.get_running_loop()
-        if loop is not self.loop:  # an exchange of an earlier one is nobody's any more
-            self.loop, self.receiving, self.sent, self.delayed = loop, set(), 0.0, False
+        if loop is not self.loop:
+            self.loop = loop
+            self.link.attach(self)
         id, answer = next(self.ids), loop.create_future()
         self.waiting[id] = answer
         self._post(Call(id, method, args, options))
@@ -243,77 +204,35 @@ class RemoteWorker:
         finally:
             del self.waiting[id]
 
+    async def cpu_seconds(self) -> float:
+        """CPU time that the process has used so far, with those it started and has waited for."""
+        seconds: float = await self.call(CPU_SECONDS)
+        return seconds
+
     def _post(self, call: Call) -> None:
         self.outbox.append(call)
-        asyncio.get_running_loop().call_soon(self._send)  # with all that is posted until then
+        asyncio.get_running_loop().call_soon(self.link.send)  # with all that is posted until then
 
-    def _send_delayed(self) -> None:
-        self.delayed = False
-        self._send()
-
-    def _send(self) -> None:
-        loop = asyncio.get_running_loop()
-        to_wait = self.waiting and not self.receiving
-        if self.gone or len(self.receiving) == 2 or not (self.outbox or to_wait):
-            return
-        if self.receiving and (early := self.sent + TICK - loop.time()) > 0:  # it has something to do
-            if not self.delayed:
-                self.delayed = True
-                loop.call_later(early, self._send_delayed)
-            return
-        self.sent = loop.time()
+    def posted(self) -> list[Call]:
+        """What is in the outbox, and from now on with the link."""
         calls, self.outbox = self.outbox, []
-        bundles: dict[Any, int] = {}
-        try:
-            named = swapped(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
-            returned = self.host.exchange.remote(self.turn, named, *bundles)
-        except Exception as error:  # an argument cannot be sent: nothing has left
-            self._fail([call.id for call in calls], error)
-            return
-        self._expect(self.turn, calls, returned)
-        self.turn += 1
+        return calls
 
-    def _expect(self, turn: int, calls: Sequence[Call], returned: Any) -> None:
-        self.receiving.add(asyncio.get_running_loop().create_task(self._receive(turn, calls, *returned)))
-
-    async def _receive(self, turn: int, calls: Sequence[Call], headers: Any, bodies: Any) -> None:
-        task, receiving = asyncio.current_task(), self.receiving
-        assert task is not None
-        try:
-            answers: list[Answer] = await headers
-        except RayActorError as error:
-            self._bury(error)
+    def settle(self, answer: Answer, body: Callable[[Any], Body]) -> None:
+        """An answer has come; `body` makes of an index what stands for the record."""
+        waiting = self.waiting.get(answer.id)
+        if waiting is None or waiting.done():
             return
-        except RayError as error:  # a bundle was lost with its machine: this exchange never began
-            self._fail([call.id for call in calls], EngineError(f"{self.name}: {first_line(error)}"))
-            self._expect(turn, [], self.host.exchange.remote(turn, []))
-            return
-        finally:
-            receiving.discard(task)
-        for answer in answers:
-            waiting = self.waiting.get(answer.id)
-            if waiting is not None and not waiting.done():
-                self._settle(waiting, answer, bodies)
-        asyncio.get_running_loop().call_soon(self._send)  # after those who now go on and call again
-
-    def _settle(self, waiting: asyncio.Future[Any], answer: Answer, bodies: Any) -> None:
         try:
-            waiting.set_result(swapped(answer.get(), lambda index: Body(bodies, index)))
+            waiting.set_result(swapped(answer.get(), body))
         except Exception as error:
             waiting.set_exception(error)
 
-    def _bury(self, error: RayError) -> None:
-        self.gone = f"{self.name} (pid {self.pid}) is gone: {reason(error)}"
-        ray.kill(self.host)  # it may only be out of reach
-        self._fail(self.waiting, WorkerDied(self.gone))
-
-    def _fail(self, ids: Iterable[int], error: Exception) -> None:
+    def fail(self, ids: Iterable[int], error: Exception) -> None:
         for id in list(ids):
             if (waiting := self.waiting.get(id)) is not None and not waiting.done():
                 waiting.set_exception(copy(error))  # each has a traceback of its own
 
-
-def reason(error: RayError) -> str:
-    """The one telling sentence among many, where there is one."""
-    detail = str(error).partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
-    return detail or first_line(error)
+    def bury(self, why: str) -> None:
+        self.gone = f"{self.name} (pid {self.pid}) is gone: {why}"
+        self.fail(self.waiting, WorkerDied(self.gone))

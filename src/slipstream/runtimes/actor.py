@@ -1,0 +1,182 @@
+"""A Ray actor with an engine, and the link to it. A call and its answer are as in `exchange`, and travel in batches.
+
+    coordinator: RayLink                                  actor: Actor
+    call 1 ─▶ outbox ─┐
+    call 2 ─▶ outbox ─┼── exchange(7, [1, 2, cancel 0]) ──▶ starts 1 and 2, cancels 0;
+    cancel 0 ▶ outbox ┘                                     exchange 6, if it still waits here, returns empty
+    answers ◀───────────────── headers, bodies ───────────  7 returns when something has finished, or when 8 comes
+
+At most two exchanges are in flight, and only the newer one waits: nothing polls, a call leaves as soon as it is made,
+and what piles up meanwhile leaves together. The coordinator has `bodies`, the second return value, as an ObjectRef and
+never fetches it; it belongs to the coordinator, so it outlives its maker, and it is freed when the last `Body` that
+names it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from slipstream.errors import EngineError, first_line
+from slipstream.runtimes.exchange import Answer, Body, Call, Host, RemoteWorker, swapped
+
+TICK = 0.02
+"""Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
+
+
+class Actor:
+    """It imports nothing heavy before `start` unpickles what builds the engine.
+
+    Ctrl-C in a terminal goes to every process of its group, but not to this one: Ray starts its processes with SIGINT
+    blocked, so the coordinator can still save a checkpoint.
+    """
+
+    def __init__(self, name: str, threads: int, directory: str) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
+        with contextlib.suppress(OSError):  # relative paths in a config mean the same here, where that exists
+            os.chdir(directory)
+        self.host, self.store = Host(name, self._tell), None
+        self.turn = 0
+        """Exchanges accepted so far."""
+        self.early: dict[int, Sequence[Call]] = {}
+        self.answers: list[Answer] = []
+        self.bodies: list[list[Any]] = []
+        """Of each answer."""
+        self.changed = asyncio.Event()
+        self.answered = 0.0
+        """When an exchange last returned with answers."""
+
+    def __repr__(self) -> str:
+        """How Ray's logs call it."""
+        return self.host.name
+
+    def meet(self) -> tuple[str, int]:
+        """Where the ranks of an engine find each other, at the address by which Ray knows this machine."""
+        from slipstream.engines.native.ranks import open_store
+
+        self.store, where = open_store(ray.util.get_node_ip_address())
+        return where
+
+    async def start(self, build: Callable[..., Any], *told: Any) -> Answer:
+        return self.host.start(partial(build, *told))
+
+    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
+    async def exchange(self, turn: int, calls: Sequence[Call], *bundles: Any) -> tuple[list[Answer], list[list[Any]]]:
+        def found(body: Body) -> Any:
+            answer, place = body.index
+            return bundles[body.bundle][answer][place]
+
+        self.early[turn] = swapped(calls, found)
+        while self.turn in self.early:  # Ray does not promise that they arrive in order
+            for call in self.early.pop(self.turn):
+                self.host.accept(call)
+            self.turn += 1
+        self.changed.set()
+        while not self.answers and turn == self.turn - 1:
+            self.changed.clear()
+            await self.changed.wait()
+        await self._settle_down(turn)
+        if turn < self.turn - 1:
+            return [], []
+        answers, self.answers, bodies, self.bodies = self.answers, [], self.bodies, []
+        return answers, bodies
+
+    def _tell(self, answer: Answer, bodies: list[Any]) -> None:
+        self.answers.append(answer)
+        self.bodies.append(bodies)
+        self.changed.set()
+
+    async def _settle_down(self, turn: int) -> None:
+        """Answers that come soon after others travel together, as long as there is more to come."""
+        clock = asyncio.get_running_loop().time
+        until = self.answered + TICK
+        while self.host.running and turn == self.turn - 1 and clock() < until:
+            self.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), until - clock())
+        if turn == self.turn - 1:
+            self.answered = clock()
+
+    async def close(self) -> None:
+        await self.host.close()
+
+
+class RayLink:
+    def __init__(self, name: str, *, threads: int, cpus: float, gpus: float) -> None:
+        actor: Any = ray.remote(Actor)
+        actor = actor.options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
+        self.actor, self.pid = actor.remote(name, threads, str(Path.cwd())), 0
+        self.turn = 0
+        self.sent, self.delayed = 0.0, False
+        """When the last exchange left, and whether the next one waits for its time."""
+        self.receiving: set[asyncio.Task[None]] = set()
+        """A task of this loop for each exchange in flight."""
+
+    def attach(self, worker: RemoteWorker) -> None:
+        """An exchange of an earlier event loop is nobody's any more."""
+        self.worker, self.receiving, self.sent, self.delayed = worker, set(), 0.0, False
+
+    def _send_delayed(self) -> None:
+        self.delayed = False
+        self.send()
+
+    def send(self) -> None:
+        loop, worker = asyncio.get_running_loop(), self.worker
+        to_wait = worker.waiting and not self.receiving
+        if worker.gone or len(self.receiving) == 2 or not (worker.outbox or to_wait):
+            return
+        if self.receiving and (early := self.sent + TICK - loop.time()) > 0:  # it has something to do
+            if not self.delayed:
+                self.delayed = True
+                loop.call_later(early, self._send_delayed)
+            return
+        self.sent = loop.time()
+        calls, bundles = worker.posted(), dict[Any, int]()
+        try:
+            named = swapped(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
+            returned = self.actor.exchange.remote(self.turn, named, *bundles)
+        except Exception as error:  # an argument cannot be sent: nothing has left
+            worker.fail([call.id for call in calls], error)
+            return
+        self._expect(self.turn, calls, returned)
+        self.turn += 1
+
+    def _expect(self, turn: int, calls: Sequence[Call], returned: Any) -> None:
+        self.receiving.add(asyncio.get_running_loop().create_task(self._receive(turn, calls, *returned)))
+
+    async def _receive(self, turn: int, calls: Sequence[Call], headers: Any, bodies: Any) -> None:
+        task, receiving = asyncio.current_task(), self.receiving
+        assert task is not None
+        try:
+            answers: list[Answer] = await headers
+        except RayActorError as error:
+            ray.kill(self.actor)  # it may only be out of reach
+            self.worker.bury(reason(error))
+            return
+        except RayError as error:  # a bundle was lost with its machine: this exchange never began
+            self.worker.fail([call.id for call in calls], EngineError(f"{self.worker.name}: {first_line(error)}"))
+            self._expect(turn, [], self.actor.exchange.remote(turn, []))
+            return
+        finally:
+            receiving.discard(task)
+        for place, answer in enumerate(answers):
+            self.worker.settle(answer, partial(body_of, bodies, place))
+        asyncio.get_running_loop().call_soon(self.send)  # after those who now go on and call again
+
+
+def body_of(bodies: Any, answer: int, place: int) -> Body:
+    return Body(bodies, (answer, place))
+
+
+def reason(error: RayError) -> str:
+    """The one telling sentence among many, where there is one."""
+    detail = str(error).partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
+    return detail or first_line(error)

@@ -1,0 +1,228 @@
+"""Every engine in a process of its own on this machine: no daemon, no port, no file.
+
+Calls and answers go over socket pairs. Records are packed once, by whoever makes them, and pass through the coordinator
+unopened; weights lie in memory that the learner writes and all samplers map. Nothing restarts: the pipeline goes on
+with the workers that are left. However the coordinator ends, all of it ends (`worker` says how).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from pathlib import Path
+from socket import socket, socketpair
+from subprocess import DEVNULL, Popen
+from types import TracebackType
+
+import torch
+
+from slipstream.engines.base import Engines
+from slipstream.engines.native.ranks import LOOPBACK, open_store
+from slipstream.errors import EngineError
+from slipstream.plan.engines import EnginesPlan
+from slipstream.runtimes.channel import Channel, Packed, Parcel
+from slipstream.runtimes.exchange import GOODBYE, REMINDER, Answer, Body, Call, RemoteWorker, swapped
+from slipstream.runtimes.places import Place, Say, engines_from, gpus_each, loading, places
+from slipstream.runtimes.worker import Birth, nurse
+from slipstream.tasks.chat import Tokenizer
+
+
+class Nursery:
+    """The process from which engines are forked (`worker.nurse`).
+
+    It is a fork of this one, which costs nothing, as long as there is only one thread here: `train` makes it first of
+    all. Else it is started afresh, and imports everything again.
+    """
+
+    def __init__(self) -> None:
+        self.control, theirs = Pipe()
+        self.process = None if alone() else started(theirs)
+        self.pid = self.process.pid if self.process else forked(theirs, self.control)
+        theirs.close()
+
+    def born(self, birth: Birth) -> LocalLink:
+        """An engine's process, and the way to it."""
+        ours, theirs = socketpair()
+        with theirs:
+            self.control.send(birth)
+            send_handle(self.control, theirs.fileno(), self.pid)
+        return LocalLink(ours, self.control.recv(), self)
+
+    def ended(self, pid: int) -> str:
+        """How a process ended, which is killed if it has not."""
+        try:
+            self.control.send(pid)
+            code: int = self.control.recv()
+        except (EOFError, ConnectionError):
+            return "the nursery, its parent process, was killed"
+        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """When this returns nothing is left of it, its engines and what those started."""
+        self.control.close()
+        if self.process:
+            self.process.wait()
+        else:
+            os.waitpid(self.pid, 0)
+
+
+def alone() -> bool:
+    """Whether this process has one thread, so that a copy of it misses none."""
+    return sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def forked(theirs: Connection, ours: Connection) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if pid := os.fork():
+        return pid
+    try:
+        ours.close()
+        os.setsid()  # what a terminal sends goes to the coordinator alone
+        nurse(theirs)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
+def started(theirs: Connection) -> Popen[bytes]:
+    """With one thread, also of numpy's BLAS, as nurseries promise; engines say how many they want."""
+    told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return Popen(
+        [sys.executable, "-m", "slipstream.runtimes.worker", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=DEVNULL,
+        start_new_session=True,
+        env=os.environ | told,
+    )
+
+
+class LocalLink:
+    def __init__(self, ours: socket, pid: int, nursery: Nursery) -> None:
+        self.channel, self.pid, self.nursery = Channel(ours, self._heard), pid, nursery
+        self.worker: RemoteWorker | None = None
+        self.begun: Answer | None = None
+        """Whether the engine could be built."""
+        self.end = ""
+
+    def attach(self, worker: RemoteWorker) -> None:
+        self.worker = worker
+        self.channel.attach(self._lost)
+
+    def send(self) -> None:
+        assert self.worker is not None
+        if not self.worker.gone:
+            for call in self.worker.posted():
+                self._send(self.worker, call)
+
+    def _send(self, worker: RemoteWorker, call: Call) -> None:
+        places = dict[Parcel, int]()
+        named = swapped(call, lambda body: Body(places.setdefault(body.bundle, len(places)), body.index))
+        try:
+            self.channel.send(named, list(places))
+        except Exception as error:  # an argument cannot be sent, whatever its pickling raises
+            worker.fail([call.id], error)
+
+    def _heard(self, answer: Answer, parcels: list[Parcel]) -> None:
+        if self.worker is None:
+            self.begun = answer
+        else:
+            self.worker.settle(answer, partial(Body, parcels[0] if parcels else None))
+
+    def _lost(self) -> None:
+        assert self.worker is not None
+        self.worker.bury(self.ended())
+
+    def ended(self) -> str:
+        """How the process ended, which is killed if it has not."""
+        self.end = self.end or self.nursery.ended(self.pid)
+        return self.end
+
+
+def open_engines(
+    plan: EnginesPlan, tokenizer: Tokenizer, *, nursery: Nursery | None = None, say: Say = print
+) -> Engines:
+    """Without a nursery they get one of their own."""
+    wanted = places(plan, tokenizer)
+    devices = visible_gpus()
+    each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(devices), say)
+    say(loading(plan))
+    with ExitStack() as stack:
+        workers = start(wanted, nursery or stack.enter_context(Nursery()), stack, gpus=devices if each else [], say=say)
+        return engines_from(plan, wanted, workers, stack.pop_all().close)
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them. Counting them wakes none."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
+
+
+def start(
+    wanted: Sequence[Place], nursery: Nursery, stack: ExitStack, *, gpus: Sequence[str] = (), say: Say
+) -> list[RemoteWorker]:
+    """All at the same time, each with GPUs of its own if there are any. One that cannot be built raises as itself."""
+    links: list[LocalLink] = []
+    store, where = open_store(LOOPBACK) if any(place.meets for place in wanted) else (None, None)
+    stack.callback(stop, links, store)
+    left = iter(gpus)
+    for place in wanted:
+        own = ",".join(islice(left, place.computes))
+        links.append(nursery.born(Birth(place.name, place.threads, str(Path.cwd()), own)))
+        build = partial(place.build, where) if place.meets else place.build
+        links[-1].channel.send(None, [Packed(pickle.dumps(build))])
+    wait_for(dict(zip((place.name for place in wanted), links, strict=True)), say)
+    return [place.kind(place.name, link) for place, link in zip(wanted, links, strict=True)]
+
+
+def wait_for(starting: dict[str, LocalLink], say: Say) -> None:
+    with selectors.DefaultSelector() as selector:
+        for name, link in starting.items():
+            selector.register(link.channel.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, name)
+        while starting:
+            ready = selector.select(REMINDER)
+            if not ready:
+                say(f"waiting for {', '.join(starting)} to load")
+            for key, events in ready:
+                link = starting[key.data]
+                if events & selectors.EVENT_WRITE and link.channel.write():
+                    selector.modify(link.channel.socket, selectors.EVENT_READ, key.data)
+                if not link.channel.read() and link.begun is None:
+                    raise EngineError(f"{key.data} died while it was loaded: {link.ended()}")
+                if link.begun is not None:
+                    link.begun.get()
+                    selector.unregister(link.channel.socket)
+                    del starting[key.data]
+
+
+def stop(links: Sequence[LocalLink], store: object) -> None:
+    """Engines close, those of them that hear it in time. `store`, where ranks met, is let go of after that."""
+    closing = [link for link in links if link.begun is not None]
+    for link in closing:
+        link.channel.hang_up()
+    until = time.monotonic() + GOODBYE
+    for link in closing:
+        link.channel.drain(until)
+    for link in links:
+        link.ended()
+        link.channel.close()

@@ -1,0 +1,184 @@
+"""Which engine gets a process of its own, whoever starts those, and how it looks from the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Metrics, Mode, Sampling, Unscored, WeightsRef
+from slipstream.engines.native.model import load_config
+from slipstream.errors import ConfigError
+from slipstream.pipeline.pool import names, scorer_name
+from slipstream.plan.engines import EnginesPlan, GraderPlan, LearnerPlan, SamplerPlan, ScorerPlan
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
+from slipstream.runtimes.build import build_grader, build_learner, build_rank, build_sampler, build_scorer
+from slipstream.runtimes.exchange import RemoteWorker
+from slipstream.runtimes.ranked import RankedLearner
+from slipstream.tasks.chat import Tokenizer
+
+Say = Callable[[str], None]
+
+
+class RemoteSampler(RemoteWorker):
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        group: list[Handle] = await self.call("generate", prompt, sampling)
+        return group
+
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        loaded: Loaded = await self.call("publish", weights, mode)
+        return loaded
+
+
+class RemoteScorer(RemoteWorker):
+    async def score(self, group: Group) -> list[Handle]:
+        scored: list[Handle] = await self.call("score", group)
+        return scored
+
+
+class RemoteLearner(RemoteWorker):
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        counts: list[Counts] = await self.call("prepare", batch)
+        return counts
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+        """The learner has the bodies since `prepare`."""
+        groups = tuple([Handle(handle.header, None) for handle in group] for group in batch.groups)
+        await self.call("accumulate", Batch(groups, batch.update), counts)
+
+    async def step(self, counts: Counts = ONE) -> Metrics:
+        metrics: Metrics = await self.call("step", counts)
+        return metrics
+
+    async def compare(self, batch: Batch) -> Metrics:
+        metrics: Metrics = await self.call("compare", batch)
+        return metrics
+
+    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+        weights, fingerprint = await self.call("export")
+        return weights, fingerprint
+
+    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+        await self.call("save", path.absolute(), optimizer=optimizer)
+
+    async def restore(self, path: Path) -> None:
+        await self.call("restore", path.absolute())
+
+
+@dataclass(frozen=True)
+class Place:
+    """An engine to be: its name, what it asks of the machine, and what builds it, there."""
+
+    kind: type[RemoteWorker]
+    name: str
+    threads: int
+    build: Callable[..., Any]
+    meets: bool = False
+    """It is one of several ranks: `build` is told where they meet."""
+    teacher: str = ""
+    """The one of whom it is a replica."""
+    computes: int = 1
+    """How many devices its model runs on, each of which may be a GPU; none, where it runs no model."""
+
+
+class SelfGrading(Graded):
+    """Rewards are attached where the tokens are."""
+
+    def __init__(self, sampler: SamplerPlan, grader: GraderPlan, tokenizer: Tokenizer) -> None:
+        with ExitStack() as stack:
+            grading = build_grader(grader, tokenizer)
+            stack.callback(grading.close)
+            sampling = build_sampler(sampler, tokenizer)
+            stack.callback(sampling.close)
+            super().__init__(sampling, grading)
+            self.close = stack.pop_all().close
+
+
+def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
+    sampler, build = plan.sampler, partial(SelfGrading, plan.sampler, plan.grader, tokenizer)
+    return [
+        *learner_places(plan.learner, tokenizer),
+        *(
+            Place(RemoteSampler, name, sampler.threads, build, computes=sampler.devices)
+            for name in names("sampler", sampler.replicas)
+        ),
+        *scorer_places(plan.scorers, tokenizer),
+    ]
+
+
+def learner_places(plan: LearnerPlan, tokenizer: Tokenizer) -> list[Place]:
+    if plan.settings.ranks == 1:
+        return [Place(RemoteLearner, "learner", plan.threads, partial(build_learner, plan, tokenizer))]
+    return [
+        Place(RemoteLearner, name, plan.threads, partial(build_rank, plan, tokenizer, rank), meets=True)
+        for rank, name in enumerate(names("learner", plan.settings.ranks))
+    ]
+
+
+def scorer_places(scorers: Mapping[str, ScorerPlan], tokenizer: Tokenizer) -> Iterator[Place]:
+    """Of an endpoint, too, the clients have processes: records go there and back without being opened here."""
+    for teacher, scorer in scorers.items():
+        build, computes = partial(build_scorer, scorer, tokenizer), int(bool(scorer.here))
+        for name in names(scorer_name(teacher, scorers), scorer.replicas):
+            yield Place(RemoteScorer, name, scorer.threads, build, teacher=teacher, computes=computes)
+
+
+def loading(plan: EnginesPlan) -> str:
+    teachers = "".join(f" and teacher {scorer.here}" for scorer in plan.scorers.values() if scorer.here)
+    return f"loading student {plan.learner.student.name}{teachers}"
+
+
+def gpus_each(device: str, engines: int, there: float, say: Say) -> int:
+    """One for each engine, or none."""
+    if device == "auto":
+        if 0 < there < engines:
+            say(
+                f"running on CPU: {engines} engines need a GPU each, there are {there:.0f}; see runtime.kind = 'inline'"
+            )
+        return int(there >= engines)
+    if not device.startswith("cuda"):
+        return 0
+    if there < engines:
+        raise ConfigError(
+            f"runtime.device = 'cuda': {engines} engines need a GPU each, there are {there:.0f}; lower the replicas, "
+            "or write runtime.kind = 'inline' to share one"
+        )
+    return 1
+
+
+def engines_from(
+    plan: EnginesPlan, wanted: Sequence[Place], workers: Sequence[RemoteWorker], close: Callable[[], None]
+) -> Engines:
+    """What the pipeline sees of the workers of these places."""
+    return Engines(
+        samplers=tuple(worker for worker in workers if isinstance(worker, RemoteSampler)),
+        scorers=by_teacher(wanted, workers) or {"": (Unscored(),)},
+        learner=as_one(plan.learner, [worker for worker in workers if isinstance(worker, RemoteLearner)]),
+        close=close,
+    )
+
+
+def by_teacher(wanted: Sequence[Place], workers: Sequence[RemoteWorker]) -> dict[str, tuple[RemoteScorer, ...]]:
+    found: dict[str, tuple[RemoteScorer, ...]] = {}
+    for place, worker in zip(wanted, workers, strict=True):
+        if isinstance(worker, RemoteScorer):
+            found[place.teacher] = (*found.get(place.teacher, ()), worker)
+    return found
+
+
+def as_one(plan: LearnerPlan, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:
+    if len(ranks) == 1:
+        return ranks[0]
+    learner, hidden = plan.settings, load_config(plan.student.name).get_text_config().hidden_size
+    return RankedLearner(ranks, hidden=hidden, minibatches=learner.minibatches, shared_prompt=learner.shared_prompt)
+
+
+async def cpu_seconds(engines: Engines) -> dict[str, float]:
+    """Of every engine that has a process of its own."""
+    learners = engines.learner.ranks if isinstance(engines.learner, RankedLearner) else [engines.learner]
+    scorers = [scorer for replicas in engines.scorers.values() for scorer in replicas]
+    workers = [w for w in (*engines.samplers, *scorers, *learners) if isinstance(w, RemoteWorker)]
+    return {worker.name: await worker.cpu_seconds() for worker in workers}
