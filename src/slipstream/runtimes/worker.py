@@ -193,3 +193,4 @@ if __name__ == "__main__":
     from slipstream.runtimes import worker  # under the name by which `Birth` is known
 
     worker.nurse(Connection(int(sys.argv[1])))
+    os._exit(0)  # nothing is left to do, and some of what was imported complains of an orderly end
