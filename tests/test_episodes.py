@@ -21,8 +21,8 @@ from slipstream.config.schema import LearnerConfig
 from slipstream.engines import toy
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.model import export_weights
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.weights import export_weights
 from slipstream.estimators.correction import PRESETS
 from slipstream.objective.method import Method
 from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, total

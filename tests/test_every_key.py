@@ -53,10 +53,23 @@ m = 2
 kind = "inline"
 device = "cpu"
 """
+STEERED = "reference.control=adaptive reference.target=0.001 reference.horizon=10"
 WITH = {
+    "policy.reward_weights": 'policy.loss=vanilla policy.advantage=gdpo task.reward=["exact","math"]',
     "policy.": "policy.loss=vanilla",
+    "correction.ctpo_clip": "policy.loss=vanilla correction.preset=decoupled_token_is correction.is_level=cumulative",
+    "correction.verl_compat": "policy.loss=vanilla correction.preset=decoupled_geo_rs "
+    "correction.rs={seq_mean_k1=[0.9,1.3]}",
     "correction.": "policy.loss=vanilla correction.preset=decoupled_token_is",
+    "reference.target": f"policy.loss=vanilla reference.weight=0.1 learner.epochs=2 {STEERED}",
+    "reference.horizon": f"policy.loss=vanilla reference.weight=0.1 {STEERED}",
     "reference.": "policy.loss=vanilla reference.weight=0.1",
+    "sampler.keep_mask": "sampler.top_k=5 loss.importance=false",
+    "loss.tail:reverse_kl_topk": "loss.renormalise=false",
+    "loss.clip:k": "loss.as=reward",
+    "loss.clip:decoupled_ppo": "learner.epochs=2",
+    "loss.dual_clip": "loss.as=reward",
+    "loss.k:jsd": "loss.cache=teacher_topk",
     "learner.lora.": "learner.lora.rank=2",
     "data.teacher_key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
     "teachers.NAME.key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
@@ -84,15 +97,28 @@ OTHER = {
     "sampler.group": "4",
     "sampler.top_k": "5",
     "loss.m": "4",
+    "loss.k": "5",
+    "loss.kind": "abs",
+    "loss.loss_max_clamp": "0.01",
+    "loss.log_prob_min_clamp": "-1.0",
+    "loss.dual_clip": "1.0001",
+    "loss.weight_cap": "0.5",
+    "loss.budget": "100.0",
     "loss.clip": "0.001",
     "loss.ratio_cap": "1.0",
     "policy.loss": "reinforce",
     "policy.options": "{clip_high=0.001}",
     "policy.aggregation": "token-sum",
     "policy.advantage_options": "{norm=false}",
+    "policy.reward_weights": "{exact=0.5}",
     "reference.weight": "0.7",
+    "reference.control": "adaptive reference.target=0.001 reference.horizon=10",
+    "reference.target": "1000.0",
+    "reference.horizon": "20",
     "correction.preset": "bypass_ppo_clip",
     "correction.is_threshold": "1.0",
+    "correction.is_level": "geometric",
+    "correction.ctpo_clip": "0.001",
     "correction.rs": "{token_k1=[0.9999,1.0001]}",
     "learner.batch_size": "4",
     "learner.lr": "0.01",
@@ -184,8 +210,10 @@ def words(line: str) -> tuple[tuple[str, str], ...]:
     return tuple((key, value) for key, _, value in (pair.partition("=") for pair in line.split()))
 
 
-def base_of(name: str, kind: str) -> str:
-    line = next((line for start, line in WITH.items() if name.startswith(start)), "")
+def base_of(key: str, name: str, kind: str) -> str:
+    line = next((line for start, line in WITH.items() if key.startswith(start)), "")
+    kind = "k2" if kind.startswith("k1") else kind
+    line += " loss.k=6" if kind == "reverse_kl_topk" else ""
     if kind and name.startswith(("loss.", "schedule.")):
         line += f" {name.partition('.')[0]}.kind={kind}"
     return line
@@ -200,9 +228,10 @@ def seen(made: Plan) -> list[Any]:
     """The plan without the sections that are handed on whole: those are seen when somebody reads them."""
     config, engines, method = made.config, made.engines, made.method
     learner = replace(engines.learner, settings=None, method=None)  # type: ignore[arg-type]
+    scorers = [replace(each, asks=(each.asks.cache, each.asks.k, each.asks.draws)) for each in engines.scorers.values()]
     prompts = [made.prompts.at(number) for number in range(30)]
     return [
-        replace(engines, learner=learner, runtime=None),  # type: ignore[arg-type]
+        replace(engines, learner=learner, scorers=scorers, runtime=None),  # type: ignore[arg-type]
         replace(method, loss=None, policy=None, reference=None),  # type: ignore[arg-type]
         made.sampling,
         eval_sampling(config),
@@ -224,7 +253,7 @@ def trained(changes: tuple[tuple[str, str], ...]) -> tuple[str, list[Metrics]]:
     async def updates() -> str:
         size, settings = made.config.groups_per_update, made.engines.learner.settings
         weights, _ = await learner.export()
-        await sampler.publish(weights, 0, "drain")
+        await sampler.publish(weights, "drain")
         for update in (1, 2):
             prompts = [made.prompts.at(number) for number in range(size)]
             drawn = await asyncio.gather(*(sampler.generate(prompt, made.sampling) for prompt in prompts))
@@ -245,7 +274,8 @@ def trained(changes: tuple[tuple[str, str], ...]) -> tuple[str, list[Metrics]]:
 
 
 def graded(group: Sequence[Handle]) -> list[Handle]:
-    return [Handle(replace(h.header, rewards={"exact": float(h.header.index % 2)}), h.body) for h in group]
+    rewards = [{"exact": float(handle.header.index % 2), "math": handle.header.index / 7} for handle in group]
+    return [Handle(replace(h.header, rewards=each), h.body) for h, each in zip(group, rewards, strict=True)]
 
 
 def reads(path: str, name: str) -> bool:
@@ -275,7 +305,7 @@ def test_every_key_does_something(key: str) -> None:
     if name in READ_BY:
         assert reads(READ_BY[name], name)
         return
-    line = f"{base_of(name, kind)} {ALSO.get(name, '')}"
+    line = f"{base_of(key, name, kind)} {ALSO.get(name, '')}"
     one, other = words(line), words(f"{line} {name.replace('.NAME', '.main')}={another(name, info)}")
     if name in REFUSED:
         with pytest.raises(ConfigError, match=f"{name} does nothing"):

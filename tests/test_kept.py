@@ -21,9 +21,9 @@ from slipstream.engines import toy
 from slipstream.engines.base import Sampling
 from slipstream.engines.draws import kept_ids, process
 from slipstream.engines.native.learning.learner import NativeLearner
-from slipstream.engines.native.model import export_weights
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.weights import export_weights
 from slipstream.estimators.correction import PRESETS
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import kept as kept_module

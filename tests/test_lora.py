@@ -121,7 +121,7 @@ def test_snapshots_hold_adapters_only_and_give_back_what_they_were(groups: Group
     asyncio.run(work())
     assert all(held.numel() <= 2 * 48 for held in made.snapshots.held[0])
     after = [p.detach().clone() for p in made.lm.model.parameters()]
-    with made.snapshots.worn(0):
+    with made.snapshots.under(0):
         zeros = [p for name, p in made.lm.model.named_parameters() if "lora_B" in name]
         assert not any(p.any() for p in zeros)
     assert all(torch.equal(a, b) for a, b in zip(after, made.lm.model.parameters(), strict=True))

@@ -364,6 +364,9 @@ log.project=mine
 log.to=tensorboard log.project=mine
 data.teacher_key=level
 teachers.main.key=math
+loss.kind=jsd loss.k=4
+loss.kind=forward_kl loss.cache=hidden loss.k=4
+{RL} loss.kind=k2 loss.as=reward
 {RL} loss.m=4
 {RL} loss.kind=forward_kl
 {RL} loss.kind=reverse_kl
@@ -468,6 +471,10 @@ def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
     assert any("rounds small updates away" in warning for warning in made.warnings)
     assert [need.name for need in made.needs] == ["learner", "sampler", "teacher main"]
     assert made.config.sampler.longest == max(map(len, made.prompts.tokens)) + 16
+    proximal = [("loss.kind", "decoupled_ppo")]
+    assert any("clips the steps of an update" in warning for warning in plan(load(config, proximal)).warnings)
+    several = [*proximal, ("learner.minibatches", "2")]
+    assert not any("clips the steps of an update" in warning for warning in plan(load(config, several)).warnings)
 
 
 def test_an_evaluation_that_cannot_be_is_refused_before_a_weight_is_loaded(

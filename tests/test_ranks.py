@@ -38,7 +38,7 @@ from slipstream.errors import NonFiniteError, RunDirError, WorkerDied
 from slipstream.estimators.correction import PRESETS
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.stages import Passes
+from slipstream.pipeline.stages import Steps
 from slipstream.plan.engines import engines_of
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
 from slipstream.runlog import RunLog, read_lines
@@ -222,7 +222,7 @@ def batches(count: int, first: int = 1) -> list[Batch]:
     return found
 
 
-async def learn(learner: Learner, batch: Batch, passes: Passes) -> list[Metrics]:
+async def learn(learner: Learner, batch: Batch, passes: Steps) -> list[Metrics]:
     counts = await learner.prepare(batch)
     steps = []
     for part, of_part in passes.of(batch, counts):
@@ -248,7 +248,7 @@ def trained(
         metrics = []
         weights, print_ = await learner.export()
         for batch in work:
-            metrics += await (learn_in_parts(learner, batch) if parts else learn(learner, batch, Passes(minibatches)))
+            metrics += await (learn_in_parts(learner, batch) if parts else learn(learner, batch, Steps(minibatches)))
             weights, print_ = await learner.export()
         return weights.body.view(weights.manifest[0].dtype).copy(), print_, metrics
 
@@ -478,7 +478,7 @@ def test_a_loss_that_is_not_a_number_is_an_error_of_all_ranks_and_they_go_on(mak
         with pytest.raises(NonFiniteError, match="the loss of update 1 is nan"):
             await learner.accumulate(poisoned, counts)
         assert (await learner.export())[1] == before
-        (metrics,) = await learn(learner, replace(batch, update=2), Passes())
+        (metrics,) = await learn(learner, replace(batch, update=2), Steps())
         assert np.isfinite(metrics["loss"]) and (await learner.export())[1] != before
 
     asyncio.run(main())

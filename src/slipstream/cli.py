@@ -234,6 +234,7 @@ def run_estimators(args: argparse.Namespace, changes: list[tuple[str, str]]) -> 
     from dataclasses import asdict
 
     from rich.table import Table
+    from rich.text import Text
 
     from slipstream.estimators.catalogue import TITLES, catalogue, find
 
@@ -244,15 +245,17 @@ def run_estimators(args: argparse.Namespace, changes: list[tuple[str, str]]) -> 
         except ValueError as error:
             raise ConfigError(str(error)) from None
         for entry in entries:
+            told = Table.grid(padding=(0, 2))
             for title, text in zip(TITLES, asdict(entry).values(), strict=True):
-                screen.print(f"{title + ':':22}{text}", markup=False, highlight=False)
+                told.add_row(f"{title}:", Text(text))
+            screen.print(told)
         return 0
     for family, entries in catalogue().items():
         table = Table(title=family, title_justify="left")
-        for title in ("name", "scope", "trust region", "when to use it"):
+        for title in ("name", "scope", "what it is", "when to use it"):
             table.add_column(title)
         for entry in entries:
-            table.add_row(entry.name, entry.scope, entry.trust_region, entry.use_when)
+            table.add_row(*map(Text, (entry.name, entry.scope, entry.what, entry.use_when)))
         screen.print(table)
     screen.print("slipstream estimators NAME tells more of one", highlight=False)
     return 0

@@ -11,14 +11,14 @@ from typing import Any
 from slipstream.records import Header
 from slipstream.vocabulary import extreme
 
-Numbers = dict[str, float]
+Metrics = dict[str, float]
 Interval = tuple[float, float]
 Workers = dict[str, list[Interval]]
 """Of each worker of a stage."""
 WARMUP = 5
 
 
-def lag_metrics(headers: Iterable[Header], version: int) -> Numbers:
+def lag_metrics(headers: Iterable[Header], version: int) -> Metrics:
     """Lag of a token: the learner's version when it is consumed, less its own. Exact, over trained tokens."""
     lags: Counter[int] = Counter()
     for header in headers:
@@ -35,11 +35,11 @@ def mean_lag(header: Header, version: int) -> float:
     return sum((version - made_at) * count for made_at, count in header.versions) / max(header.trained_tokens, 1)
 
 
-def sample_metrics(headers: Sequence[Header]) -> Numbers:
+def sample_metrics(headers: Sequence[Header]) -> Metrics:
     """Lengths, how responses ended, and rewards, of which an episode has one however many branches it has."""
     episodes = {(header.number, header.episode): header for header in headers}.values()
     lengths = [header.tokens for header in headers]
-    numbers: Numbers = {
+    numbers: Metrics = {
         "samples": float(len(headers)),
         "tokens": float(sum(lengths)),
         "length/mean": fmean(lengths),
@@ -74,7 +74,7 @@ def merged(intervals: Iterable[Interval]) -> float:
     return total
 
 
-def usage(busy: Mapping[str, Workers], stages: Mapping[str, Workers], seconds: float) -> Numbers:
+def usage(busy: Mapping[str, Workers], stages: Mapping[str, Workers], seconds: float) -> Metrics:
     """How much the stages overlap, from the intervals of every stage's workers in so many seconds of wall clock.
 
     overlap/stages  (T_rollout + T_score + T_learn) / T_wall of rolling out, scoring and learning alone; T_rollout is
@@ -82,7 +82,7 @@ def usage(busy: Mapping[str, Workers], stages: Mapping[str, Workers], seconds: f
     overlap/busy    the same of all that keeps a worker: publishes, exports, checkpoints and held-out prompts too
     stage/…, busy/… the parts of either; idle/…: the share in which a worker had nothing to do
     """
-    seconds, numbers, idle = max(seconds, 1e-9), Numbers(), Numbers()
+    seconds, numbers, idle = max(seconds, 1e-9), Metrics(), Metrics()
     for kind, of_kind in (("stage", stages), ("busy", busy)):
         numbers |= {f"{kind}/{stage}": _together(stage, workers) / seconds for stage, workers in of_kind.items()}
     for workers in busy.values():
@@ -103,14 +103,14 @@ def _together(stage: str, workers: Workers) -> float:
 OVER_STEPS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": min, "": fmean}
 
 
-def over_steps(steps: Sequence[Mapping[str, float]]) -> Numbers:
+def over_steps(steps: Sequence[Mapping[str, float]]) -> Metrics:
     """The metrics of an update of several optimizer steps: means, extremes, and how the drift grew from first to last.
 
     Steps of an update learn from data of the same age: what its KL to the policy that drew gains is their own doing.
     """
     if len(steps) == 1:
         return dict(steps[0])
-    numbers: Numbers = {}
+    numbers: Metrics = {}
     for name in dict.fromkeys(name for step in steps for name in step):
         values = [step[name] for step in steps if name in step]
         numbers[name] = OVER_STEPS[extreme(name)](values)
@@ -120,7 +120,7 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> Numbers:
     return numbers
 
 
-def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Numbers:
+def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     """A whole run in a few numbers, from its metrics.jsonl, after warm-up; empty for a run too short to tell.
 
     `overlap/stages` alone is of all of it, from the first rollout to the end of the last update, as AsyncOPD has it.

@@ -209,6 +209,11 @@ class Divergence(DistillationLoss):
         return self.model_dump(include={"loss_max_clamp", "log_prob_min_clamp"})
 
 
+def _check_k(section: Divergence, cache: Cache, k: int) -> None:
+    if cache == "hidden" and k != type(section).model_fields["k"].default:
+        raise ValueError(f"k = {k} does nothing: the hidden cache is the whole distribution; drop it, or the cache")
+
+
 class ReverseKLTopK(Divergence):
     told: ClassVar[Mapping[str, Told]] = {
         "reverse_kl_topk": Told(
@@ -300,6 +305,7 @@ class ForwardKL(Divergence):
     def _one_completion(self) -> ForwardKL:
         if self.cache == "hidden" and (self.tail or self.renormalise):
             raise ValueError("the hidden cache is the whole distribution: drop tail and renormalise")
+        _check_k(self, self.cache, self.k)
         if self.tail and self.renormalise:
             raise ValueError("tail and renormalise exclude each other: keep one of them")
         return self
@@ -334,6 +340,11 @@ class JSD(Divergence):
     """Size of the teacher's top-k."""
     beta: float = Field(0.5, ge=0, le=1)
     """0 is forward KL, 1 reverse KL."""
+
+    @model_validator(mode="after")
+    def _a_k_with_an_effect(self) -> JSD:
+        _check_k(self, self.cache, self.k)
+        return self
 
     @property
     def asks(self) -> Asks:

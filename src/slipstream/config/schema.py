@@ -304,8 +304,10 @@ class Config(Section):
         if not self.loss.weight and self.loss.kind != type(self).model_fields["loss"].default.kind:
             yield "loss.kind", "loss.weight"
         for where, section, names, used, needed in sections:
-            changed = [name for name in names if getattr(section, name) != type(section).model_fields[name].default]
-            yield from ((f"{where}.{name}", needed) for name in changed if not used and name != "weight")
+            for name in names if not used else ():
+                field = type(section).model_fields[name]
+                if name != "weight" and getattr(section, name) != field.default:
+                    yield f"{where}.{field.alias or name}", needed
 
     def _check_objective(self) -> None:
         if self.loss.weight and not self.teachers:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from slipstream.metrics import Metrics as Metrics
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
 """What a publish does to running requests: go on under the new weights, finish first, or begin again."""
 Fingerprint = str
-Metrics = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def previous(rollout: Rollout) -> Tensor:
 
 
 @dataclass
-class Row:
+class Response:
     """One response as it is written, token by token."""
 
     last: int
@@ -84,7 +84,7 @@ class ToySampler:
     def __init__(self, table_VV: Tensor, *, seconds: float = 0.0) -> None:
         """`seconds` is how long a token takes; all running responses get theirs at the same time."""
         self.table, self.seconds, self.version = table_VV.clone(), seconds, 0
-        self.running: dict[object, list[Row]] = {}
+        self.running: dict[object, list[Response]] = {}
         self.restarts = 0
         self.draining = 0
         self.changed = asyncio.Condition()
@@ -92,7 +92,7 @@ class ToySampler:
     async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
         async with self.changed:
             await self.changed.wait_for(lambda: not self.draining)
-        rows, restarts, key = [Row(int(prompt.tokens[-1])) for _ in range(sampling.group)], self.restarts, object()
+        rows, restarts, key = [Response(int(prompt.tokens[-1])) for _ in range(sampling.group)], self.restarts, object()
         self.running[key] = rows
         try:
             for _ in range(sampling.max_tokens):
@@ -127,7 +127,7 @@ class ToySampler:
         self.version = weights.version
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
-    def _write(self, row: Row, prompt: Prompt, index: int, sampling: Sampling) -> bool:
+    def _write(self, row: Response, prompt: Prompt, index: int, sampling: Sampling) -> bool:
         """The next token of a response, if it has not ended; returns whether it has now."""
         if row.last == EOS and row.actions:
             return True
@@ -143,7 +143,7 @@ class ToySampler:
         row.last = int(ids_NM[0, 0])
         return row.last == EOS
 
-    def _read(self, row: Row, prompt: Prompt, index: int) -> Rollout:
+    def _read(self, row: Response, prompt: Prompt, index: int) -> Rollout:
         return one_turn(
             prompt,
             prompt.first + index,

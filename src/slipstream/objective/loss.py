@@ -154,13 +154,9 @@ class Terms:
         self.episode_tokens_B = torch.tensor([each.episode_tokens for each in frozen], device=device)
         self.row_N, self.position_N = trained_BT.nonzero().to(device).unbind(1)
 
-    def trained(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
-        """What exists for trained tokens only."""
-        return joined(arrays, self.device, dtype)
-
     def _of_mask(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         """Of what every token has, the rows of trained ones."""
-        return self.trained([array[mask_T] for array, mask_T in zip(arrays, self.masks, strict=True)], dtype)
+        return joined([array[mask_T] for array, mask_T in zip(arrays, self.masks, strict=True)], self.device, dtype)
 
     def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._of_mask([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)

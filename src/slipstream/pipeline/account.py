@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from slipstream.metrics import Numbers, lag_metrics, mean_lag, sample_metrics, usage
+from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, usage
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Batch, Group
@@ -21,7 +21,7 @@ class Account:
         """Members that an engine could not answer, of groups that went on without them."""
         self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
         """Tokens of greedy answers, of which only the rewards are used."""
-        self.publish: Numbers = {}
+        self.publish: Metrics = {}
         """Of the publish since the last update."""
         self._tokens = Counter[str]()
 
@@ -50,11 +50,11 @@ class Account:
         entry = {"number": number, "end": "dropped", "reason": reason, "version": self.admission.version}
         self.log.ledger(entry | ({"cause": cause} if cause else {}))
 
-    def published(self, numbers: Numbers) -> None:
+    def published(self, numbers: Metrics) -> None:
         self.publish = numbers
         self.thrown += round(numbers.pop("thrown_tokens"))
 
-    def updated(self, batch: Batch, numbers: Numbers, seconds: Numbers) -> None:
+    def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> None:
         """At the end of an update: its metrics, and what everybody did since the end of the one before."""
         admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
         wall = max(lately.seconds, 1e-9)

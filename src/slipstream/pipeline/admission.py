@@ -20,7 +20,7 @@ from itertools import islice
 from slipstream.errors import ConfigError
 from slipstream.pipeline.schedules import Schedule
 
-Numbers = dict[int, None]
+Line = dict[int, None]
 """An ordered set: numbers in the order in which they came."""
 
 
@@ -63,12 +63,12 @@ class Admission:
         """Groups between submission and training, in the order of submission."""
         self.batches = Counter(in_flight.values())
         """How many groups are live of those that were submitted together; oldest first."""
-        self.rolling: Numbers = dict.fromkeys(in_flight)
-        self.waiting: Numbers = {}
-        self.scoring: Numbers = {}
-        self.ready: Numbers = {}
-        self.learning: Numbers = {}
-        self.trained: Numbers = {}
+        self.rolling: Line = dict.fromkeys(in_flight)
+        self.waiting: Line = {}
+        self.scoring: Line = {}
+        self.ready: Line = {}
+        self.learning: Line = {}
+        self.trained: Line = {}
         self.published = self.submitted - self.dropped.total() - len(self.live)
         self.gated = False
         """From the end of an update until its weights are in every sampler: nothing may start under old weights."""
@@ -233,7 +233,7 @@ class Admission:
 
     # --- how ---------------------------------------------------------------------------------------------------
 
-    def _place(self, number: int) -> Numbers:
+    def _place(self, number: int) -> Line:
         places = (self.rolling, self.waiting, self.scoring, self.ready)
         found = [place for place in places if number in place]
         assert found, f"group {number} is not on its way to the learner"
@@ -267,7 +267,7 @@ class Admission:
         return chosen
 
 
-def _move(number: int, before: Numbers, after: Numbers) -> None:
+def _move(number: int, before: Line, after: Line) -> None:
     assert number in before, f"group {number} is not where it should be"
     del before[number]
     after[number] = None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from slipstream.engines.base import Sampling
-from slipstream.metrics import Numbers, avg_at_n, sample_metrics
+from slipstream.metrics import Metrics, avg_at_n, sample_metrics
 from slipstream.records import Handle, Prompt
 
 Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]
@@ -28,6 +28,6 @@ def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]
     return [list({h.header.episode: h.header.rewards[reward] for h in group}.values()) for group in groups]
 
 
-def summary(groups: list[list[Handle]], reward: str) -> Numbers:
+def summary(groups: list[list[Handle]], reward: str) -> Metrics:
     headers = [handle.header for group in groups for handle in group]
     return {"accuracy": avg_at_n(correctness(groups, reward)), **sample_metrics(headers)}

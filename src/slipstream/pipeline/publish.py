@@ -10,7 +10,7 @@ import asyncio
 
 from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampler, WeightsRef
 from slipstream.errors import ModelError, WorkerDied
-from slipstream.metrics import Numbers
+from slipstream.metrics import Metrics
 from slipstream.pipeline.pool import Pool, Worker
 
 
@@ -28,7 +28,7 @@ async def load(sampler: Sampler, name: str, weights: WeightsRef, expected: Finge
 
 async def publish(
     samplers: Pool[Sampler], weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode
-) -> Numbers:
+) -> Metrics:
     """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why.
 
     `version` is the one that is due.

@@ -25,7 +25,7 @@ from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.pipeline.stages import Flow, Passes, answered, learn, roll, watch
+from slipstream.pipeline.stages import Flow, Steps, answered, learn, roll, watch
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Handle, Prompt
 from slipstream.runlog import RunLog
@@ -116,7 +116,7 @@ class Run:
             account=Account(self.log, trace, self.admission),
             trace=trace,
             tasks=tasks,
-            passes=Passes(self.config.learner.minibatches, self.config.learner.epochs),
+            passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
             after_step=self._checkpoint,
             after_publish=self._evaluate,
         )

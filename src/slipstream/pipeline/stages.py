@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
 from slipstream.errors import Stalled
-from slipstream.metrics import Numbers, over_steps
+from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Passes:
+class Steps:
     """How often an update goes through its groups, and in how many optimizer steps."""
 
     minibatches: int = 1
@@ -61,7 +61,7 @@ class Flow:
     account: Account
     trace: Trace
     tasks: asyncio.TaskGroup
-    passes: Passes
+    passes: Steps
     after_step: Callable[[], Coroutine[Any, Any, None]]
     """With the learner at rest at the end of an update."""
     after_publish: Callable[[], Awaitable[None]]
@@ -208,7 +208,7 @@ class Update:
     """Of the groups, after rejection."""
     ahead: deque[tuple[Batch, Counts]] = field(default_factory=deque)
     """Gradients that are still to be made, each for an optimizer step of its own."""
-    seconds: Numbers = field(default_factory=lambda: dict.fromkeys(("data", "turn", "learn", "weights"), 0.0))
+    seconds: Metrics = field(default_factory=lambda: dict.fromkeys(("data", "turn", "learn", "weights"), 0.0))
 
 
 async def learn(flow: Flow) -> None:
@@ -285,7 +285,7 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
 
 
-async def deliver(flow: Flow, publishing: Awaitable[Numbers]) -> None:
+async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
     """Publish, then open the gate: the credits of everything trained so far come back."""
     began = flow.trace.now()
     numbers = await publishing

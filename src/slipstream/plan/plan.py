@@ -215,4 +215,10 @@ def warnings_of(config: Config) -> list[str]:
         found.append("the teacher and the reference both pull at the student; drop [reference] if that is not meant")
     if config.learner.dtype == "bfloat16":
         found.append("learner.dtype = 'bfloat16' rounds small updates away: write compute_dtype = 'bfloat16' instead")
+    proximal = config.loss.weight and "proximal" in config.loss.asks.takes
+    if proximal and config.learner.minibatches * config.learner.epochs == 1:
+        found.append(
+            f'loss.kind = "{config.loss.kind}" clips the steps of an update around its first, and there is one: set '
+            "learner.minibatches, or learner.epochs"
+        )
     return found

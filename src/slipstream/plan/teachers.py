@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.config.teacher import routed_by
-from slipstream.engines.http.check import Need, check
+from slipstream.engines.http.check import Wanted, check
 from slipstream.engines.native.model import context_length, load_config
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.plan.engines import endpoint_of
@@ -128,5 +128,5 @@ async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, 
         tokens = [tokens for _, tokens in seen_by(config, name, tokenizer, prompts)]
         longest = max(map(len, tokens)) + longest_answer(config, teacher)
         some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
-        need = Need(tokens=some, highest=highest, longest=longest, k=asks.k)
+        need = Wanted(tokens=some, highest=highest, longest=longest, k=asks.k)
         say(await check(endpoint, need))

@@ -25,8 +25,8 @@ from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.rewards import PoolGrader
 
-Sampling = NativeSampler | VllmSampler
-Scoring = NativeScorer | HttpScorer | VllmScorer
+AnySampler = NativeSampler | VllmSampler
+AnyScorer = NativeScorer | HttpScorer | VllmScorer
 
 
 def build_model(plan: ModelPlan) -> LanguageModel:
@@ -34,7 +34,7 @@ def build_model(plan: ModelPlan) -> LanguageModel:
     return lm if plan.lora is None else with_adapters(lm, plan.lora, seed=plan.seed)
 
 
-def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> Sampling:
+def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_config(settings.model))
@@ -63,7 +63,7 @@ def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
     return decode
 
 
-def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> Scoring:
+def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> AnyScorer:
     """One replica of a teacher."""
     context = None if plan.context is None else TemplateContext(plan.context, tokenizer)
     match plan.runs:

@@ -10,7 +10,7 @@ import torch
 
 from slipstream.engines.base import Engines, Graded, Unscored
 from slipstream.plan.engines import EnginesPlan
-from slipstream.runtimes.build import Scoring, build_grader, build_learner, build_sampler, build_scorer
+from slipstream.runtimes.build import AnyScorer, build_grader, build_learner, build_sampler, build_scorer
 from slipstream.tasks.chat import Tokenizer
 
 
@@ -23,7 +23,7 @@ def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str]
         learner = build_learner(plan.learner, tokenizer)
         stack.callback(learner.close)
         samplers = [build_sampler(plan.sampler, tokenizer) for _ in range(plan.sampler.replicas)]
-        scorers: dict[str, tuple[Scoring, ...]] = {}
+        scorers: dict[str, tuple[AnyScorer, ...]] = {}
         for name, teacher in plan.scorers.items():
             if teacher.here:
                 say(f"loading teacher {teacher.here}")

@@ -19,7 +19,7 @@ NOT_THERE = (404, 405, 501)
 
 
 @dataclass(frozen=True)
-class Need:
+class Wanted:
     """What a run will ask of a teacher."""
 
     tokens: Sequence[int]
@@ -31,7 +31,7 @@ class Need:
     k: int = 0
 
 
-async def check(endpoint: Endpoint, need: Need) -> str:
+async def check(endpoint: Endpoint, need: Wanted) -> str:
     """What was found, in a line; raises ConfigError for what is to be changed."""
     client, where = Client(endpoint), f"teachers.{endpoint.teacher}"
     try:
@@ -74,7 +74,7 @@ async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
     return length if isinstance(length, int) else None
 
 
-async def _gives(client: Client, endpoint: Endpoint, need: Need, where: str) -> None:
+async def _gives(client: Client, endpoint: Endpoint, need: Wanted, where: str) -> None:
     """What goes wrong here did not before: it is about this number, or this id."""
     try:
         if need.k:

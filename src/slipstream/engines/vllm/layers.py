@@ -61,14 +61,14 @@ def _layer(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class Home:
     layer: Any
     attribute: str
     turned: bool
     """Whether transformers has inputs where vLLM has outputs."""
 
 
-def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Place | str:
+def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Home | str:
     """Where vLLM's model has what is `name` in transformers', or why that could not be checked."""
     owner, attribute = name.rpartition(".")[::2]
     module = twin.get_submodule(owner)
@@ -81,11 +81,11 @@ def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Place | str:
         method = layer.quant_method
         if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend not in PLAIN:
             return f"vLLM keeps {name} as its kernel likes it (engine_args.moe_backend = 'triton' leaves it as it is)"
-        return Place(layer, EXPERTS[attribute], turned=getattr(module, "is_transposed", False))
+        return Home(layer, EXPERTS[attribute], turned=getattr(module, "is_transposed", False))
     layer = _module(model, saved.rpartition(".")[0])
     if not isinstance(getattr(layer, attribute, None), Tensor):
         return f"vLLM keeps {name} elsewhere"
-    return Place(layer, attribute, turned=isinstance(module, Conv1D) and attribute == "weight")
+    return Home(layer, attribute, turned=isinstance(module, Conv1D) and attribute == "weight")
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
@@ -101,7 +101,7 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
 # --- what runs there -----------------------------------------------------------------------------------------
 
 
-def checksum_of(place: Place, loaded: Tensor) -> int:
+def checksum_of(place: Home, loaded: Tensor) -> int:
     """CRC-32 of a weight if this worker runs its part of it, otherwise of what it runs instead."""
     layer, running = place.layer, getattr(place.layer, place.attribute)
     expected = loaded.mT if place.turned else loaded

@@ -34,7 +34,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from slipstream.engines.base import TensorSpec
 from slipstream.engines.draws import draw, uniforms
-from slipstream.engines.vllm.layers import Place, as_saved, checksum_of, place_of, twin_of
+from slipstream.engines.vllm.layers import Home, as_saved, checksum_of, place_of, twin_of
 from slipstream.engines.weights import view_of
 
 BACKEND = "slipstream"
@@ -121,7 +121,7 @@ class Extension:
 
     model_runner: Any
     vllm_config: Any
-    slipstream_places: dict[str, Place]
+    slipstream_places: dict[str, Home]
 
     def slipstream_ready(self, names: list[str], hook: bool) -> dict[str, Any]:
         """Hook the draws into the runner that they are for; say what is here, and why a weight cannot be checked."""
@@ -129,11 +129,11 @@ class Extension:
         with set_current_vllm_config(self.vllm_config):
             twin = twin_of(self.vllm_config.model_config.model)
         found = {name: place_of(name, runner.get_model(), twin) for name in names}
-        self.slipstream_places = {name: place for name, place in found.items() if isinstance(place, Place)}
+        self.slipstream_places = {name: place for name, place in found.items() if isinstance(place, Home)}
         sampler: Any = getattr(runner, "sampler", None)
         hooked = hook and type(sampler) is Sampler and hasattr(runner, "input_batch") and hasattr(runner, "requests")
         if hooked:
-            sampler.gather_logprobs = Draws(runner)
+            sampler.gather_logprobs = MoreDraws(runner)
         return {
             "unchecked": next((why for why in found.values() if isinstance(why, str)), ""),
             "hooked": hooked,
@@ -151,7 +151,7 @@ class Extension:
 # --- draws -----------------------------------------------------------------------------------------------------------
 
 
-class Draws:
+class MoreDraws:
     """In place of `Sampler.gather_logprobs`: the emitted token, then draws of the same distribution."""
 
     def __init__(self, runner: Any) -> None:

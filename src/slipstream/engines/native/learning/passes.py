@@ -94,8 +94,8 @@ class Passes:
     @contextmanager
     def _as_at(self, snapshots: Snapshots | None, version: int | str | None) -> Iterator[None]:
         """For passes without gradient: under the weights of a version, or as they are, and without any dropout."""
-        worn = snapshots.worn(version) if snapshots and version is not None else nullcontext()
-        with worn, deterministic(self.lm.model):
+        under = snapshots.under(version) if snapshots and version is not None else nullcontext()
+        with under, deterministic(self.lm.model):
             yield
 
     @torch.no_grad()

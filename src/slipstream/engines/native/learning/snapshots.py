@@ -49,7 +49,7 @@ class Snapshots:
         self.held[version] = [tensor.to(own, copy=True) for tensor, own in zip(slices, self.parameters, strict=True)]
 
     @contextmanager
-    def worn(self, version: Version) -> Iterator[None]:
+    def under(self, version: Version) -> Iterator[None]:
         """The weights of that version, for passes without gradient."""
         with torch.no_grad():
             own = [parameter.clone() for parameter in self.parameters]
