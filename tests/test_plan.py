@@ -15,6 +15,7 @@ from slipstream.cli import main
 from slipstream.commands import train as command
 from slipstream.config.file import fields, load
 from slipstream.engines.http import client
+from slipstream.errors import ConfigError
 from slipstream.plan.plan import plan
 
 BASE = """

@@ -178,7 +178,8 @@ class Channel:
     def hang_up(self) -> None:
         """The other end reads to the end of what was sent, and then that there is no more."""
         self.detach()
-        self.socket.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may be gone
+            self.socket.shutdown(socket.SHUT_WR)
 
     def drain(self, until: float) -> None:
         """Wait for the other end to go, by this time of the monotonic clock; what it still says is nobody's."""
