@@ -1,11 +1,11 @@
 """Every schedule on the same two cores: training throughput, overlap, and accuracy after the same number of updates.
 
-    python benchmarks/schedules.py [--seeds 5] [--updates 100]
+    python benchmarks/schedules.py [--seeds 5] [--updates 100] [--only "sync, one process" "async(4)" …]
 
 The built-in student learns the heavy-tailed arithmetic of the built-in teacher, 64 samples per update. Synchronous runs
-may use both cores in every way there is here: one process, two scorers, two samplers and scorers, a learner of two
-threads; the fastest of them is the baseline. For every seed all schedules take their turn. Throughput is that of
-`metrics.throughput`, after five updates of warm-up; accuracy is the final student's on 200 held-out prompts.
+may use both cores in every way there is here: one process, one for each engine, two scorers, two samplers and scorers,
+a learner of two threads; the fastest of them is the baseline. For every seed all schedules take their turn. Throughput
+is that of `metrics.throughput`, after five updates of warm-up; accuracy is the final student's on 200 held-out prompts.
 
 The bound of a run is the time that its CPU work would take if both cores were always busy: CPU seconds of all stages,
 and of the coordinator, divided by two. What a run reaches of it is how well it keeps the cores busy.
@@ -31,13 +31,15 @@ from slipstream.plan.engines import GraderPlan
 from slipstream.plan.evaluation import eval_prompts, evaluation
 from slipstream.plan.plan import plan
 from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import inline, ray
+from slipstream.runtimes import inline, local, ray
 from slipstream.runtimes.build import build_grader
 from slipstream.runtimes.places import cpu_seconds
 
 CORES, BATCH, MAX_TOKENS = 2, 64, 80
+RUNTIMES = {"inline": inline, "local": local, "ray": ray}
 ARMS: dict[str, dict[str, Any]] = {
     "sync, one process": {"schedule": {"kind": "sync"}, "runtime": {"kind": "inline"}},
+    "sync": {"schedule": {"kind": "sync"}},
     "sync, 2 scorers": {"schedule": {"kind": "sync"}, "teacher": {"replicas": 2}},
     "sync, 2 of each": {
         "schedule": {"kind": "sync"},
@@ -48,6 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "periodic": {"schedule": {"kind": "periodic"}},
     "step_off(1)": {"schedule": {"kind": "step_off", "k": 1}},
     "async(4)": {"schedule": {"kind": "async", "tau": 4}},
+    "async(4), Ray": {"schedule": {"kind": "async", "tau": 4}, "runtime": {"kind": "ray"}},
 }
 
 
@@ -63,6 +66,8 @@ class Found:
     accuracy: float
     waits: dict[str, float]
     cpu: dict[str, float]
+    cpu_per_sample: float
+    """CPU seconds of stages and coordinator."""
 
 
 def run(arm: dict[str, Any], *, seed: int, updates: int) -> Found:
@@ -79,7 +84,7 @@ def run(arm: dict[str, Any], *, seed: int, updates: int) -> Found:
         }
     )
     job = plan(config)
-    runtime = inline if config.runtime.kind == "inline" else ray
+    runtime: Any = RUNTIMES[config.runtime.kind]
     with tempfile.TemporaryDirectory() as path:
         engines = runtime.open_engines(job.engines, job.tokenizer, say=lambda _: None)
         try:
@@ -100,6 +105,7 @@ def run(arm: dict[str, Any], *, seed: int, updates: int) -> Found:
         accuracy=accuracy,
         waits={name: sum(line[f"seconds/{name}"] for line in lines) / wall for name in ("data", "turn", "weights")},
         cpu=cpu,
+        cpu_per_sample=sum(cpu.values()) / updates / BATCH,
     )
 
 
@@ -135,11 +141,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--only", nargs="+", default=list(ARMS), choices=list(ARMS))
     args = parser.parse_args()
-    found: dict[str, list[Found]] = {name: [] for name in ARMS}
+    found: dict[str, list[Found]] = {name: [] for name in args.only}
     for seed in range(args.seeds):
-        for name, arm in ARMS.items():
-            one = run(arm, seed=seed, updates=args.updates)
+        for name in found:
+            one = run(ARMS[name], seed=seed, updates=args.updates)
             found[name].append(one)
             cpu = ", ".join(f"{worker} {value:.1f}" for worker, value in one.cpu.items())
             print(
@@ -158,11 +165,13 @@ def main() -> None:
             f"{statistics.median(one.overlap for one in runs):8.2f} {statistics.median(one.lag for one in runs):5.1f} "
             f"{spread([one.accuracy for one in runs], '.1%'):>25}  {waits}"
         )
-    stages = spread([one.stages_of_bound for one in found["async(4)"]], ".0%")
-    print(f"async(4) with the CPU seconds of the stages alone: {stages} of the bound")
-    syncs = [name for name in ARMS if name.startswith("sync")]
+    for name, runs in found.items():
+        stages = spread([one.stages_of_bound for one in runs], ".0%")
+        per_sample = spread([1e3 * one.cpu_per_sample for one in runs], ".2f")
+        print(f"{name:18} {per_sample} ms of CPU per sample; {stages} of the bound with the stages' alone")
+    syncs = [name for name in found if name.startswith("sync")]
     best = max(syncs, key=lambda name: statistics.median(one.tokens_per_s for one in found[name]))
-    for name in ARMS:
+    for name in found:
         ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(found[name], found[best], strict=True)]
         print(f"{name:18} / {best}: {spread(ratios, '.2f')}")
 

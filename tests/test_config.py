@@ -438,3 +438,11 @@ def test_every_setting_is_on_the_page_with_its_bounds() -> None:
     assert "| `min_p` | `float = 0.0` | ≥ 0, < 1 |" in text
     assert "## [runtime]\n\n| setting" in text, "its kind is a setting like any other"
     assert 'without it, `kind = "async"`' in text and "## [policy]\n\nLeft out by default." in text
+
+
+def test_an_address_says_ray_by_itself() -> None:
+    config = {"student": "x", "teachers": {"main": {"model": "y"}}}
+    assert parse(config).runtime.kind == "local"
+    assert parse(config | {"runtime": {"address": "auto"}}).runtime.kind == "ray"
+    with pytest.raises(ConfigError, match="runtime.address is of a Ray cluster"):
+        parse(config | {"runtime": {"address": "auto", "kind": "local"}})

@@ -15,6 +15,7 @@ from slipstream.cli import main
 from slipstream.commands import train as command
 from slipstream.config.file import fields, load
 from slipstream.engines.http import client
+from slipstream.errors import ConfigError
 from slipstream.plan.plan import plan
 
 BASE = """
@@ -486,3 +487,9 @@ def test_an_evaluation_that_cannot_be_is_refused_before_a_weight_is_loaded(
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
     assert main(["eval", str(tmp_path / "empty"), "--data", str(tmp_path / "rows.jsonl"), "--split", "test"]) == 2
     assert "--split test does nothing: " in capsys.readouterr().err
+
+
+def test_a_ray_that_is_not_installed_is_one_line(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.plan.plan.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^runtime.kind = 'ray' needs Ray: pip install 'slipstream\[ray\]'$"):
+        plan(load(config, [("runtime.kind", "ray")]))

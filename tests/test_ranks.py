@@ -42,7 +42,8 @@ from slipstream.pipeline.stages import Steps
 from slipstream.plan.engines import engines_of
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
 from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import ray as runtime
+from slipstream.runtimes import local
+from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.places import cpu_seconds
 from slipstream.runtimes.ranked import RankedLearner, group_cost, number_of, shared_out
 from slipstream.tasks.data import Prompts, Row
@@ -606,10 +607,13 @@ def test_every_step_is_balanced_and_gradients_are_made_where_the_groups_are() ->
     asyncio.run(main())
 
 
-# --- over Ray ---------------------------------------------------------------------------------------------------------
+# --- in processes of their own ----------------------------------------------------------------------------------------
 
 
-def test_a_run_with_two_ranks_over_ray(models_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", [local, on_ray], ids=["local", "ray"])
+def test_a_run_with_two_ranks(
+    runtime: Any, models_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     config = Config(
         student=str(models_dir / "student"),
         teachers={"main": TeacherConfig(model=str(models_dir / "teacher"))},

@@ -153,29 +153,33 @@ class Channel:
                 self.part = next(self.parts)
 
     def _parts(self) -> Iterator[memoryview]:
-        """What is to be filled next; every message that is whole is handed over."""
-        prefix = bytearray(PREFIX)
+        """What is to be filled next."""
         while True:
-            yield memoryview(prefix)
-            head = bytearray(int.from_bytes(prefix, "little"))
-            yield memoryview(head)
-            value, sizes = pickle.loads(head)
-            parcels: list[Parcel] = []
-            for size in sizes:
-                if size < 0:
-                    parcels.append(Mapped(self.descriptors.popleft(), -1 - size))
-                else:
-                    data = bytearray(size)
-                    yield memoryview(data)
-                    parcels.append(Packed(data))
-            self.heard(value, parcels)
+            yield from self._message()  # which forgets what was in it
+
+    def _message(self) -> Iterator[memoryview]:
+        prefix = bytearray(PREFIX)
+        yield memoryview(prefix)
+        head = bytearray(int.from_bytes(prefix, "little"))
+        yield memoryview(head)
+        value, sizes = pickle.loads(head)
+        parcels: list[Parcel] = []
+        for size in sizes:
+            if size < 0:
+                parcels.append(Mapped(self.descriptors.popleft(), -1 - size))
+            else:
+                data = bytearray(size)
+                yield memoryview(data)
+                parcels.append(Packed(data))
+        self.heard(value, parcels)
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
         """The other end reads to the end of what was sent, and then that there is no more."""
         self.detach()
-        self.socket.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # it may be gone
+            self.socket.shutdown(socket.SHUT_WR)
 
     def drain(self, until: float) -> None:
         """Wait for the other end to go, by this time of the monotonic clock; what it still says is nobody's."""

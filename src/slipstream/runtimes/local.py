@@ -55,10 +55,14 @@ class Nursery:
     def born(self, birth: Birth) -> LocalLink:
         """An engine's process, and the way to it."""
         ours, theirs = socketpair()
-        with theirs:
-            self.control.send(birth)
-            send_handle(self.control, theirs.fileno(), self.pid)
-        return LocalLink(ours, self.control.recv(), self)
+        try:
+            with theirs:
+                self.control.send(birth)
+                send_handle(self.control, theirs.fileno(), self.pid)
+            return LocalLink(ours, self.control.recv(), self)
+        except (EOFError, ConnectionError):
+            ours.close()
+            raise EngineError(f"{birth.name} cannot start: the nursery, from which it is forked, is gone") from None
 
     def ended(self, pid: int) -> str:
         """How a process ended, which is killed if it has not."""

@@ -33,7 +33,7 @@ from slipstream.runtimes.channel import Channel, Mapped, Packed, Parcel
 from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, swapped
 
 LINUX = sys.platform == "linux"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 GRACE = 5.0
 """Seconds in which what killed engines leave behind ends by itself: graders, and whoever cleans up after those."""
 
@@ -57,6 +57,7 @@ def nurse(control: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engines: dict[int, BaseProcess] = {}
     if LINUX:
+        prctl(PR_SET_NAME, b"nursery")
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, lambda *_: reap(engines))
         import slipstream.runtimes.build  # noqa: F401
@@ -64,15 +65,15 @@ def nurse(control: Connection) -> None:
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             match control.recv():
-                case Birth() as birth:
-                    theirs = socket(fileno=recv_handle(control))
-                    control.send(fork(birth, theirs, control, engines))
-                    theirs.close()
                 case int(pid):
                     engine = engines.pop(pid)
                     engine.kill()  # it may only have stopped listening
                     engine.join()
                     control.send(engine.exitcode)
+                case birth:
+                    theirs = socket(fileno=recv_handle(control))
+                    control.send(fork(birth, theirs, control, engines))
+                    theirs.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for engine in engines.values():
         engine.kill()
@@ -112,9 +113,9 @@ def wait_for_all() -> None:
                     os.kill(int(pid), signal.SIGKILL)
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int | bytes) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value!r})")
 
 
 # --- an engine --------------------------------------------------------------------------------------------------------
@@ -127,6 +128,7 @@ def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     if LINUX:
+        prctl(PR_SET_NAME, birth.name.encode())  # for ps and top
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != nursery:
             return
@@ -190,7 +192,5 @@ def found(bodies: Sequence[Any], body: Body) -> Any:
 
 
 if __name__ == "__main__":
-    from slipstream.runtimes import worker  # under the name by which `Birth` is known
-
-    worker.nurse(Connection(int(sys.argv[1])))
+    nurse(Connection(int(sys.argv[1])))
     os._exit(0)  # nothing is left to do, and some of what was imported complains of an orderly end

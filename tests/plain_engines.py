@@ -1,0 +1,139 @@
+"""Engines that do one thing each, for any runtime to put into a process, which can import them in no time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from slipstream.engines import toy
+from slipstream.engines.base import Fingerprint, Graded, Loaded, Mode, Sampling, TensorSpec, WeightsRef
+from slipstream.errors import ConfigError, NonFiniteError
+from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, one_turn
+
+VOCAB = 6
+LARGE = 100_000
+"""Tokens of a record that is large for any way to send it."""
+
+
+def prompt(number: int = 0) -> Prompt:
+    return Prompt(id=str(number), number=number, tokens=np.array([1], np.int32))
+
+
+def rollout(prompt: Prompt, tokens: int = 3) -> Rollout:
+    ids, logp = np.full((tokens, 1), 2, np.int32), np.zeros((tokens, 1), np.float32)
+    return one_turn(prompt, 0, actions=ids, action_logp=logp, versions=np.zeros(tokens, np.int32), finish="eos")
+
+
+class Maker:
+    """Rollouts of a given length, at once."""
+
+    def __init__(self, tokens: int = 3) -> None:
+        self.tokens = tokens
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        record = rollout(prompt, self.tokens)
+        return [Handle(header_of(record), record) for _ in range(sampling.group)]
+
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        return Loaded(f"{weights.body.sum()} {weights.body.flags.writeable}")
+
+
+class Reader:
+    """Tells what it was given, as a fingerprint of sorts: teachers named after the sum of the tokens."""
+
+    async def score(self, group: Group) -> list[Handle]:
+        return [Handle(header_of(h.body, teacher=str(h.body.tokens.sum())), h.body) for h in group]
+
+
+class Weigher:
+    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+        spec = TensorSpec("w", "uint8", (LARGE * 10,), 0, LARGE * 10)
+        return WeightsRef((spec,), np.ones(LARGE * 10, np.uint8), 1), "print"
+
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        return [Counts(n_tokens=sum(len(handle.body.tokens) for handle in group)) for group in batch.groups]
+
+
+class Patient:
+    """Generates end after a publish, which says how many there were."""
+
+    def __init__(self) -> None:
+        self.published, self.running, self.aborted = asyncio.Event(), 0, 0
+
+    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        self.running += 1
+        try:
+            await self.published.wait()
+        except asyncio.CancelledError:
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+        return []
+
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        running = self.running
+        self.published.set()
+        return Loaded(f"{running} running, {self.aborted} aborted")
+
+
+class Own(Exception):
+    """Cannot be pickled back: it wants two arguments, and hands one on."""
+
+    def __init__(self, a: str, b: str) -> None:
+        super().__init__(a + b)
+
+
+class Broken:
+    async def score(self, group: Group) -> list[Handle]:
+        try:
+            raise ValueError("deep down")
+        except ValueError as error:
+            raise NonFiniteError("a score is NaN") from error
+
+    async def odd(self) -> None:
+        raise Own("some ", "thing\nelse")
+
+    async def ignore(self) -> None:
+        raise asyncio.CancelledError
+
+    async def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    async def leave(self) -> None:
+        os._exit(3)
+
+    async def wait(self) -> None:
+        await asyncio.sleep(3600)
+
+    async def count(self) -> Callable[[], int]:
+        return lambda: 1
+
+
+class Threads:
+    async def count(self) -> tuple[int, str | None]:
+        import torch
+
+        return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
+
+
+def no_engine() -> None:
+    raise ConfigError("sampler.slots = 0: write more")
+
+
+class ToyRollouts(Graded):
+    def __init__(self) -> None:
+        super().__init__(toy.ToySampler(toy.random_table(VOCAB, seed=0)), toy.ToyGrader())
+
+
+def toy_scorer() -> Any:
+    return toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0))
+
+
+def toy_learner() -> Any:
+    return toy.ToyLearner(toy.random_table(VOCAB, seed=0))

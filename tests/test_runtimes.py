@@ -1,0 +1,661 @@
+"""Engines in processes of their own, local ones and Ray's: what travels, what stays, what comes back when something
+breaks, and that nothing is left, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from ray._private.internal_api import node_stats
+from transformers import PreTrainedTokenizerFast
+
+import plain_engines
+from plain_engines import (
+    LARGE,
+    VOCAB,
+    Broken,
+    Maker,
+    Patient,
+    Reader,
+    Threads,
+    ToyRollouts,
+    Weigher,
+    no_engine,
+    prompt,
+    toy_learner,
+    toy_scorer,
+)
+from slipstream.config.schedule import Sync
+from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
+from slipstream.engines.base import Engines, Loaded, Sampling
+from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
+from slipstream.objective.method import method_of
+from slipstream.pipeline.run import Run
+from slipstream.plan.engines import EnginesPlan, engines_of
+from slipstream.records import Batch, Handle, total
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import channel, inline, local
+from slipstream.runtimes import ray as on_ray
+from slipstream.runtimes.channel import Channel, Mapped, Packed
+from slipstream.runtimes.exchange import Body, RemoteWorker
+from slipstream.runtimes.local import Nursery
+from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, cpu_seconds, gpus_each
+from slipstream.tasks.data import Prompts, Row
+
+SAMPLING = Sampling(max_tokens=4)
+LINUX = sys.platform == "linux"
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def settings(updates: int = 4, **changes: Any) -> Config:
+    names = {"student": "toy", "teachers": {"main": TeacherConfig(model="toy")}}
+    sizes = {"sampler": SamplerConfig(max_tokens=8, group=2), "learner": LearnerConfig(batch_size=8)}
+    return Config(**(names | sizes | {"schedule": Sync(), "updates": updates} | changes))
+
+
+def planned(config: Config) -> EnginesPlan:
+    return engines_of(config, method_of(config))
+
+
+def shipped(**changes: Any) -> EnginesPlan:
+    teachers = {"main": TeacherConfig(model="builtin:teacher")}
+    return planned(settings(student="builtin:student", teachers=teachers, **changes))
+
+
+def prompts() -> Prompts:
+    tokens = [np.array([1 + i % (VOCAB - 1)], np.int32) for i in range(10)]
+    rows = [Row(id=str(i), prompt="x", ground_truth="y") for i in range(10)]
+    return Prompts(rows, tokens, seed=0, shuffle=True)
+
+
+def losses(path: Path, config: Config, engines: Engines) -> list[float]:
+    with RunLog.create(config, path) as log:
+        asyncio.run(Run(config, engines, prompts(), log, say=silent).train())
+    return [line["loss"] for line in read_lines(path / "metrics.jsonl")]
+
+
+def children() -> set[int]:
+    """All processes below this one."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # it has ended meanwhile
+                continue
+            if state != "Z":
+                parents[int(entry.name)] = int(parent)
+
+    def below(pid: int) -> bool:
+        while pid in parents:
+            pid = parents[pid]
+            if pid == os.getpid():
+                return True
+        return False
+
+    return {pid for pid in parents if below(pid)}
+
+
+# --- a runtime that comes and goes with the run -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def real(models_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A run of models in one process."""
+    config = settings(
+        updates=2,
+        student=str(models_dir / "student"),
+        teachers={"main": TeacherConfig(model=str(models_dir / "teacher"))},
+        sampler=SamplerConfig(max_tokens=8, group=2, slots=8),
+        task=TaskConfig(reward=("exact",)),
+    )
+    engines = inline.open_engines(planned(config), tokenizer, say=silent)
+    try:
+        return SimpleNamespace(config=config, losses=losses(tmp_path_factory.mktemp("inline") / "run", config, engines))
+    finally:
+        engines.close()
+
+
+@pytest.mark.parametrize("runtime", [local, on_ray], ids=["local", "ray"])
+def test_a_run_has_the_losses_of_one_process_and_all_its_processes_end(
+    runtime: Any, real: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    before, said = children(), list[str]()
+    engines = runtime.open_engines(planned(real.config), tokenizer, say=said.append)
+    try:
+        found = losses(tmp_path / "run", real.config, engines)
+        used = asyncio.run(cpu_seconds(engines))
+        started = children() - before
+        if runtime is on_ray:
+            assert said[0] == "starting Ray"
+            assert ray.util.get_node_ip_address() == "127.0.0.1", "Ray's ports run code for whoever can reach them"
+        else:
+            assert len(said) == 1 and said[0].startswith("loading student")
+            assert len(started) <= 6, "three engines, the nursery, a grader and what cleans up after that"
+    finally:
+        engines.close()
+    assert found == pytest.approx(real.losses, rel=1e-5)
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    assert used.keys() == {"learner", "sampler", "scorer"} and min(used.values()) > 0
+    assert not ray.is_initialized()
+    until = time.monotonic() + 30 * (runtime is on_ray)
+    while left := started & children():
+        assert time.monotonic() < until, f"{left} are left"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("runtime", [local, on_ray], ids=["local", "ray"])
+def test_what_cannot_start_takes_all_with_it(runtime: Any, tokenizer: PreTrainedTokenizerFast) -> None:
+    before = children()
+    with pytest.raises(ConfigError, match="3 engines need a GPU each, there are 0"):
+        runtime.open_engines(shipped(runtime=RuntimeConfig(device="cuda")), tokenizer, say=silent)
+    assert not ray.is_initialized()
+    if runtime is local:
+        plan = planned(settings(student="builtin:student", teachers={"main": TeacherConfig(model="nowhere/there")}))
+        with pytest.raises(Exception, match="nowhere/there"):
+            runtime.open_engines(plan, tokenizer, say=silent)
+        assert children() == before
+
+
+# --- one nursery and one Ray for the rest -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(plain_engines)  # actors cannot import it
+    on_ray.start_here(cpus=1)
+    yield
+    ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(plain_engines)
+
+
+@dataclass
+class Processes:
+    """Puts engines into processes."""
+
+    kind: str
+    start: Callable[[list[Place]], list[Any]]
+
+    def __call__(self, kind: type[RemoteWorker], build: Callable[[], Any], *, name: str = "w", threads: int = 1) -> Any:
+        (worker,) = self.start([Place(kind, name, threads, build)])
+        return worker
+
+    def stored(self) -> int:
+        """Bytes of records and weights that the coordinator holds."""
+        if self.kind == "ray":
+            (node,) = ray.nodes()
+            used: int = node_stats(
+                node["NodeManagerAddress"], node["NodeManagerPort"]
+            ).store_stats.object_store_bytes_used
+            return used
+        gc.collect()
+        held = [each for each in gc.get_objects() if type(each) in (Packed, Mapped)]
+        return sum(len(each.data) if isinstance(each, Packed) else each.size for each in held)
+
+    def settled(self, bound: int) -> int:
+        """What it holds when it has had time to free what nobody names."""
+        gc.collect()
+        until = time.monotonic() + 10
+        while (left := self.stored()) > bound and time.monotonic() < until:
+            time.sleep(0.1)
+        return left
+
+
+@pytest.fixture(params=["local", "ray"])
+def opened(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    with ExitStack() as stack:
+        if request.param == "local":
+            nursery = request.getfixturevalue("nursery")
+            yield Processes("local", lambda wanted: local.start(wanted, nursery, stack, say=silent))
+        else:
+            request.getfixturevalue("cluster")
+            yield Processes("ray", lambda wanted: on_ray.start(wanted, stack, cpus=0, say=silent))
+
+
+def test_a_publish_is_heard_while_a_thousand_generates_wait(opened: Processes) -> None:
+    sampler = opened(RemoteSampler, Patient)
+
+    async def main() -> Loaded:
+        generates = [asyncio.create_task(sampler.generate(prompt(i), SAMPLING)) for i in range(1000)]
+        await asyncio.sleep(0)
+        loaded: Loaded = await sampler.call("publish", None, "keep")
+        await asyncio.gather(*generates)
+        return loaded
+
+    assert asyncio.run(main()).fingerprint == "1000 running, 0 aborted"
+    if opened.kind == "ray":
+        assert sampler.link.turn < 20, "calls that are made together travel together"
+
+
+def test_cancelling_a_call_aborts_it_in_its_process(opened: Processes) -> None:
+    sampler = opened(RemoteSampler, Patient)
+
+    async def main() -> Loaded:
+        generates = [asyncio.create_task(sampler.generate(prompt(i), SAMPLING)) for i in range(3)]
+        await asyncio.wait(generates, timeout=0.5)
+        generates[1].cancel()
+        late = asyncio.create_task(sampler.generate(prompt(3), SAMPLING))
+        await asyncio.sleep(0)
+        late.cancel()
+        await asyncio.wait([generates[1], late])
+        loaded: Loaded = await sampler.call("publish", None, "keep")
+        await asyncio.gather(generates[0], generates[2])
+        return loaded
+
+    # one that is cancelled before it has begun never begins
+    assert asyncio.run(main()).fingerprint in ("2 running, 1 aborted", "2 running, 2 aborted")
+    assert not sampler.waiting and not sampler.outbox
+
+
+def test_a_worker_serves_one_event_loop_after_another(opened: Processes) -> None:
+    sampler = opened(RemoteSampler, Patient)
+
+    async def leaves() -> None:
+        left = asyncio.create_task(sampler.generate(prompt(), SAMPLING))
+        await asyncio.wait([left], timeout=0.2)
+
+    asyncio.run(leaves())
+    assert asyncio.run(sampler.call("publish", None, "keep")).fingerprint == "0 running, 1 aborted"
+
+
+def test_an_error_comes_back_as_itself_with_what_happened_there(opened: Processes) -> None:
+    scorer = opened(RemoteScorer, Broken)
+    with pytest.raises(NonFiniteError) as caught:
+        asyncio.run(scorer.score([]))
+    assert type(caught.value) is NonFiniteError and str(caught.value) == "a score is NaN"
+    (note,) = caught.value.__notes__
+    assert "ValueError: deep down" in note and "raise NonFiniteError" in note
+    with pytest.raises(EngineError, match="^Own: some thing\n"):
+        asyncio.run(scorer.call("odd"))
+    with pytest.raises(EngineError, match="cancelled"):
+        asyncio.run(scorer.call("ignore"))
+    with pytest.raises(TypeError, match="pickle"):
+        asyncio.run(scorer.call("score", (i for i in "ab")))
+    with pytest.raises(ConfigError, match="^sampler.slots = 0: write more\n") as refused:
+        opened(RemoteSampler, no_engine)
+    assert type(refused.value) is ConfigError
+
+
+def test_what_cannot_be_sent_fails_the_call_that_sends_it_and_no_other(nursery: Nursery) -> None:
+    with ExitStack() as stack:
+        worker: Any
+        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent)
+
+        async def main() -> list[Any]:
+            calls = worker.call("count"), worker.call("score", (i for i in "ab")), worker.cpu_seconds()
+            return [*await asyncio.gather(*calls, return_exceptions=True)]
+
+        answer, argument, seconds = asyncio.run(main())
+        assert "pickle" in str(answer) and isinstance(argument, TypeError) and seconds > 0
+
+
+def test_a_worker_that_died_fails_its_calls_now_and_later(opened: Processes) -> None:
+    victim, other = (opened(RemoteSampler, Broken, name=name) for name in ("sampler-0", "sampler-1"))
+
+    async def main() -> list[Any]:
+        calls = [victim.call("wait"), victim.call("wait"), victim.call("die")]
+        return [*await asyncio.gather(*calls, return_exceptions=True)]
+
+    how = {"ray": "Worker unexpectedly exits", "local": "killed by SIGKILL"}[opened.kind]
+    for error in asyncio.run(main()):
+        assert type(error) is WorkerDied
+        assert str(error).startswith(f"sampler-0 (pid {victim.pid}) is gone: {how}")
+    with pytest.raises(WorkerDied, match="sampler-0"):
+        asyncio.run(victim.call("wait"))
+    with pytest.raises(EngineError, match="Own"):
+        asyncio.run(other.call("odd"))
+
+
+def test_a_worker_says_with_what_status_it_left(nursery: Nursery) -> None:
+    with ExitStack() as stack:
+        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent)
+        with pytest.raises(WorkerDied, match=r"^w \(pid \d+\) is gone: exit status 3$"):
+            asyncio.run(worker.call("leave"))
+
+
+def test_ctrl_c_does_not_reach_an_engine(opened: Processes) -> None:
+    scorer = opened(RemoteScorer, Reader)
+    os.kill(scorer.pid, signal.SIGINT)
+    assert asyncio.run(scorer.score([])) == []
+    if opened.kind == "local":
+        assert os.getsid(scorer.pid) != os.getsid(0), "nor anything else that a terminal sends"
+
+
+@pytest.mark.parametrize("tokens", [3, LARGE])
+def test_records_outlive_their_maker_and_are_never_opened_here(opened: Processes, tokens: int) -> None:
+    sampler = opened(RemoteSampler, partial(Maker, tokens))
+    scorer = opened(RemoteScorer, Reader)
+
+    async def main() -> list[list[Handle]]:
+        made = await asyncio.gather(*[sampler.generate(prompt(i), Sampling(4, group=2)) for i in range(3)])
+        assert all(isinstance(handle.body, Body) and handle.header.tokens == tokens for g in made for handle in g)
+        if opened.kind == "ray":
+            ray.kill(sampler.link.actor)
+        else:
+            os.kill(sampler.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await sampler.generate(prompt(9), SAMPLING)
+        return await asyncio.gather(*[scorer.score(group) for group in made])
+
+    for number, group in enumerate(asyncio.run(main())):
+        assert [(h.header.number, h.header.teacher) for h in group] == [(number, str(2 * tokens))] * 2
+        assert all(isinstance(handle.body, Body) for handle in group)
+
+
+def test_weights_are_put_once_and_read_in_place(opened: Processes) -> None:
+    learner = opened(RemoteLearner, Weigher)
+    samplers = [opened(RemoteSampler, Maker) for _ in range(2)]
+
+    async def main() -> tuple[int, list[Loaded]]:
+        empty = opened.stored()
+        weights, fingerprint = await learner.export()
+        assert fingerprint == "print" and isinstance(weights.body, Body)
+        loaded = await asyncio.gather(*[sampler.publish(weights, "keep") for sampler in samplers])
+        return opened.stored() - empty, loaded
+
+    size, loaded = asyncio.run(main())
+    assert LARGE * 10 <= size < LARGE * 11
+    assert [one.fingerprint for one in loaded] == [f"{LARGE * 10} False"] * 2
+    if opened.kind == "local":
+        assert opened.stored() == 0
+        assert not any("memfd:slipstream" in name for name in open_files(os.getpid()))
+
+
+def test_what_was_learned_from_is_freed(opened: Processes) -> None:
+    sampler = opened(RemoteSampler, partial(Maker, LARGE))
+    scorer, learner = opened(RemoteScorer, Reader), opened(RemoteLearner, Weigher)
+    empty = opened.stored()
+    one = 25 * LARGE  # bytes of a record
+
+    async def group(number: int) -> list[Handle]:
+        made = await sampler.generate(prompt(number), SAMPLING)
+        scored: list[Handle] = await scorer.score(made)
+        return scored
+
+    async def main() -> None:
+        for update in range(20):
+            groups = await asyncio.gather(*[group(number) for number in range(4)])
+            counts = await learner.prepare(Batch(tuple(groups), update))
+            assert total(counts).n_tokens == 4 * LARGE
+            if update % 10 == 9:
+                assert opened.settled(empty + 5 * one) < empty + 5 * one, "no more than the batch at hand"
+
+    asyncio.run(main())
+    assert opened.settled(empty) <= empty, "nobody holds anything back"
+
+
+def test_a_run_of_several_samplers_has_the_losses_of_one_process(opened: Processes, tmp_path: Path) -> None:
+    engines = Engines(
+        samplers=tuple(opened(RemoteSampler, ToyRollouts) for _ in range(2)),
+        scorers={"": (opened(RemoteScorer, toy_scorer),)},
+        learner=opened(RemoteLearner, toy_learner),
+        close=lambda: None,
+    )
+    here = Engines(samplers=(ToyRollouts(),), scorers={"": (toy_scorer(),)}, learner=toy_learner(), close=lambda: None)
+    config = settings(updates=10)
+    assert losses(tmp_path / "there", config, engines) == losses(tmp_path / "here", config, here)
+
+
+def test_every_engine_has_the_threads_it_was_given(opened: Processes) -> None:
+    assert asyncio.run(opened(RemoteWorker, Threads, threads=2).call("count")) == (2, "2")
+
+
+def test_gpus_are_shared_out_or_left_alone() -> None:
+    said = list[str]()
+    assert gpus_each("auto", 3, 0, said.append) == gpus_each("cpu", 3, 8, said.append) == 0 and not said
+    assert gpus_each("auto", 3, 2, said.append) == 0 and "3 engines need a GPU each, there are 2" in said[0]
+    assert gpus_each("auto", 3, 3, said.append) == gpus_each("cuda", 3, 8, said.append) == 1
+    with pytest.raises(ConfigError, match="3 engines need a GPU each, there are 0"):
+        gpus_each("cuda", 3, 0, silent)
+
+
+def test_what_ray_cannot_give_is_refused_at_once(cluster: None, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ConfigError, match="runtime.address = '127.0.0.1:9': no Ray cluster answers there"):
+        on_ray.start_there("127.0.0.1:9")
+    with pytest.raises(ConfigError, match="ask Ray for 3 CPUs and it has 1"):
+        on_ray.open_engines(shipped(), tokenizer, say=silent)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def pair() -> tuple[Channel, Channel, list[Any]]:
+    heard: list[Any] = []
+    ours, theirs = socket.socketpair()
+    return Channel(ours, lambda *_: None), Channel(theirs, lambda *message: heard.append(message)), heard
+
+
+def test_a_message_larger_than_the_socket_takes_arrives_whole_and_in_order() -> None:
+    ours, theirs, heard = pair()
+    sent = [os.urandom(3_000_000), os.urandom(5)]
+    ours.send("first", [Packed(data) for data in sent])
+    ours.send("second")
+    assert ours.unsent, "it does not fit"
+    while ours.unsent:
+        assert theirs.read()
+        ours.write()
+    assert theirs.read()
+    (first, parcels), (second, none) = heard
+    assert (first, second, none) == ("first", "second", [])
+    assert [bytes(parcel.data) for parcel in parcels] == sent
+    ours.close()
+    assert not theirs.read()
+    theirs.close()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_memory_without_a_name_is_read_in_place_and_freed_with_its_last_holder(
+    platform: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(channel.tempfile, "tempdir", str(tmp_path))
+    ours, theirs, heard = pair()
+    before = descriptors()
+    with monkeypatch.context() as there:
+        there.setattr(sys, "platform", platform)
+        ours.send("weights", [Packed(b"x"), Mapped.of(memoryview(b"abc" * 1000)), Mapped.of(memoryview(b"d"))])
+    assert theirs.read()
+    (_, (small, weights, more)), *_ = heard
+    assert (small.data, bytes(weights.read_only()), bytes(more.read_only())) == (b"x", b"abc" * 1000, b"d")
+    with pytest.raises(TypeError, match="readonly"):
+        weights.read_only()[0] = 1
+    assert descriptors() == before + 2 and not list(tmp_path.iterdir())
+    del weights, more
+    heard.clear()
+    gc.collect()
+    assert descriptors() == before
+    ours.close()
+    theirs.close()
+
+
+def test_what_is_sent_to_nobody_is_dropped() -> None:
+    ours, theirs, _ = pair()
+    theirs.close()
+    ours.send("anything", [Packed(b"x" * 1_000_000)])
+    assert not ours.unsent and not ours.read()
+    ours.close()
+
+
+# --- every end of a run -----------------------------------------------------------------------------------------------
+
+RUN = """
+student = "{models}/student"
+updates = 100000
+output = "run"
+[data]
+train = "rows.jsonl"
+[teachers.main]
+model = "{models}/teacher"
+[sampler]
+max_tokens = 8
+slots = 8
+[loss]
+m = 2
+[learner]
+batch_size = 4
+[task]
+reward = "exact"
+"""
+
+
+class Coordinators:
+    def __init__(self, home: Path) -> None:
+        self.home, self.temporary = home, home / "temporary"
+        self.temporary.mkdir()
+        command = [sys.executable, str(Path(__file__).with_name("coordinators.py"))]
+        environment = os.environ | {"TMPDIR": str(self.temporary)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=home, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+    def ask(self, line: str) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def train(self, *changes: str) -> int:
+        subprocess.run(["rm", "-rf", str(self.home / "run")], check=True)
+        return int(self.ask(json.dumps(["train", "run.toml", "--skip-checks", *changes])))
+
+    def running(self, *changes: str) -> dict[str, int]:
+        """A run that has begun: its processes by their names."""
+        coordinator, until = self.train(*changes), time.monotonic() + 60
+        while not (metrics := self.home / "run" / "metrics.jsonl").exists() or not metrics.read_text():
+            assert time.monotonic() < until, self.output()
+            time.sleep(0.02)
+        (nursery,) = below(coordinator)
+        engines = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(nursery)}
+        graders = {f"grader-{index}": pid for index, pid in enumerate(below(engines["sampler"]))}
+        return {"coordinator": coordinator, "nursery": nursery, **engines, **graders}
+
+    def end(self) -> int:
+        """The exit status of the run; nothing is left of it."""
+        status, left = self.ask("")
+        assert left == []
+        assert not list(self.temporary.iterdir())
+        return int(status)
+
+    def output(self) -> str:
+        return (self.home / "output").read_text()
+
+    def close(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def below(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def semaphores(pid: int) -> set[str]:
+    """Files in shared memory that a process has mapped."""
+    words = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {line[5] for line in words if len(line) > 5 and line[5].startswith("/dev/shm/")}
+
+
+def listening() -> set[str]:
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    return {f"socket:[{line.split()[9]}]" for table in tables for line in table if line.split()[3] == "0A"}
+
+
+def open_files(pid: int) -> set[str]:
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one by which we look
+            found.add(str(link.readlink()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def coordinators(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinators]:
+    home = tmp_path_factory.mktemp("ends")
+    (home / "run.toml").write_text(RUN.format(models=models_dir))
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = Coordinators(home)
+    yield made
+    made.close()
+
+
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+def test_nothing_is_left_of_a_run_that_is_done_or_refused(coordinators: Coordinators) -> None:
+    coordinators.train("--updates", "2")
+    assert coordinators.end() == 0 and "done: student in" in coordinators.output()
+    coordinators.train("--student", "nowhere")
+    assert coordinators.end() == 2 and coordinators.output().startswith("error: ")
+
+
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("victim", "number", "status", "says"),
+    [
+        ("coordinator", signal.SIGINT, 130, "interrupted"),
+        ("coordinator", signal.SIGTERM, 143, "terminated"),
+        ("coordinator", signal.SIGHUP, -signal.SIGHUP, ""),
+        ("coordinator", signal.SIGKILL, -signal.SIGKILL, ""),
+        ("nursery", signal.SIGKILL, 2, "is gone: the nursery, its parent process, was killed"),
+        ("learner", signal.SIGKILL, 2, "is gone: killed by SIGKILL"),
+        ("sampler", signal.SIGKILL, 2, "the last sampler died: sampler (pid"),
+        ("scorer", signal.SIGTERM, 2, "is gone: killed by SIGTERM"),
+    ],
+)
+def test_nothing_is_left_however_a_run_ends(
+    coordinators: Coordinators, victim: str, number: int, status: int, says: str
+) -> None:
+    pids = coordinators.running()
+    assert pids.keys() == {"coordinator", "nursery", "learner", "sampler", "scorer", "grader-0", "grader-1"}
+    shared = set[str]().union(*map(semaphores, pids.values()))
+    assert not listening() & set[str]().union(*map(open_files, pids.values())), "nobody can connect to any of them"
+    # a terminal sends Ctrl-C and its end to the whole group of processes, and others to one of them
+    if number in (signal.SIGINT, signal.SIGHUP):
+        os.killpg(pids[victim], number)
+    else:
+        os.kill(pids[victim], number)
+    assert coordinators.end() == status, coordinators.output()
+    assert says in coordinators.output()
+    assert not [name for name in shared if Path(name).exists()]
+
+
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+def test_a_run_goes_on_when_a_grader_is_killed(coordinators: Coordinators) -> None:
+    pids = coordinators.running()
+    os.kill(pids["grader-1"], signal.SIGKILL)
+    metrics = coordinators.home / "run" / "metrics.jsonl"
+    seen, until = len(read_lines(metrics)), time.monotonic() + 60
+    while len(read_lines(metrics)) < seen + 5:
+        assert time.monotonic() < until, coordinators.output()
+        time.sleep(0.05)
+    os.kill(pids["coordinator"], signal.SIGTERM)
+    assert coordinators.end() == 143
