@@ -8,7 +8,7 @@ turns on the built-in student, one thread each for the model, at temperature 1 u
 at every position; the first round warms up; medians and ranges over the others. vLLM's own processes for requests and
 scheduling come on top of its thread: CPU seconds per thousand tokens count all of them.
 
-With --train the asynchronous pipeline trains the student on Ray, in vLLM's interpreter, once with each sampler for
+With --train the asynchronous pipeline trains the student in vLLM's interpreter, once with each sampler for
 every seed, and the accuracy of both students on held-out prompts and the wall-clock time are printed.
 """
 
@@ -192,7 +192,7 @@ def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
     from slipstream.pipeline.run import Run
     from slipstream.plan.plan import plan
     from slipstream.runlog import RunLog, read_lines
-    from slipstream.runtimes import ray
+    from slipstream.runtimes import local
 
     config = parse(
         {
@@ -210,7 +210,7 @@ def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
     )
     job = plan(config)
     with tempfile.TemporaryDirectory() as path:
-        engines = ray.open_engines(job.engines, job.tokenizer, say=lambda _: None)
+        engines = local.open_engines(job.engines, job.tokenizer, say=lambda _: None)
         began = time.perf_counter()
         try:
             with RunLog.create(config, Path(path) / "run") as log:

@@ -50,6 +50,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "periodic": {"schedule": {"kind": "periodic"}},
     "step_off(1)": {"schedule": {"kind": "step_off", "k": 1}},
     "async(4)": {"schedule": {"kind": "async", "tau": 4}},
+    "async(4), one process": {"schedule": {"kind": "async", "tau": 4}, "runtime": {"kind": "inline"}},
     "async(4), Ray": {"schedule": {"kind": "async", "tau": 4}, "runtime": {"kind": "ray"}},
 }
 
@@ -150,17 +151,17 @@ def main() -> None:
             found[name].append(one)
             cpu = ", ".join(f"{worker} {value:.1f}" for worker, value in one.cpu.items())
             print(
-                f"seed {seed}  {name:18} {one.tokens_per_s:7,.0f} tok/s  accuracy {one.accuracy:.1%}  CPU s: {cpu}",
+                f"seed {seed}  {name:22} {one.tokens_per_s:7,.0f} tok/s  accuracy {one.accuracy:.1%}  CPU s: {cpu}",
                 flush=True,
             )
     print(f"\nmedians of {args.seeds} seeds [range], {args.updates} updates of {BATCH} samples on {CORES} cores")
     print(
-        f"{'':18} {'tokens/s':>24} {'of the bound':>22} {'overlap':>8} {'lag':>5} {'accuracy':>25}  learner waits for"
+        f"{'':22} {'tokens/s':>24} {'of the bound':>22} {'overlap':>8} {'lag':>5} {'accuracy':>25}  learner waits for"
     )
     for name, runs in found.items():
         waits = ", ".join(f"{what} {statistics.median(one.waits[what] for one in runs):.0%}" for what in runs[0].waits)
         print(
-            f"{name:18} {spread([one.tokens_per_s for one in runs], ',.0f'):>24} "
+            f"{name:22} {spread([one.tokens_per_s for one in runs], ',.0f'):>24} "
             f"{spread([one.of_bound for one in runs], '.0%'):>22} "
             f"{statistics.median(one.overlap for one in runs):8.2f} {statistics.median(one.lag for one in runs):5.1f} "
             f"{spread([one.accuracy for one in runs], '.1%'):>25}  {waits}"
@@ -168,12 +169,12 @@ def main() -> None:
     for name, runs in found.items():
         stages = spread([one.stages_of_bound for one in runs], ".0%")
         per_sample = spread([1e3 * one.cpu_per_sample for one in runs], ".2f")
-        print(f"{name:18} {per_sample} ms of CPU per sample; {stages} of the bound with the stages' alone")
+        print(f"{name:22} {per_sample} ms of CPU per sample; {stages} of the bound with the stages' alone")
     syncs = [name for name in found if name.startswith("sync")]
     best = max(syncs, key=lambda name: statistics.median(one.tokens_per_s for one in found[name]))
     for name in found:
         ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(found[name], found[best], strict=True)]
-        print(f"{name:18} / {best}: {spread(ratios, '.2f')}")
+        print(f"{name:22} / {best}: {spread(ratios, '.2f')}")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def config_of(
 
 @pytest.mark.parametrize(
     ("runtime", "schedule", "loss"),
-    [("inline", "sync", DRAWS), ("ray", "async", DRAWS), ("inline", "sync", {"kind": "reverse_kl_topk", "k": 8})],
+    [("inline", "sync", DRAWS), ("local", "async", DRAWS), ("inline", "sync", {"kind": "reverse_kl_topk", "k": 8})],
 )
 def test_a_run(tmp_path: Path, runtime: str, schedule: str, loss: dict[str, Any]) -> None:
     """Publishes are checked by fingerprint, or the run would not end; what is on-policy is close to the learner."""

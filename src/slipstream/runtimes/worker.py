@@ -193,4 +193,4 @@ def found(bodies: Sequence[Any], body: Body) -> Any:
 
 if __name__ == "__main__":
     nurse(Connection(int(sys.argv[1])))
-    os._exit(0)  # nothing is left to do, and some of what was imported complains of an orderly end
+    os._exit(0)  # libraries that were only imported have nothing to say at the end
