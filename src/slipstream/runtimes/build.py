@@ -38,6 +38,7 @@ def build_sampler(config: Config, tokenizer: Tokenizer) -> Sampling:
         slots=config.sampler.slots,
         stop_ids=stop_ids(tokenizer, student.model.generation_config),
         threads=config.runtime.threads,
+        on_publish=config.sampler.on_publish,
     )
 
 
