@@ -131,6 +131,7 @@ task.reward=["exact","math"] eval.every=1 data.eval=builtin:arithmetic eval.prom
 {BOTH} policy.loss=kl_cov
 {BOTH} sampler.top_p=0.9 loss.kind=forward_kl policy.loss=reinforce
 sampler.top_p=0.9 sampler.keep_mask=true
+sampler.on_publish=reuse
 {BOTH} sampler.top_k=5 sampler.min_p=0.1 sampler.keep_mask=true correction.preset=decoupled_token_is
 sampler.top_p=0.9 loss.kind=forward_kl
 sampler.top_k=5 loss.importance=false
@@ -271,6 +272,7 @@ sampler.top_k=5
 sampler.min_p=0.1
 sampler.keep_mask=true
 sampler.engine=vllm sampler.top_p=0.9 sampler.keep_mask=true
+sampler.engine=vllm sampler.on_publish=reuse
 sampler.top_p=0.9 sampler.min_p=0.1
 sampler.top_p=0.9 loss.clip=0.2
 {BOTH} sampler.top_p=0.9 loss.kind=forward_kl

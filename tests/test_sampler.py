@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import pytest
@@ -15,6 +15,10 @@ from transformers import PreTrainedModel
 
 from slipstream.engines.base import Loaded, Mode, Sampling
 from slipstream.engines.draws import process
+from slipstream.engines.native.sampling import decoding
+from slipstream.engines.native.sampling import sampler as sampler_file
+from slipstream.engines.native.sampling.decoding import APART, filled, ranges
+from slipstream.engines.native.sampling.requests import Row
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ModelError, NonFiniteError
@@ -97,6 +101,33 @@ def test_a_response_made_in_several_calls_is_the_same_response(name: str, cuts: 
         np.testing.assert_allclose(logp, rollout.action_logp, rtol=0, atol=1e-12)
 
 
+def test_rows_of_every_length_are_exact_in_their_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs after prompts of 1 to 90 tokens come and go in 40 slots: blocks are cut, and holes filled from behind."""
+    cut, moved = [], []
+    monkeypatch.setattr(decoding, "ranges", lambda at: cut.append(ranges(at)) or cut[-1])
+    monkeypatch.setattr(sampler_file, "filled", lambda *args: moved.append(filled(*args)) or moved[-1])
+    model, prompts = make_model(dtype=torch.float64), make_prompts(70, longest=90)
+    sampling = Sampling(max_tokens=30, group=2)
+    for rollout in generate(model, prompts, [sampling] * 70, slots=40):
+        expected = full_forward(model, rollout, sampling).gather(1, torch.from_numpy(rollout.actions).long())
+        np.testing.assert_allclose(rollout.action_logp, expected.numpy(), rtol=0, atol=1e-11)
+    assert max(map(len, cut)) > 1 and any(order != list(range(len(order))) for order in moved)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_holes_are_filled_by_rows_from_behind(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 100, rng.integers(1, 70)).tolist()
+    ended = np.flatnonzero(rng.random(len(lengths)) < rng.choice([0.05, 0.5, 1.0])).tolist()
+    order = filled(ended, lengths)
+    assert sorted(order) == sorted(set(range(len(lengths))) - set(ended))
+    assert all(source >= target for target, source in enumerate(order))
+    at = [lengths[slot] for slot in order]
+    cuts = ranges(at)
+    assert [slot for a, b in cuts for slot in range(a, b)] == list(range(len(at)))
+    assert all(max(at[b:c]) <= max(at[a:b]) - APART for (a, b), (_, c) in pairwise(cuts))
+
+
 def test_members_of_a_group_differ_and_keep_their_order() -> None:
     group = generate(make_model(), make_prompts(1), [Sampling(max_tokens=20, group=8)])
     assert [rollout.index for rollout in group] == list(range(8))
@@ -134,9 +165,15 @@ def test_greedy_follows_the_most_likely_token() -> None:
 # --- publishing and aborting, at every token boundary ----------------------------------------------------------
 
 
-def by_hand(model: PreTrainedModel, work: Callable[[ByHand], Awaitable[T]], *, slots: int = 8) -> T:
+def by_hand(
+    model: PreTrainedModel,
+    work: Callable[[ByHand], Awaitable[T]],
+    *,
+    slots: int = 8,
+    on_publish: Literal["rebuild", "reuse"] = "rebuild",
+) -> T:
     async def main() -> T:
-        sampler = ByHand(wrap(model), slots=slots, stop_ids={EOS})
+        sampler = ByHand(wrap(model), slots=slots, stop_ids={EOS}, on_publish=on_publish)
         try:
             return await work(sampler)
         finally:
@@ -163,7 +200,12 @@ def exact_models(name: str, count: int) -> list[PreTrainedModel]:
 
 
 def publish_at(
-    models: Sequence[PreTrainedModel], boundaries: Sequence[int], mode: Mode, *, slots: int = 8
+    models: Sequence[PreTrainedModel],
+    boundaries: Sequence[int],
+    mode: Mode,
+    *,
+    slots: int = 8,
+    on_publish: Literal["rebuild", "reuse"] = "rebuild",
 ) -> tuple[list[Rollout], list[Loaded]]:
     """Requests arrive as planned; after so many steps, the next model's weights come in."""
     prompts = make_prompts(len(ARRIVALS))
@@ -182,7 +224,7 @@ def publish_at(
         groups = await sampler.finish(*running)
         return [handle.body for group in groups for handle in group], await asyncio.gather(*loaded)
 
-    return by_hand(models[0], work, slots=slots)
+    return by_hand(models[0], work, slots=slots, on_publish=on_publish)
 
 
 def assert_exact_in_every_segment(rollout: Rollout, models: Sequence[PreTrainedModel]) -> None:
@@ -215,6 +257,59 @@ def test_keep_mode_is_exact_at_every_token_boundary(name: str, apart: int | None
             np.testing.assert_array_equal(rollout.actions[:kept], before.actions[:kept])
             np.testing.assert_array_equal(rollout.action_logp[:kept], before.action_logp[:kept])
             assert_exact_in_every_segment(rollout, models)
+
+
+def test_a_rebuild_reads_the_prompt_of_a_group_once() -> None:
+    models, (prompt, other) = exact_models("qwen3", 2), make_prompts(30, seed=5)[-2:]
+
+    async def work(sampler: ByHand) -> tuple[list[int], list[Row]]:
+        begin(sampler, prompt, replace(SAMPLING, group=4))
+        begin(sampler, other, SAMPLING)
+        await sampler.step(3)
+        rows, read = list(sampler.rows), []
+        hook = sampler.lm.backbone.register_forward_pre_hook(
+            lambda module, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+        publishing(sampler, models[1], 1, "keep")
+        await asyncio.sleep(0)
+        sampler._step()
+        hook.remove()
+        return read, rows
+
+    read, rows = by_hand(models[0], work)
+    group = [row for row in rows if row.request.prompt is prompt]
+    assert len(group) > 1
+    whole = sum(row.length - 1 for row in rows)
+    assert read == [whole - (len(group) - 1) * len(prompt.tokens)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral-window"])
+def test_reuse_goes_on_from_the_keys_that_the_old_weights_left(name: str) -> None:
+    """The same tokens until then, versions exact, and log-probs of the new weights after what the old ones remember."""
+    models = exact_models(name, 2)
+    untouched, _ = publish_at(models, [], "keep")
+    off = []
+    for boundary in range(1, STEPS):
+        rollouts, (loaded,) = publish_at(models, [boundary], "keep", on_publish="reuse")
+        assert loaded.fingerprint == fingerprint(models[1], "float64")
+        for rollout, before in zip(rollouts, untouched, strict=True):
+            arrival, _ = ARRIVALS[rollout.prompt.number]
+            assert rollout.versions.tolist() == [int(boundary <= arrival + t) for t in range(len(rollout.tokens))]
+            kept = int((rollout.versions == 0).sum())
+            np.testing.assert_array_equal(rollout.action_logp[:kept], before.action_logp[:kept])
+            if kept in (0, len(rollout.tokens)):
+                continue
+            ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))[None]
+            newest = len(rollout.prompt.tokens) + kept - 1  # drawn by the old weights, read by the new ones
+            with torch.no_grad():
+                past = models[0](ids[:, :newest], use_cache=True).past_key_values
+                logits = models[1](ids[:, newest:-1], past_key_values=past).logits[0]
+            actions = torch.from_numpy(rollout.actions[kept:]).long()
+            drew = process(logits, SAMPLING).gather(1, actions).numpy()
+            np.testing.assert_allclose(rollout.action_logp[kept:], drew, rtol=0, atol=1e-11)
+            alone = full_forward(models[1], rollout, SAMPLING)[kept:].gather(1, actions).numpy()
+            off.append(np.abs(rollout.action_logp[kept:] - alone).max())
+    assert min(off) > 0.01, "approximate, by its name"
 
 
 @pytest.mark.parametrize("boundary", range(STEPS))

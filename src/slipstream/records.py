@@ -114,7 +114,8 @@ class Rollout:
         for name in ("versions", "logp", "turn", "loss_mask"):
             shape = getattr(self, name).shape
             _require(shape == (t,), who, f"{name} has shape {shape}, tokens ({t},)")
-        _require(self.loss_mask.dtype == np.bool_, who, f"loss_mask is {self.loss_mask.dtype}, must be bool")
+        if self.loss_mask.dtype != np.bool_:
+            raise ValueError(f"{who}: loss_mask is {self.loss_mask.dtype}, must be bool")
         trained, n = self.loss_mask, self.trained_tokens
         of_trained = f"must be [{n}, M], a row for each trained token"
         _require(_rows_of(self.actions, n), who, f"actions has shape {self.actions.shape}, {of_trained}")
@@ -124,7 +125,8 @@ class Rollout:
         same = np.array_equal(self.action_logp[:, 0], self.logp[trained], equal_nan=True)
         _require(same, who, "action_logp[:, 0] is not logp (a shifted row?)")
         for name, ids in (("tokens", self.tokens), ("actions", self.actions)):
-            _require(np.issubdtype(ids.dtype, np.integer), who, f"{name} is {ids.dtype}, must be integers")
+            if not np.issubdtype(ids.dtype, np.integer):  # a dtype's name is dear, and there are many rollouts
+                raise ValueError(f"{who}: {name} is {ids.dtype}, must be integers")
             _require(ids.size == 0 or ids.min() >= 0, who, f"{name} holds a negative id, which no sampler draws")
         impossible = self.actions[np.isneginf(self.action_logp)]
         _require(

@@ -86,6 +86,10 @@ class SamplerConfig(Section):
     """Sequences generated at a time by each."""
     dtype: Dtype = "float32"
     """Precision in which the student generates."""
+    on_publish: Literal["rebuild", "reuse"] = "rebuild"
+    """What new weights find of responses that are running: rebuild computes their keys and values (and states) again;
+    reuse keeps the old ones, which costs nothing and is approximate: log-probs are still those that drew, but no
+    weights alone would give them."""
 
 
 class LoraConfig(Section):
@@ -266,6 +270,11 @@ class Config(Section):
             raise ValueError(
                 'sampler.keep_mask: vLLM does not tell what truncation left: write sampler.engine = "native", or '
                 "top_p = 1, top_k = 0 and min_p = 0 without keep_mask"
+            )
+        if self.sampler.on_publish == "reuse" and self.sampler.engine == "vllm":
+            raise ValueError(
+                'sampler.on_publish = "reuse": vLLM recomputes what runs after a publish: write "rebuild", or '
+                'sampler.engine = "native"'
             )
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
@@ -37,6 +38,7 @@ class SamplerPlan:
     slots: int
     draws: int = 1
     best: int = 0
+    on_publish: Literal["rebuild", "reuse"] = "rebuild"
     threads: int = 1
     replicas: int = 1
     devices: int = 1
@@ -139,6 +141,7 @@ def sampler_of(config: Config) -> SamplerPlan:
         slots=sampler.slots,
         draws=drawn.draws,
         best=drawn.best,
+        on_publish=sampler.on_publish,
         threads=config.runtime.threads,
         replicas=sampler.replicas,
         devices=sampler_devices(config),

@@ -42,7 +42,7 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
         case ModelPlan() as student:
             lm = build_model(student)
             ends = stop_ids(tokenizer, lm.model.generation_config)
-            return NativeSampler(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads)
+            return NativeSampler(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads, on_publish=plan.on_publish)
 
 
 def generation_config(model: str) -> Any:

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -26,6 +28,26 @@ from slipstream.errors import ModelError, first_line
 PROMPTS = (9, 9, 4, 1)
 """Lengths of the sequences that a model is tried with, and how many tokens continue them."""
 CONTINUED = 4
+PASS_TOKENS = 1 << 15
+"""Most tokens of one pass; a sequence that is longer has a pass to itself."""
+ROWS, APART = 16, 12
+"""So many slots are a block, whose attention is computed apart from that of the block before it where its longest
+sequence is so many positions shorter; less is not worth the trouble."""
+PADDED = 1.5
+"""Attention takes sequences together of which none is longer than so many times the shortest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Positions `first` … `stop` of a sequence, the same in each of these slots, which know what is before them."""
+
+    slots: Sequence[int]
+    first: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.first
 
 
 class Decoder:
@@ -34,37 +56,137 @@ class Decoder:
         self.lm, self.slots = lm, kv.Slots(slots, lm.model.config)
         self.accepted = inspect.signature(type(lm.backbone).forward).parameters
 
-    def prefill(self, start: int, ids_NQ: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Prefixes of these lengths into the slots from `start` on; the hidden state of each one's last token, [N, H].
+    def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
+        """One more token for the first slots, at these positions, and these reads: the last hidden state of each.
 
-        One pass; for a model with recurrent states, one for each run of rows of one length.
+        [N + reads, H]. All in one pass; in several for very many tokens, and for a model with recurrent states, which
+        reads whole sequences only, those of one length that follow each other together.
         """
-        cuts = [0, len(lengths)]
-        if self.slots.recurrent:
-            cuts[1:1] = [i for i in range(1, len(lengths)) if lengths[i] != lengths[i - 1]]
-        return torch.cat([self._prefix(start + a, ids_NQ[a:b], lengths[a:b]) for a, b in pairwise(cuts)])
+        found, start, stop = list[Tensor](), 0, 0
+        while start < len(reads) or not found:
+            tokens = len(at)
+            while stop < len(reads) and self._joins(reads[start:stop], reads[stop], tokens):
+                tokens += reads[stop].count
+                stop += 1
+            found.append(self._pass(ids_SL, at, reads[start:stop]))
+            at, start = (), stop
+        return found[0] if len(found) == 1 else torch.cat(found)
 
-    def _prefix(self, start: int, ids_NQ: Tensor, lengths: Sequence[int]) -> Tensor:
-        n, q = len(lengths), max(lengths)
-        ids_NQ = ids_NQ[:, :q]
-        at_NQ = torch.arange(q, device=ids_NQ.device).expand(n, q)
-        hidden_NQH = self._pass(kv.Step(self.slots, start, at_NQ, q, prefill=True), ids_NQ)
-        return hidden_NQH[torch.arange(n), torch.tensor(lengths) - 1]
+    def _joins(self, others: Sequence[Read], read: Read, tokens: int) -> bool:
+        """Whether it may be in a pass that has so many tokens, of rows and of other reads."""
+        if not tokens:
+            return True
+        alike = not self.slots.recurrent or (len(others) > 0 and others[0].count == read.count)
+        return alike and tokens + read.count <= PASS_TOKENS
 
-    def decode(self, ids_N1: Tensor, at_N1: Tensor, length: int) -> Tensor:
-        """One more token for the first N slots, at these positions, all below `length`: its hidden state, [N, H]."""
-        return self._pass(kv.Step(self.slots, 0, at_N1, length, prefill=False), ids_N1)[:, 0]
+    def _pass(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read]) -> Tensor:
+        device, n, recurrent = ids_SL.device, len(at), self.slots.recurrent
+        ends = np.cumsum([n, *[read.count for read in reads]])
+        slot, position = np.arange(ends[-1]), np.array([*at, *[0] * int(ends[-1] - n)])
+        for end, read in zip(ends[1:], reads, strict=True):
+            slot[end - read.count : end] = read.slots[0]
+            position[end - read.count : end] = np.arange(read.first, read.stop)
+        slot_T, at_T = torch.from_numpy(np.stack([slot, position])).to(device)
+        slot_W, at_W, token_W = slot_T, at_T, None
+        if others := [(i, other) for i, read in enumerate(reads) for other in read.slots[1:]]:
+            again = [np.arange(ends[i], ends[i + 1]) for i, _ in others]
+            token = np.concatenate([np.arange(ends[-1]), *again])
+            slot = np.concatenate(
+                [slot, *[np.full_like(t, other) for t, (_, other) in zip(again, others, strict=True)]]
+            )
+            slot_W, at_W, token_W = torch.from_numpy(np.stack([slot, position[token], token])).to(device)
+        blocks = [kv.Block(slice(a, b), at_T[a:b, None], max(at[a:b]) + 1, going=True) for a, b in ranges(at)]
+        blocks += [_block(reads[a:b], int(ends[a]), at_T) for a, b in alike(reads)]
+        step = kv.Step(self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0)
+        shape = (n, 1) if recurrent and n else (len(reads), -1) if recurrent else (1, -1)
+        hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
+        if not reads:
+            return hidden_TH
+        if recurrent:
+            for i, other in others:
+                self.slots.copy(reads[i].slots[0], other, reads[i].stop)
+        last = np.concatenate([np.arange(n), ends[1:] - 1])
+        return hidden_TH[torch.from_numpy(last).to(device)]
 
-    def _pass(self, step: kv.Step, ids_NQ: Tensor) -> Tensor:
+    def _forward(self, step: kv.Step, ids: Tensor, positions: Tensor) -> Tensor:
         # models that are recurrent throughout have no positions, and another name for what they remember
         memory = "past_key_values" if "past_key_values" in self.accepted else "cache_params"
         options: dict[str, object] = {memory: step}
         if "position_ids" in self.accepted:
-            options["position_ids"] = step.positions_NQ
+            options["position_ids"] = positions
         with step.taken():
-            out = self.lm.backbone(input_ids=ids_NQ, use_cache=True, **options)
-        hidden_NQH: Tensor = out.last_hidden_state
-        return hidden_NQH
+            out = self.lm.backbone(input_ids=ids, use_cache=True, **options)
+        hidden_TH: Tensor = out.last_hidden_state.flatten(0, 1)
+        return hidden_TH
+
+
+def halves(read: Read) -> list[Read]:
+    cuts = sorted({0, read.stop // 2, read.stop})
+    return [Read(read.slots, first, stop) for first, stop in pairwise(cuts)]
+
+
+def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
+    """Slots at these positions, cut between blocks where much less is to be seen than before."""
+    cuts, most = list[int](), 0
+    for start in range(0, len(at), ROWS):
+        longest = max(at[start : start + ROWS])
+        if cuts and longest > most - APART:
+            most = max(most, longest)
+        else:
+            cuts.append(start)
+            most = longest
+    return list(pairwise([*cuts, len(at)])) if at else []
+
+
+def filled(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """Which of these rows stay, and in which order, so that the first slots are filled again and few rows move.
+
+    A hole takes the last row. But if the longest one of the next block is much longer, it takes that, and the hole that
+    this leaves is filled in the same way: so long rows come to lie before short ones.
+    """
+    order = list(range(len(lengths)))
+    for hole in sorted(ended, reverse=True):
+        while (block := (hole // ROWS + 1) * ROWS) < len(order):
+            longest = max(range(block, min(block + ROWS, len(order))), key=lambda slot: lengths[order[slot]])
+            if lengths[order[longest]] < lengths[order[-1]] + APART:
+                break
+            order[hole], hole = order[longest], longest
+        last = order.pop()
+        if hole < len(order):
+            order[hole] = last
+    return order
+
+
+def alike(reads: Sequence[Read]) -> list[tuple[int, int]]:
+    """Runs of reads that begin alike and are about as long: little of a block is padding."""
+    cuts = [0]
+    for i, read in enumerate(reads):
+        first = reads[cuts[-1]]
+        if (read.first > 0) != (first.first > 0) or read.count > PADDED * first.count:
+            cuts.append(i)
+    return list(pairwise([*cuts, len(reads)])) if reads else []
+
+
+def _block(reads: Sequence[Read], start: int, at_T: Tensor) -> kv.Block:
+    """Of reads in a row; the first one's tokens begin at `start`."""
+    n, q, device = len(reads), max(read.count for read in reads), at_T.device
+    first_slots = [read.slots[0] for read in reads]
+    adjacent = first_slots == list(range(first_slots[0], first_slots[0] + n))
+    slots = slice(first_slots[0], first_slots[0] + n) if adjacent else torch.tensor(first_slots, device=device)
+    length, whole = max(read.stop for read in reads), all(read.first == 0 for read in reads)
+    counts = np.array([read.count for read in reads])
+    if (counts == q).all():
+        return kv.Block(slots, at_T[start : start + n * q].view(n, q), length, whole=whole)
+    begins, first, steps = np.cumsum(counts) - counts + start, np.array([read.first for read in reads]), np.arange(q)
+    at_NQ, token_NQ, real_T = (
+        torch.from_numpy(found).to(device)
+        for found in (
+            first[:, None] + steps,
+            begins[:, None] + np.minimum(steps, counts[:, None] - 1),
+            np.flatnonzero(steps < counts[:, None]),
+        )
+    )
+    return kv.Block(slots, at_NQ, length, token_NQ, real_T, whole)
 
 
 @torch.no_grad()
@@ -94,32 +216,32 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
     lm.model.set_attn_implementation(kv.NAME)
     if getattr(lm.backbone.config, "_attn_implementation", None) != kv.NAME:
         return "its attention cannot be replaced"
-    decoder, lengths = Decoder(lm, len(ids)), [len(each) for each in ids]
-    together = pad_sequence(list(ids), batch_first=True)
+    decoder, lengths = Decoder(lm, len(ids) + 1), list(PROMPTS)
+    together = pad_sequence([*ids, ids[0]], batch_first=True)
+    newcomer = Read((len(ids),), 0, PROMPTS[0])
 
     def error(found_NH: Tensor, lengths: Sequence[int]) -> float:
-        off = errors(found_NH, torch.stack([h_LH[n - 1] for h_LH, n in zip(expected, lengths, strict=True)]))
+        off = errors(
+            found_NH, torch.stack([h_LH[n - 1] for h_LH, n in zip([*expected, expected[0]], lengths, strict=False)])
+        )
         # in half precision, a router that turns may move one of them far
         return max(off) if lm.head.weight.dtype.itemsize >= 4 else sorted(off)[-2]
 
-    def continued(lengths: Sequence[int]) -> Tensor:
-        at_N1 = torch.tensor(lengths, device=lm.device)[:, None] - 1
-        return decoder.decode(together.gather(1, at_N1), at_N1, max(lengths))
-
-    alone = torch.cat([decoder.prefill(0, each[None], [len(each)]) for each in ids])
+    alone = torch.cat([Decoder(lm, 1).step(each[None], (), [Read((0,), 0, len(each))]) for each in ids])
     allowed = limit(lm.head.weight.dtype, usual := errors(alone, torch.stack([h_LH[-1] for h_LH in expected])))
     if not median(usual) <= allowed:
         return f"its hidden states differ by {median(usual):.2%} from those of its own attention"
-    lengths = list(PROMPTS)
-    if not (off := error(decoder.prefill(0, together, lengths), lengths)) <= allowed:
+    whole = [Read((i,), 0, length) for i, length in enumerate(lengths)]
+    if not (off := error(decoder.step(together, (), whole), lengths)) <= allowed:
         return f"prompts that are read together differ by {off:.2%} from each alone"
     for _ in range(CONTINUED - 1):
         lengths = [length + 1 for length in lengths]
-        if not (off := error(continued(lengths), lengths)) <= allowed:
+        found_NH = decoder.step(together, [length - 1 for length in lengths], [newcomer])
+        if not (off := error(found_NH, [*lengths, newcomer.stop])) <= allowed:
             return f"a token that continues a sequence differs by {off:.2%} from the same token in a whole pass"
-    decoder.prefill(0, together, lengths)
-    lengths = [length + 1 for length in lengths]
-    if not (off := error(continued(lengths), lengths)) <= allowed:
+    decoder.step(together, (), whole if decoder.slots.recurrent else [half for read in whole for half in halves(read)])
+    lengths = [length + 1 for length in PROMPTS]
+    if not (off := error(decoder.step(together, [n - 1 for n in lengths]), lengths)) <= allowed:
         return f"a token after a rebuild differs by {off:.2%} from the same token in a whole pass"
     if has_windows(lm.model.config) and not any(reach.window for reach in decoder.slots.reaches):
         return "its attention is not told of the sliding window"

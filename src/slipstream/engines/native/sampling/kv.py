@@ -1,24 +1,29 @@
 """What a model remembers of many sequences, one slot each, and the attention that reads it.
 
 Active sequences always fill the first slots, so a step works on a prefix of every buffer and the batch shrinks and
-grows without copying. Sequences stand at different positions; a row's mask ends at its own. To the model a step is an
-HF cache, so whatever it keeps there has its place: keys and values by position, and the states of layers that are
-recurrent (linear attention, state spaces, convolutions), of which each slot has one.
+grows without copying. The tokens of a step come from sequences at different positions, some one at a time and some as
+whole stretches: all layers but attention take them as they lie, and attention takes them block by block, a block for
+those that are about as many and have about as much to see. To the model a step is an HF cache, so whatever it keeps
+there has its place: keys and values by position, and the states of layers that are recurrent (linear attention, state
+spaces, convolutions), of which each slot has one.
 
-A recurrent state has seen every token of a pass, padding too: such models take rows of one length (`Slots.recurrent`).
+A recurrent state has seen every token of a row: such models take rows of one length each (`Slots.recurrent`).
 
-Shapes: S slots, N rows of a step, Q new tokens per row, L positions, H heads, J key/value heads, D head size.
+Shapes: S slots, T tokens of a step, W places they are written to, N rows of a block, Q new tokens per row, L positions,
+H heads, J key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
@@ -46,8 +51,8 @@ class Slots:
             self.layers.append(Layer(self, 0))
         return self.layers[index]
 
-    def copy(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Slots `target` become what slots `source` are, up to `length` positions."""
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Slot `target` becomes what slot `source` is, up to `length` positions."""
         for layer in self.layers:
             for buffer in (layer.keys, layer.values):
                 if buffer is not None:
@@ -69,20 +74,19 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     # --- keys and values -------------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values; returns all those of the step's rows."""
+        """Store the new keys and values; returns those of all slots, of which attention takes what it needs."""
         step = self.slots.step
         assert step is not None
         self.keys, self.values = (
-            self._long_enough(old, new, step.length)
-            for old, new in ((self.keys, key_states), (self.values, value_states))
+            self._stored(step, old, new) for old, new in ((self.keys, key_states), (self.values, value_states))
         )
-        rows = slice(step.start, step.start + len(key_states))
-        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
-            if step.prefill:  # from the beginning of every row; what lies past a shorter one is overwritten unseen
-                buffer[rows, :, : new.shape[2]] = new
-            else:
-                buffer[step.rows, :, step.positions_NQ[:, 0]] = new[:, :, 0]
-        return self.keys[rows, :, : step.length], self.values[rows, :, : step.length]
+        return self.keys, self.values
+
+    def _stored(self, step: Step, held: Tensor | None, new: Tensor) -> Tensor:
+        held = self._long_enough(held, new, step.length)
+        new_TJD = new.transpose(1, 2).flatten(0, 1)
+        held[step.slot_W, :, step.at_W] = new_TJD if step.token_W is None else new_TJD[step.token_W]
+        return held
 
     def _long_enough(self, held: Tensor | None, like: Tensor, length: int) -> Tensor:
         if held is not None and held.shape[2] >= length:
@@ -94,7 +98,7 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
 
     def get_seq_length(self) -> int:
         step = self.slots.step
-        return 0 if step is None or step.prefill else step.length - 1
+        return step.length - 1 if step is not None and step.goes_on else 0
 
     def get_max_length(self) -> int:
         return -1
@@ -108,16 +112,16 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     # --- states ----------------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """A prefill starts from nothing; decoding from the slots themselves, which the model then writes to."""
+        """New sequences start from nothing; those that go on, from the slots themselves, which the model writes to."""
         for kind, held, known in self._kinds():
             for i in range(self.number_of_states):
                 state = self.states.get((kind, i))
-                on = state is not None and not step.prefill
-                held[i] = state[step.start : step.start + len(step.rows)] if state is not None and on else None
+                on = state is not None and step.goes_on
+                held[i] = state[: len(step.slot_W)] if state is not None and on else None
                 known[i] = self.has_previous_state[i] = on
 
     def end(self, step: Step) -> None:
-        """Keep what a prefill left, and what decoding put elsewhere than into the slots."""
+        """Keep what new sequences left, and what those that go on put elsewhere than into the slots."""
         for kind, held, _ in self._kinds():
             for i, found in held.items():
                 if found is None:
@@ -125,24 +129,51 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
                 state = self.states.get((kind, i))
                 if state is None or state.shape[1:] != found.shape[1:]:
                     state = self.states[kind, i] = found.new_zeros(self.slots.count, *found.shape[1:])
-                mine = state[step.start : step.start + len(found)]
-                if mine.data_ptr() != found.data_ptr():
-                    mine.copy_(found)
+                if not step.goes_on:
+                    state[step.blocks[0].slots] = found
+                elif state.data_ptr() != found.data_ptr():
+                    state[: len(found)] = found
 
     def _kinds(self) -> Iterator[tuple[str, dict[int, Any], dict[int, bool]]]:
         yield "conv", self.conv_states, self.is_conv_states_initialized
         yield "recurrent", self.recurrent_states, self.is_recurrent_states_initialized
 
 
-class Step(Cache):  # type: ignore[misc]
-    """One forward pass over slots `start … start+N`: whole prefixes of rows, or one more token for each."""
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Tokens whose attention is computed together: so many rows of so many tokens each, which lie row after row."""
 
-    def __init__(self, slots: Slots, start: int, positions_NQ: Tensor, length: int, *, prefill: bool) -> None:
+    slots: slice | Tensor
+    """Of each row; a slice is read where it lies."""
+    at_NQ: Tensor
+    """Their positions. A row that has fewer ends in positions that nobody reads."""
+    length: int
+    """All that they see lies below."""
+    token_NQ: Tensor | None = None
+    """Which tokens of the step these are, if some rows have fewer."""
+    real_T: Tensor | None = None
+    """Which of the N·Q are tokens, if some rows have fewer."""
+    whole: bool = False
+    """They are all that there is of their sequences so far."""
+    going: bool = False
+    """They are one more token each of the first slots."""
+
+
+class Step(Cache):  # type: ignore[misc]
+    """One forward pass over the tokens of some blocks, which lie one after the other."""
+
+    def __init__(
+        self, slots: Slots, blocks: Sequence[Block], slot_W: Tensor, at_W: Tensor, token_W: Tensor | None, goes_on: bool
+    ) -> None:
+        """Token `token_W` (without it, each in turn) is written to these slots and positions.
+
+        `goes_on` is for recurrent models: the rows are the first slots, one token each, not new sequences.
+        """
         super().__init__(layers=slots.layers)
-        self.slots, self.start, self.positions_NQ = slots, start, positions_NQ
-        self.length, self.prefill = length, prefill
-        self.rows = torch.arange(start, start + len(positions_NQ), device=positions_NQ.device)
-        self.masks: dict[tuple[Reach, int], Tensor] = {}
+        self.slots, self.blocks, self.goes_on = slots, blocks, goes_on
+        self.slot_W, self.at_W, self.token_W = slot_W, at_W, token_W
+        self.length = max(block.length for block in blocks)
+        self.masks: dict[tuple[int, Reach, int], Tensor] = {}
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -164,22 +195,31 @@ class Step(Cache):  # type: ignore[misc]
         return self.slots.layer(layer_idx).update(key_states, value_states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return not self.prefill
+        return self.goes_on
 
-    def mask(self, reach: Reach, heads: int, dtype: torch.dtype) -> Tensor:
-        """What each row does not see, as −inf: [N, 1, heads·Q, L]; queries of grouped heads lie one after the other.
+    def mask(self, number: int, reach: Reach, heads: int, dtype: torch.dtype) -> Tensor:
+        """What each row of a block does not see, as −inf: [N, 1, heads·Q, L]; queries of grouped heads lie one after
+        the other.
 
         The same for every layer with the same reach, and additive, because a mask of booleans is converted anew in
         every layer.
         """
-        key = (reach, heads)
-        if key not in self.masks:
-            self.slots.reaches.add(reach)
-            at_L = torch.arange(self.length, device=self.positions_NQ.device)
-            hidden_NQL = reach.hides(self.positions_NQ[:, :, None], at_L)
-            mask_NQL = torch.zeros(hidden_NQL.shape, dtype=dtype, device=at_L.device)
-            self.masks[key] = mask_NQL.masked_fill_(hidden_NQL, -torch.inf).repeat(1, heads, 1)[:, None]
-        return self.masks[key]
+        block = self.blocks[number]
+        if block.going:  # one mask for all of them, of which each block takes its part
+            if (-1, reach, heads) not in self.masks:
+                going = [block for block in self.blocks if block.going]
+                at_N1, length = torch.cat([block.at_NQ for block in going]), max(block.length for block in going)
+                self.masks[-1, reach, heads] = _mask(at_N1, length, reach, heads, dtype)
+            return self.masks[-1, reach, heads][block.slots, :, :, : block.length]
+        if (number, reach, heads) not in self.masks:
+            self.masks[number, reach, heads] = _mask(block.at_NQ, block.length, reach, heads, dtype)
+        return self.masks[number, reach, heads]
+
+
+def _mask(at_NQ: Tensor, length: int, reach: Reach, heads: int, dtype: torch.dtype) -> Tensor:
+    hidden_NQL = reach.hides(at_NQ[:, :, None], torch.arange(length, device=at_NQ.device)).repeat(1, heads, 1)
+    mask_NQL = torch.zeros(hidden_NQL.shape, dtype=dtype, device=at_NQ.device)
+    return mask_NQL.masked_fill_(hidden_NQL, -torch.inf)[:, None]
 
 
 CURRENT: ContextVar[Step] = ContextVar("step")
@@ -188,9 +228,9 @@ CURRENT: ContextVar[Step] = ContextVar("step")
 
 def attend_slots(
     module: nn.Module,
-    query_NHQD: Tensor,
-    key_NJLD: Tensor,
-    value_NJLD: Tensor,
+    query_BHRD: Tensor,
+    key_SJLD: Tensor,
+    value_SJLD: Tensor,
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
@@ -199,21 +239,41 @@ def attend_slots(
     s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
+    """B rows of R tokens, as the model was given them."""
     check_told(module, attention_mask, rest)
-    step = CURRENT.get()
-    n, h, q, d = query_NHQD.shape
-    j = key_NJLD.shape[1]
-    # grouped heads share keys: they become more queries of the same head, and no key is copied
-    out = attend(
-        query_NHQD.reshape(n, j, h // j * q, d),
-        key_NJLD,
-        value_NJLD,
-        step.mask(reach_of(module, sliding_window), h // j, query_NHQD.dtype),
-        scaling=scaling,
-        softcap=softcap,
-        sinks=None if s_aux is None else s_aux.view(1, j, h // j, 1, 1).expand(1, j, h // j, q, 1).reshape(1, j, -1, 1),
-    )
-    return out.reshape(n, h, q, -1).transpose(1, 2).contiguous(), None
+    step, reach = CURRENT.get(), reach_of(module, sliding_window)
+    step.slots.reaches.add(reach)
+    b, h, r, d = query_BHRD.shape
+    j = key_SJLD.shape[1]
+    query_THD = query_BHRD.transpose(1, 2).reshape(b * r, h, d)
+    done, start = [], 0
+    for number, block in enumerate(step.blocks):
+        n, q = block.at_NQ.shape
+        if block.token_NQ is None:
+            query_NHQD = query_THD[start : start + n * q].view(n, q, h, d).transpose(1, 2)
+        else:
+            query_NHQD = query_THD[block.token_NQ].transpose(1, 2)
+        key_NJLD, value_NJLD = (held[block.slots, :, : block.length] for held in (key_SJLD, value_SJLD))
+        if block.whole and reach == Reach() and softcap is None and s_aux is None:
+            out_NHQD = scaled_dot_product_attention(
+                query_NHQD, key_NJLD, value_NJLD, is_causal=True, scale=scaling, enable_gqa=h != j
+            )
+        else:  # grouped heads share keys: they become more queries of the same head, and no key is copied
+            sinks = None if s_aux is None else s_aux.view(1, j, h // j, 1, 1).expand(1, j, h // j, q, 1)
+            out_NHQD = attend(
+                query_NHQD.reshape(n, j, h // j * q, d),
+                key_NJLD,
+                value_NJLD,
+                step.mask(number, reach, h // j, query_BHRD.dtype),
+                scaling=scaling,
+                softcap=softcap,
+                sinks=None if sinks is None else sinks.reshape(1, j, -1, 1),
+            ).view(n, h, q, -1)
+        out_THD = out_NHQD.transpose(1, 2).flatten(0, 1)
+        done.append(out_THD if block.real_T is None else out_THD[block.real_T])
+        start += len(done[-1])
+    out_THD = done[0] if len(done) == 1 else torch.cat(done)
+    return out_THD.reshape(b, r, h, -1), None
 
 
 AttentionInterface.register(NAME, attend_slots)

@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,23 +23,31 @@ from torch import Tensor
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.packing import micro_batches
-from slipstream.engines.native.sampling.decoding import Decoder, prove
+from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, filled, prove
 from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
 from slipstream.records import Handle, Prompt, header_of, kept_of
 
-PREFILL_TOKENS = 1 << 15
-"""Most tokens, padding included, of one prefill pass."""
 GATHERED = 8
-"""An eighth of the slots must be free before some are filled."""
+"""This part of the slots must be free before some are filled."""
 
 
 class NativeSampler:
-    def __init__(self, lm: LanguageModel, *, slots: int, stop_ids: set[int], threads: int = 1) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        slots: int,
+        stop_ids: set[int],
+        threads: int = 1,
+        on_publish: Literal["rebuild", "reuse"] = "rebuild",
+    ) -> None:
+        """With `reuse`, running sequences keep the keys and values of the weights that read them: approximate, in that
+        no weights alone give the log-probs of what follows, though they are still those that draw it."""
         prove(lm)
+        self.rebuilds = on_publish == "rebuild"
         self.lm, self.count, self.version = lm, slots, 0
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=lm.device)
         self.decoder, self.tape = Decoder(lm, slots), Tape(slots, lm.device)
@@ -113,7 +122,7 @@ class NativeSampler:
     def _step(self) -> list[Told]:
         """New weights, or one token for every running row and the first one for those that find room now."""
         self._abort()
-        return self._publish() or self._decode() + self._emit(*self._admit())
+        return self._publish() or self._draw()
 
     def _abort(self) -> None:
         self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
@@ -134,7 +143,7 @@ class NativeSampler:
         self.version = publish.weights.version
         found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
         loaded = time.perf_counter()
-        if self.rows:
+        if self.rows and self.rebuilds:
             self._rebuild()
         rebuilt = time.perf_counter()
         return Loaded(found, wait=still - publish.called, load=loaded - still, rebuild=rebuilt - loaded, thrown=thrown)
@@ -153,87 +162,77 @@ class NativeSampler:
     def _rebuild(self) -> None:
         """The prefixes of all running rows under the new weights. Their newest token has not been through the model.
 
-        Rows change places, so that those of like length lie together and little of a pass is padding.
+        What members of a group share, their prompt, is read once; not by a model with recurrent states.
         """
-        lengths = [row.length - 1 for row in self.rows]
-        batches = list(micro_batches(lengths, PREFILL_TOKENS))
-        order = [slot for batch in batches for slot in batch]
-        self.tape.move(torch.tensor(order, device=self.lm.device), torch.arange(len(order), device=self.lm.device))
-        self.rows = [self.rows[slot] for slot in order]
-        start = 0
-        for batch in batches:
-            self.decoder.prefill(start, self.tape.ids_SL[start : start + len(batch)], [lengths[slot] for slot in batch])
-            start += len(batch)
+        groups, reads = dict[Request, list[int]](), list[Read]()
+        for slot, row in enumerate(self.rows):
+            groups.setdefault(row.request, []).append(slot)
+        for request, slots in groups.items():
+            shared = 0 if len(slots) == 1 or self.decoder.slots.recurrent else len(request.prompt.tokens)
+            if shared:
+                reads.append(Read(slots, 0, shared))
+            rests = [Read((slot,), shared, self.rows[slot].length - 1) for slot in slots]
+            reads += [rest for rest in rests if rest.count]
+        reads.sort(key=lambda read: (read.first > 0, read.count))
+        self.decoder.step(self.tape.ids_SL, (), reads)
         if self.lm.device.type == "cuda":
             torch.cuda.synchronize(self.lm.device)  # so that the time this takes is seen
 
-    def _admit(self) -> tuple[int, int, Tensor | None]:
-        """Move waiting groups into free slots, prefill them; returns their rows and the logits of their first token.
+    def _admit(self) -> list[Read]:
+        """Seat waiting groups in free slots, behind the running rows; returns what has to be read for them.
 
-        A pass for one of them costs hardly less than one for several, so slots gather before they are filled.
+        Reading for several at a time costs hardly more than for one, so slots gather before they are filled.
         """
-        admitted: list[Request] = []
-        free = self.count - len(self.rows)
+        free, room = self.count - len(self.rows), PASS_TOKENS
         if free < self.count // GATHERED:
-            return len(self.rows), len(self.rows), None
-        longest = 0
+            return []
+        admitted = list[Request]()
         while self.waiting and not self.publishing:
             request = self.waiting[0]
             if request.aborted:
                 self.waiting.popleft()
                 continue
-            longest = max(longest, len(request.prompt.tokens))
-            if request.sampling.group > free or (admitted and longest * (len(admitted) + 1) > PREFILL_TOKENS):
+            free, room = free - request.sampling.group, room - len(request.prompt.tokens)
+            if free < 0 or (admitted and room < 0):
                 break
-            free -= request.sampling.group
             admitted.append(self.waiting.popleft())
-        start = len(self.rows)
-        if not admitted:
-            return start, start, None
         admitted.sort(key=lambda request: len(request.prompt.tokens))
-        for request in admitted:
-            self._seat(request)
-        counts = torch.tensor([request.sampling.group for request in admitted], device=self.lm.device)
-        first = torch.cumsum(counts, 0) - counts + start
-        lengths = [len(request.prompt.tokens) for request in admitted]
-        hidden_NH = self.decoder.prefill(start, self.tape.ids_SL[first], lengths)
-        # one prefill per group lies in the first slots; spread each over its group
-        source = torch.arange(len(admitted), device=self.lm.device).repeat_interleave(counts)
-        if len(self.rows) - start > len(admitted):
-            target = torch.arange(start, len(self.rows), device=self.lm.device)
-            self.decoder.slots.copy(source + start, target, max(lengths))
-        return start, len(self.rows), self.lm.head(hidden_NH)[source]
+        return [self._seat(request) for request in admitted]
 
-    def _seat(self, request: Request) -> None:
+    def _seat(self, request: Request) -> Read:
         sampling, start = request.sampling, len(self.rows)
         dtype = torch.promote_types(self.lm.head.weight.dtype, torch.float32)
         self.tape.seat(start, request.prompt, sampling, dtype)
         length = len(request.prompt.tokens)
         self.rows += [Row(request, index, length) for index in range(sampling.group)]
+        return Read(range(start, len(self.rows)), 0, length)
 
-    def _decode(self) -> list[Told]:
-        n = len(self.rows)
-        if n == 0:
+    def _draw(self) -> list[Told]:
+        """One pass for the next token of every running row and the first one of those that come in now."""
+        at = [row.length - 1 for row in self.rows]
+        reads = self._admit()
+        if not self.rows:
             return []
-        last_N1 = self.tape.last_S[:n, None]
-        ids_N1 = self.tape.ids_SL[:n].gather(1, last_N1)
-        hidden_NH = self.decoder.decode(ids_N1, last_N1, max(row.length for row in self.rows))
-        return self._emit(0, n, self.lm.head(hidden_NH))
+        hidden_NH = self.decoder.step(self.tape.ids_SL, at, reads)
+        logits_NV = self.lm.head(hidden_NH)
+        if len(logits_NV) < len(self.rows):  # members of a group share the logits of their first token
+            counts = torch.tensor([1] * len(at) + [len(read.slots) for read in reads], device=logits_NV.device)
+            logits_NV = logits_NV.repeat_interleave(counts, 0)
+        return self._emit(logits_NV)
 
-    def _emit(self, start: int, stop: int, logits_NV: Tensor | None) -> list[Told]:
-        """Draw the next token of rows start…stop, write it to the tape, and collect what has ended."""
-        if logits_NV is None:
-            return []
-        tape, rows = self.tape, self.rows[start:stop]
-        next_N = tape.last_S[start:stop] + 1
-        t_N = next_N - tape.prompt_S[start:stop]
+    def _emit(self, logits_NV: Tensor) -> list[Told]:
+        """Draw the next token of every row, write it to the tape, and collect what has ended."""
+        tape, rows, n = self.tape, self.rows, len(self.rows)
+        next_N = tape.last_S[:n] + 1
+        t_N = next_N - tape.prompt_S[:n]
         token_N = torch.empty_like(t_N)
-        kinds = {row.request.sampling for row in rows}
+        asked = [row.request.sampling for row in rows]
+        kinds = set(asked) if asked.count(asked[0]) < n else asked[:1]
         for sampling in kinds:
             pick: slice | Tensor = slice(None)
             if len(kinds) > 1:
-                pick = torch.tensor([i for i, row in enumerate(rows) if row.request.sampling == sampling])
-            at = torch.arange(start, stop, device=t_N.device)[pick]
+                pick = torch.tensor([i for i, other in enumerate(asked) if other == sampling])
+            at = torch.arange(n, device=t_N.device)[pick]
             uniform_NM = uniforms(tape.seed_S[at], tape.offset_S[at] + t_N[pick], sampling.draws)
             logp_NV = process(logits_NV[pick], sampling)
             ids_NM, logp_NM = draw(logp_NV, uniform_NM)
@@ -248,17 +247,17 @@ class NativeSampler:
                 tape.best_STK[at, t_N[pick], : sampling.best] = best.indices
                 tape.best_logp_STK[at, t_N[pick], : sampling.best] = best.values
             token_N[pick] = ids_NM[:, 0]
-        at = torch.arange(start, stop, device=t_N.device)
+        at = torch.arange(n, device=t_N.device)
         tape.version_ST[at, t_N] = self.version
         tape.ids_SL[at, next_N] = token_N
-        tape.last_S[start:stop] = next_N
+        tape.last_S[:n] = next_N
         for row in rows:
             row.length += 1
         stopped_N = torch.isin(token_N, self.stop_ids)
-        ended = (stopped_N | (next_N >= tape.limit_S[start:stop])).nonzero()[:, 0].tolist()
-        return self._end([start + i for i in ended], stopped_N.tolist() if ended else [], start)
+        ended = (stopped_N | (next_N >= tape.limit_S[:n])).nonzero()[:, 0].tolist()
+        return self._end(ended, stopped_N.tolist()) if ended else []
 
-    def _end(self, ended: list[int], stopped: list[bool], start: int) -> list[Told]:
+    def _end(self, ended: list[int], stopped: list[bool]) -> list[Told]:
         """Read finished rows off the tape, and tell of groups that are complete."""
         told: list[Told] = []
         for slot in ended:
@@ -270,7 +269,7 @@ class NativeSampler:
                 row.index,
                 tokens=row.tokens,
                 sampling=request.sampling,
-                finish="eos" if stopped[slot - start] else "length",
+                finish="eos" if stopped[slot] else "length",
                 kept=kept_of(row.kept) if row.kept else None,
             )
             if len(request.done) == request.sampling.group:
@@ -280,14 +279,13 @@ class NativeSampler:
         return told
 
     def _vacate(self, ended: list[int]) -> None:
-        """Rows leave; the last ones that stay move into the holes."""
-        gone, left = set(ended), len(self.rows) - len(ended)
-        holes = [slot for slot in ended if slot < left]
-        tails = [slot for slot in range(left, len(self.rows)) if slot not in gone]
-        if holes:
-            source, target = (torch.tensor(slots, device=self.lm.device) for slots in (tails, holes))
-            self.tape.move(source, target)
-            self.decoder.slots.copy(source, target, max(self.rows[slot].length for slot in tails))
-            for hole, tail in zip(holes, tails, strict=True):
-                self.rows[hole] = self.rows[tail]
-        del self.rows[left:]
+        """Rows leave; some of those that stay move, so that the first slots are filled again."""
+        if not ended:
+            return
+        order = filled(ended, [row.length for row in self.rows])
+        moved = [(source, target) for target, source in enumerate(order) if source != target]
+        if moved:
+            self.tape.move(*torch.tensor(moved, device=self.lm.device).T)
+        for source, target in moved:  # from behind to the front: none is overwritten before it has moved
+            self.decoder.slots.copy(source, target, self.rows[source].length)
+        self.rows = [self.rows[slot] for slot in order]
