@@ -466,7 +466,7 @@ context = {context}
     return path / "two.toml"
 
 
-@pytest.mark.parametrize("kind", ["inline", "ray"])
+@pytest.mark.parametrize("kind", ["inline", "local"])
 def test_a_run_with_an_endpoint_and_the_student_itself_as_teachers(
     kind: str, tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

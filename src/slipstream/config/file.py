@@ -58,7 +58,7 @@ def parse(
 
 def _with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
     """A copy in which every section of several kinds names its own: the default, where the file does not say."""
-    kinds = {name: info.default.kind for name, info in Config.model_fields.items() if hasattr(info.default, "kind")}
+    kinds = {name: info.default.kind for name, info in Config.model_fields.items() if info.discriminator}
     below = {name: tree.get(name, {}) for name in kinds}
     return tree | {name: {"kind": kinds[name], **own} for name, own in below.items() if isinstance(own, dict)}
 

@@ -29,6 +29,8 @@ from typing import Any
 PREFIX = 8
 DESCRIPTORS = 16
 """The most that come at a time."""
+TOGETHER = 64
+"""Parts that one system call takes."""
 KEPT_HERE = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 """Descriptors that come are not for programs that are started here."""
 
@@ -73,8 +75,8 @@ class Channel:
         ours.setblocking(False)
         self.socket, self.heard = ours, heard
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.unsent: deque[tuple[memoryview, list[Mapped]]] = deque()
-        """Bytes, and the memory whose descriptors go with the first of them."""
+        self.unsent: deque[tuple[list[memoryview], list[Mapped]]] = deque()
+        """What is left of each message, and the memory whose descriptors go with its first byte."""
         self.descriptors: deque[int] = deque()
         """They have come, and their message has not been read so far."""
         self.parts = self._parts()
@@ -112,25 +114,28 @@ class Channel:
         sizes = [len(p.data) if isinstance(p, Packed) else -1 - p.size for p in parcels]
         head = pickle.dumps((value, sizes), protocol=5)
         idle = not self.unsent
-        mapped = [parcel for parcel in parcels if isinstance(parcel, Mapped)]
-        self.unsent.append((memoryview(len(head).to_bytes(PREFIX, "little") + head), mapped))
-        self.unsent.extend((memoryview(p.data), []) for p in parcels if isinstance(p, Packed))
+        parts = [len(head).to_bytes(PREFIX, "little") + head, *(p.data for p in parcels if isinstance(p, Packed))]
+        mapped = [p for p in parcels if isinstance(p, Mapped)]
+        self.unsent.append(([memoryview(part) for part in parts], mapped))
         if idle and not self.write() and self.loop is not None:
             self.loop.add_writer(self.socket, self._writable)
 
     def write(self) -> bool:
         """Whether all has left. What nobody is there to take is gone: whoever reads here finds that out."""
         while self.unsent:
-            data, mapped = self.unsent[0]
+            parts, mapped = self.unsent[0]
             try:
-                sent = socket.send_fds(self.socket, [data], [each.descriptor for each in mapped])
+                sent = socket.send_fds(self.socket, parts[:TOGETHER], [each.descriptor for each in mapped])
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError):
                 self.unsent.clear()
                 return True
-            if sent < len(data):
-                self.unsent[0] = data[sent:], []
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
+                self.unsent[0] = parts, []
             else:
                 self.unsent.popleft()
         return True
