@@ -273,7 +273,7 @@ def attend_slots(
         done.append(out_THD if block.real_T is None else out_THD[block.real_T])
         start += len(done[-1])
     out_THD = done[0] if len(done) == 1 else torch.cat(done)
-    return out_THD.reshape(b, r, h, -1), None
+    return out_THD.reshape(b, r, h, -1).contiguous(), None  # models take views of it
 
 
 AttentionInterface.register(NAME, attend_slots)
