@@ -58,6 +58,7 @@ from slipstream.runtimes.channel import Channel, Mapped, Packed
 from slipstream.runtimes.exchange import Body, RemoteWorker
 from slipstream.runtimes.local import Nursery
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, cpu_seconds, gpus_each
+from slipstream.runtimes.worker import Birth
 from slipstream.tasks.data import Prompts, Row
 
 SAMPLING = Sampling(max_tokens=4)
@@ -338,6 +339,13 @@ def test_a_worker_says_with_what_status_it_left(nursery: Nursery) -> None:
         (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent)
         with pytest.raises(WorkerDied, match=r"^w \(pid \d+\) is gone: exit status 3$"):
             asyncio.run(worker.call("leave"))
+
+
+def test_how_a_process_ended_is_known_however_close_its_end_is_to_the_question(nursery: Nursery) -> None:
+    for _ in range(40):
+        link = nursery.born(Birth("w", 1, str(Path.cwd()), ""))
+        assert link.ended() == "killed by SIGKILL"
+        link.channel.close()
 
 
 def test_ctrl_c_does_not_reach_an_engine(opened: Processes) -> None:

@@ -66,9 +66,10 @@ def nurse(control: Connection) -> None:
         while True:
             match control.recv():
                 case int(pid):
-                    engine = engines.pop(pid)
+                    engine = engines[pid]
                     engine.kill()  # it may only have stopped listening
                     engine.join()
+                    del engines[pid]  # not before: `reap` would take it for something that was left behind
                     control.send(engine.exitcode)
                 case birth:
                     theirs = socket(fileno=recv_handle(control))
