@@ -81,19 +81,25 @@ def main() -> None:
         "hf, sorted": lambda: run_hf(by_length),
     }
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
+    costs: dict[str, list[float]] = {name: [] for name in contenders}
     torch.manual_seed(0)
     for repeat in range(args.repeats + 1):  # the first round warms up
         for name, work in contenders.items():
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.process_time()
             tokens = work()
             if repeat:
                 speeds[name].append(tokens / (time.perf_counter() - began))
+                costs[name].append(1e6 * (time.process_time() - cpu) / tokens)
     sampler.close()
     for name, values in speeds.items():
-        print(f"{name:12} {statistics.median(values):9,.0f} tok/s   [{min(values):,.0f} … {max(values):,.0f}]")
+        cost = costs[name]
+        cpu = f"{statistics.median(cost):.0f} µs   [{min(cost):.0f} … {max(cost):.0f}] of CPU per token"
+        print(f"{name:12} {statistics.median(values):9,.0f} tok/s   [{min(values):,.0f} … {max(values):,.0f}]   {cpu}")
     for name in ("hf generate", "hf, sorted"):
         ratios = [ours / theirs for ours, theirs in zip(speeds["native"], speeds[name], strict=True)]
         print(f"native / {name}: {statistics.median(ratios):.2f}   [{min(ratios):.2f} … {max(ratios):.2f}]")
+        ratios = [theirs / ours for ours, theirs in zip(costs["native"], costs[name], strict=True)]
+        print(f"  by CPU seconds: {statistics.median(ratios):.2f}   [{min(ratios):.2f} … {max(ratios):.2f}]")
 
 
 @torch.no_grad()
