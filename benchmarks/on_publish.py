@@ -2,8 +2,8 @@
 
     python benchmarks/on_publish.py [--seeds 3] [--updates 60] [--group 1]
 
-The asynchronous pipeline of `schedules.py` (tau = 4, the demo's student and teacher, updates of 64 samples), with either
-setting in turn for every seed. `rebuild` is the part of the sampler's time that goes into the keys and values of
+The asynchronous pipeline of `schedules.py` (tau = 4, the demo's student and teacher, updates of 64 samples), with
+either setting in turn for every seed. `rebuild` is the part of the sampler's time that goes into the keys and values of
 running responses. `drift/k3_kl` is between what drew a token and the student that learns from it, by how many updates
 lie between: what reuse adds to the drift of lag itself. Medians and ranges over the seeds.
 """
