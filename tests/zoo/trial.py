@@ -194,7 +194,7 @@ def saved(model: PreTrainedModel) -> float:
 
 def reloaded(lm: LanguageModel) -> float:
     with TemporaryDirectory() as folder:
-        save(Path(folder), lm, None, Ranks(), update=1, optimizer=None, previous=None)
+        save(Path(folder), lm, None, Ranks(), update=1, optimizer=None, previous={}, beta=None)
         again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     return difference(lm, apart(again))
 
