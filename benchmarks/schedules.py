@@ -1,11 +1,12 @@
 """Every schedule on the same two cores: training throughput, overlap, and accuracy after the same number of updates.
 
-    python benchmarks/schedules.py [--seeds 5] [--updates 100] [--only "sync, one process" "async(4)" …]
+    python benchmarks/schedules.py [--seeds 5] [--updates 100] [--only "sync, one process" "async(4)" …] [--burn]
 
 The built-in student learns the heavy-tailed arithmetic of the built-in teacher, 64 samples per update. Synchronous runs
 may use both cores in every way there is here: one process, one for each engine, two scorers, two samplers and scorers,
 a learner of two threads; the fastest of them is the baseline. For every seed all schedules take their turn. Throughput
 is that of `metrics.throughput`, after five updates of warm-up; accuracy is the final student's on 200 held-out prompts.
+With `--burn` another process, with nothing to do with it, keeps a core busy all the time.
 
 The bound of a run is the time that its CPU work would take if both cores were always busy: CPU seconds of all stages,
 and of the coordinator, divided by two. What a run reaches of it is how well it keeps the cores busy.
@@ -15,9 +16,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import multiprocessing
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,6 +137,22 @@ def parse_data() -> Any:
     return parse({"student": "-", "teachers": {"main": {"model": "-"}}}).data
 
 
+@contextlib.contextmanager
+def burning() -> Iterator[None]:
+    """A process that computes, of no use to anybody."""
+    process = multiprocessing.get_context("spawn").Process(target=burn, daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+
+
+def burn() -> None:
+    while True:
+        sum(range(1_000_000))
+
+
 def spread(values: list[float], form: str) -> str:
     low, middle, high = (format(f(values), form) for f in (min, statistics.median, max))
     return f"{middle} [{low} … {high}]"
@@ -143,11 +163,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--updates", type=int, default=100)
     parser.add_argument("--only", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--burn", action="store_true", help="beside a process that keeps a core busy")
     args = parser.parse_args()
     found: dict[str, list[Found]] = {name: [] for name in args.only}
     for seed in range(args.seeds):
         for name in found:
-            one = run(ARMS[name], seed=seed, updates=args.updates)
+            with burning() if args.burn else contextlib.nullcontext():
+                one = run(ARMS[name], seed=seed, updates=args.updates)
             found[name].append(one)
             cpu = ", ".join(f"{worker} {value:.1f}" for worker, value in one.cpu.items())
             print(
