@@ -84,10 +84,10 @@ class Objective:
         method, support, emitted_N = self.method, terms.support, torch.zeros_like(terms.behavior_N)
         ids_NM: Tensor | None = terms.tokens_N[:, None]
         distilled: LossOfRows | None = None
-        temperature, best, compares = method.temperature, 0, False
+        temperature, best, on_kept = method.temperature, 0, False
         if (row := self.distillation) is not None:
             ids_NM, distilled = row(samples, terms.frozen, terms.tokens_N, terms.dtype)
-            temperature, best, compares = row.temperature, row.best, row.compares
+            temperature, best, on_kept = row.temperature, row.best, row.on_kept
 
         def loss_of_chunk(logp_CX: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
             """X: the ids asked for and then what could have been drawn, or the vocabulary."""
@@ -98,7 +98,7 @@ class Objective:
                 kept_CK = support[rows]
                 kept_logp_CK = logp_CX.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CX[:, m:]
                 emitted_C1 = conditioned(emitted_C1, kept_logp_CK, kept_CK)
-                if compares:
+                if on_kept:
                     asked_CM = conditioned(asked_CM, kept_logp_CK, kept_CK)
             emitted_C = emitted_C1[:, 0]
             emitted_N[rows] = emitted_C.detach()
