@@ -29,14 +29,14 @@ def derive_seed(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _require(condition: bool, who: str, what: str) -> None:
-    if not condition:
-        raise ValueError(f"{who}: {what}")
-
-
 def _rows_of(array: NDArray[Any], n: int) -> bool:
     """[n, at least one]"""
     return array.ndim == 2 and array.shape[0] == n and array.shape[1] > 0
+
+
+def _same(a: Floats, b: Floats) -> bool:
+    """NaN is NaN."""
+    return np.array_equal(a, b) or np.array_equal(a, b, equal_nan=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +58,8 @@ class Prompt:
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _require(self.tokens.ndim == 1 and len(self.tokens) > 0, f"prompt {self.id}", "needs at least one token")
+        if self.tokens.ndim != 1 or len(self.tokens) == 0:
+            raise ValueError(f"prompt {self.id}: needs at least one token")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,48 +110,62 @@ class Rollout:
     rewards: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        who, t = f"rollout {self.prompt.id}/{self.index}", self.tokens.size
-        _require(self.tokens.ndim == 1 and t > 0, who, f"tokens has shape {self.tokens.shape}, needs at least one")
-        for name in ("versions", "logp", "turn", "loss_mask"):
-            shape = getattr(self, name).shape
-            _require(shape == (t,), who, f"{name} has shape {shape}, tokens ({t},)")
-        if self.loss_mask.dtype != np.bool_:
-            raise ValueError(f"{who}: loss_mask is {self.loss_mask.dtype}, must be bool")
-        trained, n = self.loss_mask, self.trained_tokens
-        of_trained = f"must be [{n}, M], a row for each trained token"
-        _require(_rows_of(self.actions, n), who, f"actions has shape {self.actions.shape}, {of_trained}")
-        _require(self.action_logp.shape == self.actions.shape, who, "action_logp and actions differ in shape")
-        aligned = np.array_equal(self.actions[:, 0], self.tokens[trained])
-        _require(aligned, who, "actions[:, 0] is not the emitted token (a shifted row?)")
-        same = np.array_equal(self.action_logp[:, 0], self.logp[trained], equal_nan=True)
-        _require(same, who, "action_logp[:, 0] is not logp (a shifted row?)")
-        for name, ids in (("tokens", self.tokens), ("actions", self.actions)):
-            if not np.issubdtype(ids.dtype, np.integer):  # a dtype's name is dear, and there are many rollouts
-                raise ValueError(f"{who}: {name} is {ids.dtype}, must be integers")
-            _require(ids.size == 0 or ids.min() >= 0, who, f"{name} holds a negative id, which no sampler draws")
-        impossible = self.actions[np.isneginf(self.action_logp)]
-        _require(
-            len(impossible) == 0, who, f"actions holds {impossible[:1]}, whose log-prob is -inf: no sampler draws it"
-        )
-        _require((self.best_ids is None) == (self.best_logp is None), who, "best_ids and best_logp need each other")
-        if self.best_ids is not None and self.best_logp is not None:
-            _require(_rows_of(self.best_ids, n), who, f"best_ids has shape {self.best_ids.shape}, must be [{n}, K]")
-            _require(self.best_logp.shape == self.best_ids.shape, who, "best_logp and best_ids differ in shape")
-            hit = self.best_ids == self.tokens[trained][:, None]
-            agree = np.where(hit, self.best_logp == self.logp[trained][:, None], True).all()
-            _require(bool(agree), who, "best_logp is not logp on the emitted token (a shifted row?)")
-        turns = self.turn[trained]
-        _require(bool((turns >= 0).all()), who, "a trained token is of no turn: turn is -1 where nothing was sampled")
-        _require(bool((np.diff(turns) >= 0).all()), who, "turn falls: calls are numbered in their order")
-        if self.kept is not None:
-            self._check_kept(self.kept, who, n)
+        if fault := self._fault() or (self.kept and self._fault_of_kept(self.kept)):
+            raise ValueError(f"rollout {self.prompt.id}/{self.index}: {fault}")
 
-    def _check_kept(self, kept: Kept, who: str, n: int) -> None:
-        _require(kept.sizes.shape == (n,), who, f"kept.sizes has shape {kept.sizes.shape}, {n} tokens are trained")
-        _require(kept.ids.shape == (kept.sizes.sum(),), who, "kept.ids are not as many as kept.sizes say")
+    def _fault(self) -> str | None:
+        t, trained = self.tokens.size, self.loss_mask
+        if self.tokens.ndim != 1 or t == 0:
+            return f"tokens has shape {self.tokens.shape}, needs at least one"
+        for name in ("versions", "logp", "turn", "loss_mask"):
+            if (shape := getattr(self, name).shape) != (t,):
+                return f"{name} has shape {shape}, tokens ({t},)"
+        if trained.dtype != np.bool_:
+            return f"loss_mask is {trained.dtype}, must be bool"
+        n = self.trained_tokens
+        if not _rows_of(self.actions, n):
+            return f"actions has shape {self.actions.shape}, must be [{n}, M], a row for each trained token"
+        if self.action_logp.shape != self.actions.shape:
+            return "action_logp and actions differ in shape"
+        if not np.array_equal(self.actions[:, 0], self.tokens[trained]):
+            return "actions[:, 0] is not the emitted token (a shifted row?)"
+        if not _same(self.action_logp[:, 0], self.logp[trained]):
+            return "action_logp[:, 0] is not logp (a shifted row?)"
+        for name, ids in (("tokens", self.tokens), ("actions", self.actions)):
+            if ids.dtype.kind not in "iu":
+                return f"{name} is {ids.dtype}, must be integers"
+            if ids.size and ids.min() < 0:
+                return f"{name} holds a negative id, which no sampler draws"
+        impossible = self.actions[self.action_logp == -np.inf]
+        if impossible.size:
+            return f"actions holds {impossible[:1]}, whose log-prob is -inf: no sampler draws it"
+        if (self.best_ids is None) != (self.best_logp is None):
+            return "best_ids and best_logp need each other"
+        if self.best_ids is not None and self.best_logp is not None:
+            if not _rows_of(self.best_ids, n):
+                return f"best_ids has shape {self.best_ids.shape}, must be [{n}, K]"
+            if self.best_logp.shape != self.best_ids.shape:
+                return "best_logp and best_ids differ in shape"
+            hit = self.best_ids == self.tokens[trained][:, None]
+            if not np.where(hit, self.best_logp == self.logp[trained][:, None], True).all():
+                return "best_logp is not logp on the emitted token (a shifted row?)"
+        turns = self.turn[trained]
+        if n and turns.min() < 0:
+            return "a trained token is of no turn: turn is -1 where nothing was sampled"
+        if (turns[1:] < turns[:-1]).any():
+            return "turn falls: calls are numbered in their order"
+        return None
+
+    def _fault_of_kept(self, kept: Kept) -> str | None:
+        n = self.trained_tokens
+        if kept.sizes.shape != (n,):
+            return f"kept.sizes has shape {kept.sizes.shape}, {n} tokens are trained"
+        if kept.ids.shape != (kept.sizes.sum(),):
+            return "kept.ids are not as many as kept.sizes say"
         row = np.arange(n) << 32
-        inside = np.isin(row[:, None] + self.actions, np.repeat(row, kept.sizes) + kept.ids)
-        _require(bool(inside.all()), who, "actions holds ids that are not in kept: they could not be drawn")
+        if not np.isin(row[:, None] + self.actions, np.repeat(row, kept.sizes) + kept.ids).all():
+            return "actions holds ids that are not in kept: they could not be drawn"
+        return None
 
     @property
     def trained_tokens(self) -> int:
@@ -208,35 +223,44 @@ class Scored:
     teacher_hidden: Floats | Ints | None = None
 
     def __post_init__(self) -> None:
-        rollout = self.rollout
-        who, n = f"scored {rollout.prompt.id}/{rollout.index}", rollout.trained_tokens
+        if fault := self._fault():
+            raise ValueError(f"scored {self.rollout.prompt.id}/{self.rollout.index}: {fault}")
+
+    def _fault(self) -> str | None:
+        rollout, n = self.rollout, self.rollout.trained_tokens
         caches = [self.teacher_action_logp, self.teacher_best_logp, self.teacher_topk_logp, self.teacher_hidden]
-        _require(sum(cache is not None for cache in caches) <= 1, who, "holds more than one teacher cache")
+        held = sum(cache is not None for cache in caches)
+        if held > 1:
+            return "holds more than one teacher cache"
         if self.teacher_logp is None:
-            _require(not self.teacher, who, f"teacher {self.teacher} left no log-prob of the emitted token")
-            _require(all(cache is None for cache in caches), who, "holds a teacher cache and no teacher_logp")
-            return
-        _require(self.teacher_logp.shape == (n,), who, f"teacher_logp has shape {self.teacher_logp.shape}, not ({n},)")
+            if self.teacher:
+                return f"teacher {self.teacher} left no log-prob of the emitted token"
+            return "holds a teacher cache and no teacher_logp" if held else None
+        if self.teacher_logp.shape != (n,):
+            return f"teacher_logp has shape {self.teacher_logp.shape}, not ({n},)"
         if self.teacher_action_logp is not None:
-            same_shape = self.teacher_action_logp.shape == rollout.actions.shape
-            _require(same_shape, who, "teacher_action_logp and actions differ in shape")
-            same = np.array_equal(self.teacher_action_logp[:, 0], self.teacher_logp, equal_nan=True)
-            _require(same, who, "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)")
+            if self.teacher_action_logp.shape != rollout.actions.shape:
+                return "teacher_action_logp and actions differ in shape"
+            if not _same(self.teacher_action_logp[:, 0], self.teacher_logp):
+                return "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)"
         if self.teacher_best_logp is not None:
-            _require(rollout.best_ids is not None, who, "teacher_best_logp is of best_ids, and there are none")
-            same_shape = rollout.best_ids is not None and self.teacher_best_logp.shape == rollout.best_ids.shape
-            _require(same_shape, who, "teacher_best_logp and best_ids differ in shape")
-        paired = (self.teacher_ids is None) == (self.teacher_topk_logp is None)
-        _require(paired, who, "teacher_ids and teacher_topk_logp need each other")
+            if rollout.best_ids is None:
+                return "teacher_best_logp is of best_ids, and there are none"
+            if self.teacher_best_logp.shape != rollout.best_ids.shape:
+                return "teacher_best_logp and best_ids differ in shape"
+        if (self.teacher_ids is None) != (self.teacher_topk_logp is None):
+            return "teacher_ids and teacher_topk_logp need each other"
         if self.teacher_ids is not None and self.teacher_topk_logp is not None:
-            _require(_rows_of(self.teacher_ids, n), who, f"teacher_ids must be [{n}, K]")
-            same_shape = self.teacher_topk_logp.shape == self.teacher_ids.shape
-            _require(same_shape, who, "teacher_topk_logp and teacher_ids differ in shape")
+            if not _rows_of(self.teacher_ids, n):
+                return f"teacher_ids must be [{n}, K]"
+            if self.teacher_topk_logp.shape != self.teacher_ids.shape:
+                return "teacher_topk_logp and teacher_ids differ in shape"
             hit = self.teacher_ids == rollout.tokens[rollout.loss_mask][:, None]
-            agree = np.where(hit, self.teacher_topk_logp == self.teacher_logp[:, None], True).all()
-            _require(bool(agree), who, "teacher_topk_logp is not teacher_logp on the emitted token (a shifted row?)")
-        if self.teacher_hidden is not None:
-            _require(_rows_of(self.teacher_hidden, n), who, f"teacher_hidden must be [{n}, D]")
+            if not np.where(hit, self.teacher_topk_logp == self.teacher_logp[:, None], True).all():
+                return "teacher_topk_logp is not teacher_logp on the emitted token (a shifted row?)"
+        if self.teacher_hidden is not None and not _rows_of(self.teacher_hidden, n):
+            return f"teacher_hidden must be [{n}, D]"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
