@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.config.teacher import routed_by
 from slipstream.engines.http.check import Wanted, check
-from slipstream.engines.native.model import context_length, load_config
+from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints, Prompt
@@ -83,7 +83,7 @@ def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> None:
 
 
 def check_embeddings(student: str, name: str, model: str) -> None:
-    sizes = [load_config(each).get_text_config().vocab_size for each in (student, model)]
+    sizes = [vocabulary_of(each) for each in (student, model)]
     if sizes[0] > sizes[1]:
         raise ModelError(
             f"teachers.{name}: {model} has {sizes[1]} embeddings, {student} has {sizes[0]}: the teacher could "
@@ -119,7 +119,7 @@ def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say:
 
 
 async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:
-    highest = load_config(config.student).get_text_config().vocab_size - 1
+    highest = vocabulary_of(config.student) - 1
     for name, teacher in config.teachers.items():
         endpoint = endpoint_of(config, name)
         if endpoint is None:

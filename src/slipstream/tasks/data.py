@@ -37,6 +37,15 @@ class Row:
     """What the chat template is told of tools."""
 
 
+def check_there(source: str, split: str) -> None:
+    """Whether a source is there, without a look into it; hub names are for their library to find."""
+    kind, _, name = source.partition(":")
+    if kind == "builtin":
+        check_builtin(name, split)
+    elif Path(source).suffix in FILES and not Path(source).exists():
+        raise DataError(f"{source}: cannot be read: No such file or directory")
+
+
 def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> list[Row]:
     """All rows of a source, checked one by one; the first bad one is named."""
     path = Path(source)
@@ -58,11 +67,15 @@ def load_rows(source: str, *, split: str = "train", limit: int | None = None) ->
     return rows
 
 
-def _builtin(name: str, split: str, limit: int | None) -> Iterator[tuple[str, Any]]:
+def check_builtin(name: str, split: str) -> None:
     if name != "arithmetic":
         raise DataError(f"no built-in task {name!r}; {did_you_mean(name, ['arithmetic'])}")
     if split not in arithmetic.SPLITS:
         raise DataError(f"builtin:arithmetic has no split {split!r}; {did_you_mean(split, arithmetic.SPLITS)}")
+
+
+def _builtin(name: str, split: str, limit: int | None) -> Iterator[tuple[str, Any]]:
+    check_builtin(name, split)
     for number, (prompt, answer) in enumerate(arithmetic.problems(split, limit or ARITHMETIC_ROWS)):
         yield f"{split}:{number}", {"prompt": prompt, "ground_truth": answer, "data_source": name}
 
