@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from slipstream.config.schema import Config
-from slipstream.plan.plan import Plan, plan
+from slipstream.plan.plan import Plan
 from slipstream.runtimes import local
 from slipstream.runtimes.exchange import RemoteWorker
 from slipstream.runtimes.local import Nursery
@@ -20,9 +19,9 @@ from slipstream.runtimes.places import Place
 class Planner:
     """Lives in a process forked from the nursery, which has imported what knows tokenizers and models."""
 
-    async def plan(self, config: Config) -> tuple[Plan, bytes]:
+    async def plan(self, make: Callable[[], Plan]) -> tuple[Plan, bytes]:
         """The plan, and its tokenizer apart."""
-        made = await asyncio.to_thread(plan, config)
+        made = await asyncio.to_thread(make)
         return replace(made, tokenizer=None), pickle.dumps(made.tokenizer)
 
 
@@ -36,12 +35,12 @@ class Sealed:
         return pickle.loads, (self.packed,)
 
 
-def planned(config: Config, nursery: Nursery | None, *, say: Callable[[str], None]) -> Plan:
+def planned(make: Callable[[], Plan], nursery: Nursery | None, *, say: Callable[[str], None]) -> Plan:
     """Its tokenizer is sealed if there is a nursery: for engines."""
     if nursery is None:
-        return plan(config)
+        return make()
     with ExitStack() as stack:
         (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], nursery, stack, say=say)
-        found: tuple[Plan, bytes] = asyncio.run(planner.call("plan", config))
+        found: tuple[Plan, bytes] = asyncio.run(planner.call("plan", make))
     made, tokenizer = found
     return replace(made, tokenizer=Sealed(tokenizer))

@@ -22,7 +22,7 @@ from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.run import Run
 from slipstream.plan.checks import PROMPTS, quick, raised
-from slipstream.plan.plan import Plan, at_a_glance
+from slipstream.plan.plan import Plan, at_a_glance, plan
 from slipstream.runlog import RunLog, check_free, read_lines, run_path
 from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
@@ -34,7 +34,7 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
     check_free(path)
     at_a_glance(config)
     with nursery(config) as born:
-        made = planned(config, born, say=plainly(console))
+        made = planned(partial(plan, config), born, say=plainly(console))
         with opened(made, born, console) as engines:
             if checks:
                 try_out(made, engines, console)
@@ -60,7 +60,7 @@ def resume(path: Path, console: Console) -> Path:
     checkpoint, standing = newest(path)
     at_a_glance(config)
     with nursery(config) as born:
-        made = planned(config, born, say=plainly(console))
+        made = planned(partial(plan, config), born, say=plainly(console))
         with opened(made, born, console) as engines:
             in_flight = len(standing.in_flight)
             said = f"going on from {checkpoint}; {in_flight} groups that were in flight start again"

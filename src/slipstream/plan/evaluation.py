@@ -26,7 +26,7 @@ class Evaluation:
     grader: GraderPlan
 
 
-def eval_rows(source: str, *, split: str, limit: int | None) -> list[Row]:
+def eval_rows(source: str, *, split: str, limit: int | None) -> Sequence[Row]:
     """Those whose answers can be graded."""
     rows = load_rows(source, split=split, limit=limit)
     for row in rows:
@@ -35,7 +35,7 @@ def eval_rows(source: str, *, split: str, limit: int | None) -> list[Row]:
     return rows
 
 
-def eval_prompts(rows: list[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int) -> list[Prompt]:
+def eval_prompts(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int) -> list[Prompt]:
     """Prompts in the order of the rows."""
     prompts = Prompts(rows, encode_rows(rows, tokenizer, data), seed=seed, shuffle=False)
     return [prompts.at(number) for number in range(len(rows))]

@@ -46,12 +46,13 @@ def check_there(source: str, split: str) -> None:
         raise DataError(f"{source}: cannot be read: No such file or directory")
 
 
-def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> list[Row]:
+def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> Sequence[Row]:
     """All rows of a source, checked one by one; the first bad one is named."""
     path = Path(source)
     if source.startswith("builtin:"):
-        found = _builtin(source.removeprefix("builtin:"), split, limit)
-    elif path.suffix in (".jsonl", ".json"):
+        check_builtin(source.removeprefix("builtin:"), split)
+        return Problems(split, limit or ARITHMETIC_ROWS)
+    if path.suffix in (".jsonl", ".json"):
         found = _jsonl(path)
     elif path.suffix == ".parquet":
         found = _parquet(path)
@@ -74,10 +75,27 @@ def check_builtin(name: str, split: str) -> None:
         raise DataError(f"builtin:arithmetic has no split {split!r}; {did_you_mean(split, arithmetic.SPLITS)}")
 
 
-def _builtin(name: str, split: str, limit: int | None) -> Iterator[tuple[str, Any]]:
-    check_builtin(name, split)
-    for number, (prompt, answer) in enumerate(arithmetic.problems(split, limit or ARITHMETIC_ROWS)):
-        yield f"{split}:{number}", {"prompt": prompt, "ground_truth": answer, "data_source": name}
+class Problems(Sequence[Row]):
+    """Rows of the built-in task, each made when it is first asked for."""
+
+    def __init__(self, split: str, count: int) -> None:
+        self.split, self.count = split, count
+        self.made: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(self.count)[index]]
+        index = range(self.count)[index]
+        if index not in self.made:
+            prompt, answer = arithmetic.numbered(self.split, index)
+            self.made[index] = Row(f"{self.split}:{index}", prompt, data_source="arithmetic", ground_truth=answer)
+        return self.made[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Problems, (self.split, self.count)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -177,14 +195,32 @@ def _is_message(message: dict[str, Any]) -> bool:
     return isinstance(message.get("role"), str) and (isinstance(content, str) or silent)
 
 
+class Ragged(Sequence[Ints]):
+    """Arrays of many lengths, end to end in one."""
+
+    def __init__(self, arrays: Iterable[Ints]) -> None:
+        each = list(arrays)
+        self.flat = np.concatenate(each) if each else np.zeros(0, np.int32)
+        self.ends = np.cumsum([0, *map(len, each)])
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self.flat[self.ends[index] : self.ends[index + 1]]
+
+
 class Prompts:
     """Prompt number i of a run, for every i: a pure function of the seed, so a run can begin anywhere."""
 
     def __init__(
-        self, rows: list[Row], tokens: Iterable[Ints], *, seed: int, shuffle: bool, teachers: Sequence[str] = ()
+        self, rows: Sequence[Row], tokens: Iterable[Ints], *, seed: int, shuffle: bool, teachers: Sequence[str] = ()
     ) -> None:
         """`teachers` names, for each row, the one that scores the answers."""
-        self.rows, self.tokens = rows, list(tokens)
+        self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
         self.seed, self.shuffle = seed, shuffle
         self._epoch, self._order = -1, np.arange(len(rows))
