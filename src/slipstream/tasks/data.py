@@ -78,24 +78,24 @@ def check_builtin(name: str, split: str) -> None:
 class Problems(Sequence[Row]):
     """Rows of the built-in task, each made when it is first asked for."""
 
-    def __init__(self, split: str, count: int) -> None:
-        self.split, self.count = split, count
+    def __init__(self, split: str, size: int) -> None:
+        self.split, self.size = split, size
         self.made: dict[int, Row] = {}
 
     def __len__(self) -> int:
-        return self.count
+        return self.size
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[each] for each in range(self.count)[index]]
-        index = range(self.count)[index]
+            return [self[each] for each in range(self.size)[index]]
+        index = range(self.size)[index]
         if index not in self.made:
             prompt, answer = arithmetic.numbered(self.split, index)
             self.made[index] = Row(f"{self.split}:{index}", prompt, data_source="arithmetic", ground_truth=answer)
         return self.made[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Problems, (self.split, self.count)
+        return Problems, (self.split, self.size)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
