@@ -32,7 +32,7 @@ from slipstream.engines.base import Sampling
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import eval_prompts, evaluation
+from slipstream.plan.evaluation import eval_prompts, eval_rows, evaluation
 from slipstream.plan.plan import plan
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import inline, local, ray
@@ -124,7 +124,8 @@ async def timed(run: Run) -> tuple[float, dict[str, float]]:
 
 
 def accuracy_of(model: str, tokenizer: Any) -> float:
-    prompts = eval_prompts(tokenizer, parse_data(), "builtin:arithmetic", split="eval", limit=200, seed=0)
+    rows = eval_rows("builtin:arithmetic", split="eval", limit=200)
+    prompts = eval_prompts(rows, tokenizer, parse_data(), seed=0)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     try:
         sampling = Sampling(max_tokens=MAX_TOKENS, group=4)

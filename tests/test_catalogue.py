@@ -13,7 +13,7 @@ from slipstream.config.objective import CorrectionConfig, PolicyConfig, Referenc
 from slipstream.estimators.advantage import ADVANTAGES
 from slipstream.estimators.catalogue import Entry, catalogue, find, markdown
 from slipstream.estimators.correction import PRESETS, RS_MODES
-from slipstream.estimators.policy.table import LOSSES
+from slipstream.estimators.tables.policy import LOSSES
 
 
 def test_the_page_in_the_documentation_is_the_one_that_the_code_makes() -> None:

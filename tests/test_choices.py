@@ -22,7 +22,7 @@ from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Graded
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
-from slipstream.estimators.correction import LOSSES_OF, PRESETS, RS_MODES
+from slipstream.estimators.tables.correction import LOSSES_OF, PRESETS, RS_MODES
 from slipstream.objective.method import method_of
 from slipstream.plan.engines import snapshots_of
 from slipstream.records import Batch, Group, Handle, total

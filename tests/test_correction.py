@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from slipstream.estimators.aggregate import aggregate
-from slipstream.estimators.correction import (
+from slipstream.estimators.correction import Correction, correct
+from slipstream.estimators.tables.correction import (
     PRESETS,
     RATIO_TO_BEHAVIOR,
     RATIO_TO_OLD,
     RS_MODES,
     SCOPE,
-    Correction,
     CorrectionPreset,
     check_combination,
-    correct,
 )
-from slipstream.estimators.policy.table import ALIASES, LOSSES
+from slipstream.estimators.tables.policy import ALIASES, LOSSES
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "verl_vectors.json").read_text())
 CASES = [case for case in GOLDEN["cases"] if case["fn"] == "correct"]

@@ -21,8 +21,8 @@ from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.divergence import KL_KINDS, dense, forward_kl_topk, kl_estimate, reverse_kl_topk
 from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.numerics import blanked
+from slipstream.estimators.options import formula
 from slipstream.estimators.surrogate import decoupled_ppo, m2po, m2po_mask, mc_reverse_kl
-from slipstream.objective.method import formula
 from slipstream.scope import Scope
 
 Estimator = Callable[[Tensor, Tensor, Tensor], Tensor]

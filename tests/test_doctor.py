@@ -24,6 +24,7 @@ from slipstream.errors import ModelError
 from slipstream.plan.checks import PROMPTS, CheckFailed, Finding, quick, raised
 from slipstream.plan.plan import Plan, plan
 from slipstream.records import Handle
+from slipstream.runtimes import inline
 from slipstream.runtimes.inline import open_engines
 
 QUIET = Console(quiet=True)
@@ -205,7 +206,7 @@ def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
         engines = open_engines(*args, **options)
         return replace(engines, samplers=tuple(OtherTemperature(sampler) for sampler in engines.samplers))
 
-    monkeypatch.setattr(launch.inline, "open_engines", wrong)
+    monkeypatch.setattr(inline, "open_engines", wrong)
     settings = config(("updates", "1"), ("learner.batch_size", "8"), ("output", str(tmp_path / "run")))
     settings = settings.model_copy(update={"eval": settings.eval.model_copy(update={"every": 0})})
     with pytest.raises(CheckFailed):

@@ -8,17 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.estimators.control import CONTROLLERS, adaptive_beta, ess_lr, fixed_beta, length_surge
 from slipstream.estimators.divergence import kl_estimate
-from slipstream.estimators.kl import (
-    CONTROLLERS,
-    SCOPE,
-    adaptive_beta,
-    ess_lr,
-    fixed_beta,
-    kl_loss,
-    kl_reward,
-    length_surge,
-)
+from slipstream.estimators.kl import SCOPE, kl_loss, kl_reward
 
 V = 5
 

@@ -38,11 +38,17 @@ LOADS = {
     "runlog": "",
     "estimators": "torch numpy",
     "estimators.logprobs.tiles_triton": "torch triton",
+    "estimators.options": "",
+    "estimators.tables": "",
+    "estimators.control": "",
     "assets": "",
     "assets.build": "torch numpy tokenizers transformers",
     "tasks": "numpy",
     "engines.base": "",
     "engines.asked": "",
+    "engines.native.config": "",
+    "objective.method": "",
+    "plan": "numpy",
     "pipeline": "",
     "commands.progress": "rich",
     "cli": "",
@@ -52,6 +58,8 @@ LOADS = {
 LOADS_LATER = {
     "config.file": "tomli_w",
     "runlog": "torch wandb mlflow trackio",
+    "engines.native.config": "transformers",
+    "plan": "torch",
     "tasks": "transformers jinja2 pyarrow datasets math_verify",
     "cli": "rich",
 }
@@ -130,6 +138,26 @@ def test_a_file_imports_only_the_libraries_of_its_layer(part: str) -> None:
     assert theirs(imports(PARTS[part], loaded_only=False)) <= loads | later
 
 
+def loaded(part: str) -> set[str]:
+    """All files of ours that are there once this one is, packages around them included."""
+    found, left = set[str](), [part]
+    while left:
+        each = left.pop()
+        if each in PARTS and each not in found:
+            found.add(each)
+            names = ours(imports(PARTS[each], loaded_only=True)) | {each}
+            left += [name.rsplit(".", count)[0] for name in names for count in range(name.count(".") + 1)]
+    return found
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if part == "cli" or part.startswith(("commands", "plan"))])
+def test_a_command_begins_without_what_computes(part: str) -> None:
+    """Mistakes are told at once, and the coordinator of local engines never has torch; they and the planner do."""
+    heavy = {"torch", "transformers", "ray", "vllm", "datasets", "safetensors"}
+    found = {each: theirs(imports(PARTS[each], loaded_only=True)) & heavy for each in loaded(part)}
+    assert {each: libraries for each, libraries in found.items() if libraries} == {}
+
+
 def test_no_two_files_import_each_other_by_whatever_way() -> None:
     graph = {
         part: {place(name, PARTS) for name in ours(imports(tree, loaded_only=False))} for part, tree in PARTS.items()
@@ -169,6 +197,8 @@ def later():
     assert ours(imports(tree, loaded_only=True)) == set()
     assert theirs(imports(tree, loaded_only=True)) == {"torch"}
     assert place("engines.base.Handle", LINE) == "engines.base"
+    assert {"commands.train", "runtimes.worker", "estimators", "errors"} <= loaded("commands.train")
+    assert {"runtimes.build", "engines.weights"} <= loaded("runtimes.inline")
     assert has_config(ast.parse("from slipstream.config.schema import Config, LearnerConfig"))
     assert has_config(ast.parse("def f():\n    return made.config.learner"))
     assert not has_config(ast.parse("from slipstream.config.schema import LearnerConfig\nmodel.config"))

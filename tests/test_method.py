@@ -20,14 +20,12 @@ from slipstream.config.objective import (
 from slipstream.config.schema import Config, RewardName
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError
-from slipstream.estimators.advantage import ADVANTAGES
-from slipstream.estimators.aggregate import Mode
-from slipstream.estimators.correction import PRESETS
+from slipstream.estimators.control import CONTROLLERS
 from slipstream.estimators.divergence import KL_KINDS
-from slipstream.estimators.kl import CONTROLLERS
 from slipstream.estimators.options import REQUIRED
-from slipstream.estimators.policy.table import LOSSES
-from slipstream.estimators.ratio import Unit
+from slipstream.estimators.tables.advantage import ADVANTAGES
+from slipstream.estimators.tables.correction import PRESETS, Unit
+from slipstream.estimators.tables.policy import LOSSES, Mode
 from slipstream.objective.method import OURS, method_of
 from slipstream.plan import engines
 from slipstream.tasks.rewards import REWARDS
@@ -48,9 +46,12 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
     assert set(get_args(AdvantageName)) == {name for name, each in ADVANTAGES.items() if not each.needs_critic}
     for name, each in ADVANTAGES.items():
         assert {option for option, default in each.options.items() if default is REQUIRED} <= set(each.evidence), name
+        assert set(each.options) == {*each.settings, *each.evidence}, name
     assert get_args(LevelName) == get_args(Unit) and get_args(EstimateName) == KL_KINDS
     assert get_args(ReferenceConfig.model_fields["control"].annotation) == tuple(CONTROLLERS)
     assert set(get_args(RewardName)) == set(REWARDS)
+    for name, loss in LOSSES.items():
+        assert loss.takes == tuple(loss.options), name
     required = {name for each in LOSSES.values() for name, default in each.options.items() if default is REQUIRED}
     assert required == set(OURS)
 

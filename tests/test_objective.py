@@ -31,8 +31,8 @@ from slipstream.estimators.correction import PRESETS, CorrectionPreset
 from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_loss, kl_reward
 from slipstream.estimators.policy import policy_loss
-from slipstream.estimators.ratio import Unit
 from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.estimators.tables.correction import Unit
 from slipstream.objective.frozen import Evidence, freeze
 from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total

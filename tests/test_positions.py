@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig, PreTrainedModel
 
-from slipstream.engines.native.model import context_length, split
-from slipstream.engines.native.positions import said
+from slipstream.engines.native.config import context_length, position_note
+from slipstream.engines.native.model import split
 from tiny import SHAPE
 
 ORIGINAL = 16
@@ -63,11 +63,13 @@ def test_a_run_of_short_sequences_has_the_factors_of_short_ones(name: str) -> No
 def test_what_was_chosen_is_said() -> None:
     phi, llama = CONFIGS["longrope"](), CONFIGS["dynamic"]()
     assert (
-        said(phi, 30) == "longrope positions: one set of factors, that of 30 tokens (long: the original context is 16)"
+        position_note(phi, 30)
+        == "longrope positions: one set of factors, that of 30 tokens (long: the original context is 16)"
     )
     assert (
-        said(phi, 16) == "longrope positions: one set of factors, that of 16 tokens (short: the original context is 16)"
+        position_note(phi, 16)
+        == "longrope positions: one set of factors, that of 16 tokens (short: the original context is 16)"
     )
-    assert "dynamic positions" in str(said(llama, 20))
-    assert said(LlamaConfig(**SHAPE), 20) is None
+    assert "dynamic positions" in str(position_note(llama, 20))
+    assert position_note(LlamaConfig(**SHAPE), 20) is None
     assert context_length(llama) == 4 * ORIGINAL

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import slipstream
 from slipstream.errors import ConfigError, SlipstreamError, Terminated
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
         prog="slipstream",
         description="On-policy distillation: train a student on its own rollouts, scored token by token by a teacher.",
     )
+    top.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     demo = commands.add_parser(
@@ -153,19 +155,22 @@ def note(text: str) -> None:
 
 
 def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.commands.train import train
     from slipstream.config.file import load
 
     config = load(args.config, changes, say=note)
+    from slipstream.commands.train import train
+
     return tell_done(train(config, console(), name=Path(args.config).stem, checks=not args.skip_checks))
 
 
 def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.assets import DEMO
-    from slipstream.commands.doctor import doctor
     from slipstream.config.file import load
 
-    return 0 if doctor(load(args.config or DEMO, changes, say=note), console()) else 1
+    config = load(args.config or DEMO, changes, say=note)
+    from slipstream.commands.doctor import doctor
+
+    return 0 if doctor(config, console()) else 1
 
 
 def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
@@ -180,9 +185,13 @@ def tell_done(path: Path) -> int:
 
 
 def run_demo(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.assets import DEMO
+    from slipstream.config.file import load
+
+    config = load(DEMO, changes, say=note)
     from slipstream.commands.demo import demo
 
-    demo(changes, console(), say=note)
+    demo(config, console())
     return 0
 
 

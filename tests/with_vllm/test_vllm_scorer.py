@@ -16,7 +16,8 @@ from slipstream.commands.train import train
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
-from slipstream.engines.native.model import load_config, load_model
+from slipstream.engines.native.config import load_config
+from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.core import Settings

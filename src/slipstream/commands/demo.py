@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.assets import DEMO
 from slipstream.commands.evaluate import Measured, measure
 from slipstream.commands.train import train
-from slipstream.config.file import load
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
 from slipstream.metrics import digest
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import eval_prompts, evaluation
-from slipstream.runlog import read_lines
-from slipstream.runtimes.build import build_grader, decoder
+from slipstream.plan.evaluation import eval_prompts, eval_rows, evaluation
+from slipstream.plan.plan import at_a_glance
+from slipstream.runlog import check_free, read_lines, run_path
 from slipstream.tasks.chat import load_tokenizer
 
 PROMPTS, SAMPLES = 200, 2
 SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one line of a terminal
 
 
-def demo(changes: list[tuple[str, str]], console: Console, *, say: Callable[[str], None]) -> None:
+def demo(config: Config, console: Console) -> None:
     began = time.perf_counter()
-    config = load(DEMO, changes, say=say)
+    for one in in_turn(config):
+        check_free(run_path(one, "demo"))
+        at_a_glance(one)
+    from slipstream.runtimes.build import build_grader, decoder
+
     tokenizer = load_tokenizer(config.student)
-    prompts = eval_prompts(tokenizer, config.data, "builtin:arithmetic", split="eval", limit=PROMPTS, seed=config.seed)
+    rows = eval_rows("builtin:arithmetic", split="eval", limit=PROMPTS)
+    prompts = eval_prompts(rows, tokenizer, config.data, seed=config.seed)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     sampling = Sampling(max_tokens=config.sampler.max_tokens, group=SAMPLES)
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from rich.console import Console
 
 from slipstream.commands.train import nursery, opened
@@ -24,7 +23,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
 from slipstream.plan.placement import size
-from slipstream.plan.plan import Plan, changed, plan
+from slipstream.plan.plan import Plan, at_a_glance, changed, plan
 from slipstream.records import Batch, Group, Handle, Prompt, total
 from slipstream.tasks.chat import load_tokenizer
 
@@ -47,8 +46,9 @@ def doctor(config: Config, console: Console) -> bool:
                 console.print(f"     {finding.fix}", highlight=False, markup=False, soft_wrap=True)
 
     try:
-        console.print(versions(), highlight=False, soft_wrap=True)
+        at_a_glance(config)
         with nursery(config) as born:
+            console.print(versions(), highlight=False, soft_wrap=True)
             made = plan(config)
             tell([Finding("files, tokenizers and lengths", True, f"{len(made.prompts.rows)} prompts, one vocabulary")])
             tell(parity(made.config))
@@ -72,6 +72,8 @@ def versions() -> str:
             found.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
+    import torch
+
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] or [f"{os.cpu_count()} CPUs"]
     return f"python {platform.python_version()}, {', '.join(found)}; {', '.join(devices)}"
 
@@ -103,6 +105,8 @@ def parity(config: Config) -> list[Finding]:
 
 def room(made: Plan) -> list[Finding]:
     """What every process needs, against its device, and all of them against all that is here."""
+    import torch
+
     runtime, asked = made.engines.runtime, made.needs
     gpus = [torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())]
     there = sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -9,21 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from slipstream.assets import model_path
 from slipstream.config.schema import DataConfig
 from slipstream.engines.base import Graded, Sampling
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.metrics import avg_at_n, pass_at_k
 from slipstream.pipeline.evaluate import answers, correctness
-from slipstream.plan.evaluation import Evaluation, eval_prompts, evaluation
+from slipstream.plan.evaluation import Evaluation, eval_prompts, eval_rows, evaluation
 from slipstream.records import Handle
-from slipstream.runtimes.build import build_grader, build_sampler
 from slipstream.tasks.chat import load_tokenizer
 from slipstream.tasks.data import FILES
-from slipstream.tasks.rewards import PoolGrader
+from slipstream.tasks.rewards import PoolGrader, check_installed
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,10 @@ class Measured:
 
 def measure(made: Evaluation, grader: PoolGrader) -> Measured:
     """Sampled and greedy answers of one model; many are graded by the same processes."""
+    import torch
+
+    from slipstream.runtimes.build import build_sampler
+
     torch.set_num_threads(1)
     sampler, sampling, (reward,) = build_sampler(made.sampler, made.tokenizer), made.sampling, made.grader.rewards
     greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0)
@@ -90,9 +93,13 @@ def evaluate(
         model = str(Path(model) / "final")
     if split != "eval" and Path(source).suffix in FILES:
         raise ConfigError(f"--split {split} does nothing: {source} is one file; drop it")
+    model_path(model)
+    check_installed((reward,))
+    rows = eval_rows(source, split=split, limit=limit)
     tokenizer = load_tokenizer(model)
-    data = DataConfig(system_prompt=system_prompt)
-    prompts = eval_prompts(tokenizer, data, source, split=split, limit=limit, seed=seed)
+    prompts = eval_prompts(rows, tokenizer, DataConfig(system_prompt=system_prompt), seed=seed)
+    from slipstream.runtimes.build import build_grader
+
     sampling = Sampling(max_tokens=max_tokens, group=n, temperature=temperature)
     made = evaluation(model, prompts, tokenizer, sampling=sampling, reward=reward)
     grader = build_grader(made.grader, tokenizer)

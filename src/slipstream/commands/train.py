@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
+from slipstream.commands.planned import planned
 from slipstream.commands.progress import Progress
 from slipstream.config.file import load
 from slipstream.config.schema import Config
@@ -20,9 +22,9 @@ from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import newest
 from slipstream.pipeline.run import Run
 from slipstream.plan.checks import PROMPTS, quick, raised
-from slipstream.plan.plan import Plan, plan
+from slipstream.plan.plan import Plan, at_a_glance, plan
 from slipstream.runlog import RunLog, check_free, read_lines, run_path
-from slipstream.runtimes import inline, local
+from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
 
 
@@ -30,8 +32,9 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
     """Run it all; returns the run directory."""
     path = run_path(config, name)
     check_free(path)
+    at_a_glance(config)
     with nursery(config) as born:
-        made = plan(config)
+        made = planned(partial(plan, config), born, say=plainly(console))
         with opened(made, born, console) as engines:
             if checks:
                 try_out(made, engines, console)
@@ -55,8 +58,9 @@ def resume(path: Path, console: Console) -> Path:
     """Go on with a run from its last checkpoint."""
     config = stopped_run(path)
     checkpoint, standing = newest(path)
+    at_a_glance(config)
     with nursery(config) as born:
-        made = plan(config)
+        made = planned(partial(plan, config), born, say=plainly(console))
         with opened(made, born, console) as engines:
             in_flight = len(standing.in_flight)
             said = f"going on from {checkpoint}; {in_flight} groups that were in flight start again"
@@ -89,11 +93,12 @@ def opened(made: Plan, born: Nursery | None, console: Console) -> Iterator[Engin
         engines.close()
 
 
+def plainly(console: Console) -> Callable[[str], None]:
+    return partial(console.print, highlight=False, markup=False)
+
+
 def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
+    say = plainly(console)
     for warning in made.warnings:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
     for note in (*made.notes, str(made.method)):
@@ -106,7 +111,9 @@ def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
 
             return open_on_ray(made.engines, made.tokenizer, say=say)
         case "inline":
-            return inline.open_engines(made.engines, made.tokenizer, say=say)
+            from slipstream.runtimes.inline import open_engines as open_here
+
+            return open_here(made.engines, made.tokenizer, say=say)
 
 
 def go(
@@ -128,7 +135,7 @@ def go(
         held_out=made.held_out,
         standing=standing,
         patience=made.config.runtime.patience,
-        say=lambda text: console.print(text, highlight=False, markup=False),
+        say=plainly(console),
     )
 
     async def main() -> None:

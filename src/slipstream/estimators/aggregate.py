@@ -5,14 +5,14 @@ Shapes: B rows, T positions.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import same_shape, unknown
-
-Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+from slipstream.estimators.numerics import same_shape
+from slipstream.estimators.options import unknown
+from slipstream.estimators.tables.policy import Mode
 
 
 def aggregate(

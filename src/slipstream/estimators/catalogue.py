@@ -10,14 +10,12 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any, get_args
 
 from slipstream.config.losses import LOSSES as DISTILLATION
-from slipstream.estimators.advantage import ADVANTAGES
-from slipstream.estimators.correction import PRESETS, RS_MODES, SCOPE, CorrectionPreset
+from slipstream.estimators.control import CONTROLLERS
 from slipstream.estimators.divergence import KL_KINDS
-from slipstream.estimators.kl import CONTROLLERS
-from slipstream.estimators.numerics import unknown
-from slipstream.estimators.policy import scope_of
-from slipstream.estimators.policy.table import ALIASES, LOSSES
-from slipstream.estimators.ratio import Unit
+from slipstream.estimators.options import unknown
+from slipstream.estimators.tables.advantage import ADVANTAGES
+from slipstream.estimators.tables.correction import PRESETS, RS_MODES, SCOPE, CorrectionPreset, Unit
+from slipstream.estimators.tables.policy import ALIASES, LOSSES, scope_of
 from slipstream.scope import Scope
 
 UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}

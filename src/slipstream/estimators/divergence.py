@@ -20,8 +20,8 @@ from slipstream.estimators.numerics import (
     floored,
     same_matrix,
     same_shape,
-    unknown,
 )
+from slipstream.estimators.options import unknown
 
 DenseKind = Literal["forward", "reverse", "jsd"]
 KL_KINDS = ("k1", "abs", "k2", "k3", "k1+", "k3+")

@@ -1,4 +1,4 @@
-"""Staying near a reference policy: KL in the loss or in the reward, the controllers of its coefficient β, two guards.
+"""Staying near a reference policy: KL in the loss or in the reward.
 
 Estimators are those of `divergence.kl_estimate`, with s = log-prob of the emitted token under the current policy and
 t under the reference. Where the term stands decides which of them is right: tests enumerate it.
@@ -8,16 +8,15 @@ Shapes: B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from slipstream.estimators.aggregate import Mode, aggregate
+from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.divergence import clamped, kl_estimate, raised
 from slipstream.estimators.numerics import blanked, bounded_exp, carried, floored, same_matrix
 from slipstream.estimators.policy.token import vanilla
 from slipstream.estimators.ratio import same_rows
+from slipstream.estimators.tables.policy import Mode
 from slipstream.scope import Scope
 
 Metrics = dict[str, Tensor]
@@ -76,48 +75,6 @@ def kl_reward(
     rewards, logp, ref = blanked(mask_BT, *tensors)
     kl_BT = kl_estimate(logp, ref, kind=kind)
     return rewards - beta * kl_BT, {"kl_reward": aggregate(kl_BT, mask_BT, "token-mean")}
-
-
-def fixed_beta(*, beta: float, kl: float, samples: int) -> float:
-    """The next β: the same.  Nothing to oscillate, but yours to tune."""
-    return beta
-
-
-def adaptive_beta(*, beta: float, kl: float, samples: int, target: float, horizon: float) -> float:
-    """The next β, steered so that the KL stays near its target.  (Ziegler et al., 1909.08593.)
-
-    β·(1 + clip(kl/target − 1, ±0.2)·samples/horizon), after an update that trained on `samples`.
-    When a good β changes during the run.
-    """
-    if not (target > 0 and horizon > 0.2 * samples):
-        raise ValueError(f"target {target} must be positive, and horizon {horizon} above samples/5 = {samples / 5}")
-    return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
-
-
-CONTROLLERS = {"fixed": fixed_beta, "adaptive": adaptive_beta}
-
-
-def length_surge(
-    lengths: Sequence[float], *, fired: int = 0, window: int = 100, rise: float = 0.2, factor: float = 0.5
-) -> float:
-    """What to multiply the learning rate by now: `factor` if answers grew by more than `rise` over the last `window`.
-
-    `lengths` are the mean response lengths of the updates so far, `fired` how many there were when the guard last
-    fired: it then waits for a whole window of new ones. A surge precedes collapse by tens of steps.  (2602.01826.)
-    """
-    if len(lengths) - fired <= window:
-        return 1.0
-    return factor if lengths[-1] > (1 + rise) * lengths[-1 - window] else 1.0
-
-
-def ess_lr(*, ess: float) -> float:
-    """What to multiply the learning rate by: the effective sample size as a share of the batch.  (VCPO, 2602.17616.)
-
-    1 on-policy; small steps when a few samples dominate the gradient.
-    """
-    if not ess >= 0:
-        raise ValueError(f"ess must be a share of the batch, got {ess}")
-    return min(ess, 1.0)
 
 
 def kl_as_reward(

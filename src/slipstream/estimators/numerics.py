@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -63,14 +62,6 @@ def same_matrix(**tensors: Tensor) -> None:
     """The arguments are matrices of one shape, positions by actions: a vector would be taken for one position."""
     if len(shape := same_shape(**tensors)) != 2:
         raise ValueError(f"{', '.join(tensors)} must have two dimensions, positions by actions, got {tuple(shape)}")
-
-
-def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
-    """The error for a name that is none of the choices: lists them and points at the nearest."""
-    names = list(choices)
-    near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(names)}{hint}")
 
 
 def blanked(keep: Tensor, *tensors: Tensor) -> list[Tensor]:

@@ -1,18 +1,25 @@
-"""Keyword-only parameters of an estimator as its options: which there are, and whether the ones given fit."""
+"""Estimators by name, and the keyword-only parameters of each as its options: do the ones given fit? No tensor here."""
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from typing import Any
-
-from slipstream.estimators.numerics import unknown
 
 REQUIRED: Any = inspect.Parameter.empty
 """Stands for the default of an option that has none."""
 
 Options = dict[str, Any]
-Function = Callable[..., object]
+Function = Callable[..., Any]
+
+
+def formula(name: str) -> Function:
+    """A function of the estimators, by module.name; tables have names, so that reading them needs no mathematics."""
+    module, _, function = name.rpartition(".")
+    found: Function = getattr(import_module(f"slipstream.estimators.{module}"), function)
+    return found
 
 
 def options_of(*functions: Function) -> Options:
@@ -40,3 +47,11 @@ def only(given: Options, function: Function) -> Options:
     """Those of the given options that the function takes."""
     known = options_of(function)
     return {name: value for name, value in given.items() if name in known}
+
+
+def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
+    """The error for a name that is none of the choices: lists them and points at the nearest."""
+    names = list(choices)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {kind} {name!r}: choose one of {', '.join(names)}{hint}")

@@ -10,24 +10,13 @@ Shapes: B rows, T positions.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from slipstream.estimators.numerics import RATIO_BOUND, bounded, bounded_exp, same_shape, unknown
-from slipstream.scope import Scope
-
-Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
-Threshold = float | tuple[float, float]
-"""One number truncates from above; a pair is a band."""
-
-SCOPE: dict[str, Scope] = {unit: "token" if unit == "token" else "row" for unit in get_args(Unit)}
-ONE_PER_ROW = frozenset({"sequence", "geometric"})
-"""Units whose ratio is the same at every token of a row."""
-CTPO_CLIP = 0.05
-"""c of ±c√t, the upper bound in the authors' released recipe (theirs has another, 0.025, below)."""
+from slipstream.estimators.numerics import RATIO_BOUND, bounded, bounded_exp, same_shape
+from slipstream.estimators.options import unknown
+from slipstream.estimators.tables.correction import CTPO_CLIP, UNIT_SCOPE, Threshold, Unit
 
 
 def importance_ratio(
@@ -62,7 +51,7 @@ def importance_ratio(
         case "turn":
             unit_BT = _turn_sum(log_BT, turns)
         case _:
-            raise unknown("unit", unit, SCOPE)
+            raise unknown("unit", unit, UNIT_SCOPE)
     dtype = torch.promote_types(log_ratio_BT.dtype, torch.float32)
     return bounded_exp(unit_BT).masked_fill(~valid_BT, 0.0).to(dtype)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import RATIO_BOUND, blanked, bounded_exp, floored, same_matrix, same_shape, unknown
+from slipstream.estimators.numerics import RATIO_BOUND, blanked, bounded_exp, floored, same_matrix, same_shape
+from slipstream.estimators.options import unknown
 
 Epsilon = float | tuple[float, float]
 Clip = Epsilon | None

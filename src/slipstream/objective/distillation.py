@@ -18,8 +18,8 @@ from slipstream.config.losses import Cache, DistillationLoss
 from slipstream.estimators.divergence import clamped, overlap_ratio, overlap_token_advantage, raised, support_mass
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.numerics import joined
+from slipstream.estimators.options import formula
 from slipstream.objective.frozen import Frozen
-from slipstream.objective.method import formula
 from slipstream.records import Scored
 
 Metrics = dict[str, Tensor]

@@ -23,9 +23,10 @@ from slipstream.estimators.advantage import advantage
 from slipstream.estimators.advantage.token import logit_energy
 from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_reward
-from slipstream.estimators.policy import LOSSES
+from slipstream.estimators.options import formula
 from slipstream.estimators.policy import prepare as choose
-from slipstream.objective.method import Method, formula
+from slipstream.estimators.tables.policy import LOSSES
+from slipstream.objective.method import Method
 from slipstream.records import Scored, derive_seed
 
 T = TypeVar("T")
@@ -313,6 +314,6 @@ def _kept_draws(
 def _options(method: Method, update: int) -> dict[str, Any]:
     assert method.policy is not None
     options: dict[str, Any] = dict(method.policy.options)
-    if "generator" in LOSSES[method.policy.loss].options:
+    if "generator" in LOSSES[method.policy.loss].takes:
         options["generator"] = torch.Generator().manual_seed(derive_seed(method.seed, "choice", update))
     return options

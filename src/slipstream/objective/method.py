@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from math import isclose
-from typing import Any
 
 from slipstream.config.losses import LossConfig
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
-from slipstream.estimators.advantage import ADVANTAGES
-from slipstream.estimators.correction import (
+from slipstream.estimators.control import adaptive_beta, fixed_beta
+from slipstream.estimators.options import unknown
+from slipstream.estimators.tables.advantage import ADVANTAGES
+from slipstream.estimators.tables.correction import (
     PRESETS,
     RATIO_TO_BEHAVIOR,
     RATIO_TO_OLD,
     CorrectionPreset,
+    Threshold,
     check_combination,
 )
-from slipstream.estimators.kl import adaptive_beta, fixed_beta
-from slipstream.estimators.numerics import unknown
-from slipstream.estimators.policy import LOSSES, scope_of
-from slipstream.estimators.ratio import Threshold
+from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
 COMPARE_AND_WHITEN = ("reinforce_plus_plus_baseline", "gdpo")
 """Advantages that compare the answers to one prompt, and whose scope is the batch for another reason."""
 OURS = ("generator", "positive", "proximal_logp")
 """Options of policy losses that are tensors, and not for a config to give."""
-
-
-def formula(name: str) -> Callable[..., Any]:
-    """A function of the estimators, by module.name."""
-    module, function = name.split(".")
-    found: Callable[..., Any] = getattr(import_module(f"slipstream.estimators.{module}"), function)
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +81,7 @@ class Method:
     @property
     def chooses(self) -> bool:
         """A batch-scope policy loss picks its tokens first."""
-        return self.policy is not None and LOSSES[self.policy.loss].choose is not None
+        return self.policy is not None and LOSSES[self.policy.loss].choice != ""
 
     @property
     def current_first(self) -> bool:
@@ -110,7 +101,7 @@ class Method:
 
     @property
     def proximal(self) -> bool:
-        return self.policy is not None and "proximal_logp" in LOSSES[self.policy.loss].options
+        return self.policy is not None and "proximal_logp" in LOSSES[self.policy.loss].takes
 
     @property
     def beta(self) -> float:
@@ -250,7 +241,7 @@ def _of_correction(config: Config) -> str:
 
 
 def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
-    known = [name for name in LOSSES[policy.loss].options if name not in OURS]
+    known = [name for name in LOSSES[policy.loss].takes if name not in OURS]
     for where, given, options in (
         (f"policy.options of {policy.loss}", policy.options, known),
         (

@@ -10,10 +10,11 @@ from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.http.client import Endpoint, key_from_environment
+from slipstream.engines.native.config import vocabulary_of, width_of
 from slipstream.engines.vllm.core import Settings
 from slipstream.objective.method import Method
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings, vocabulary_of
+from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,8 @@ class LearnerPlan:
     settings: LearnerConfig
     method: Method
     updates: int
+    width: int
+    """Of the student: what a sequence costs depends on it."""
     export_dtype: str
     teacher: ModelPlan | None
     """Whose head it applies to hidden states."""
@@ -191,6 +194,7 @@ def learner_of(config: Config, method: Method) -> LearnerPlan:
         settings=config.learner,
         method=method,
         updates=config.updates,
+        width=width_of(config.student),
         export_dtype=config.sampler.dtype,
         teacher=None if head is None else teacher_of(config, head),
         snapshots=snapshots_of(config, method),

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 from slipstream.config.schema import DataConfig
 from slipstream.engines.base import Sampling
-from slipstream.engines.native.model import context_length, load_config
+from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import DataError
 from slipstream.plan.engines import GraderPlan, ModelPlan, SamplerPlan
-from slipstream.plan.vllm import vocabulary_of
 from slipstream.records import Prompt
-from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_ids, encode_rows
-from slipstream.tasks.data import Prompts, load_rows
+from slipstream.tasks.data import Prompts, Row, load_rows
 
 SLOTS = 64
 
@@ -28,14 +26,17 @@ class Evaluation:
     grader: GraderPlan
 
 
-def eval_prompts(
-    tokenizer: Tokenizer, data: DataConfig, source: str, *, split: str, limit: int | None, seed: int
-) -> list[Prompt]:
-    """Prompts whose answers can be graded, in the order of the rows."""
+def eval_rows(source: str, *, split: str, limit: int | None) -> Sequence[Row]:
+    """Those whose answers can be graded."""
     rows = load_rows(source, split=split, limit=limit)
     for row in rows:
         if row.ground_truth is None:
             raise DataError(f"{row.id}: has neither 'ground_truth' nor 'answer' to grade against")
+    return rows
+
+
+def eval_prompts(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int) -> list[Prompt]:
+    """Prompts in the order of the rows."""
     prompts = Prompts(rows, encode_rows(rows, tokenizer, data), seed=seed, shuffle=False)
     return [prompts.at(number) for number in range(len(rows))]
 
@@ -44,7 +45,6 @@ def evaluation(
     model: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, sampling: Sampling, reward: str
 ) -> Evaluation:
     """Whatever is illegal is refused here, before a weight is loaded."""
-    rewards.check_installed((reward,))
     check_ids(prompts, [prompt.tokens for prompt in prompts], model, vocabulary_of(model))
     longest, context = 0, context_length(load_config(model))
     for prompt in prompts:

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
-
-import torch
-from transformers import AutoModelForCausalLM
+from typing import TYPE_CHECKING, Any
 
 from slipstream.config.schema import LoraConfig
 from slipstream.engines.http.client import Endpoint
-from slipstream.engines.native.model import context_length, empty_model, load_config
+from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.vllm.core import Settings
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.pipeline.pool import names
 from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
 
+if TYPE_CHECKING:
+    from torch import nn
+
 GIB = 2**30
 ACTIVATIONS = 34
 """Bytes per token and unit of width that a layer keeps for its backward pass in 16 bits.  (Korthikanti et al.)"""
+
+
+WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,15 @@ def size(value: float) -> str:
 
 @cache
 def shape_of(model: str) -> Shape:
+    from slipstream.engines.native.model import empty_model
+
     config = load_config(model)
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None) or 1  # a model that is recurrent throughout has none
     per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
     grouped = getattr(text, "num_key_value_heads", None) or heads
     return Shape(
-        parameters=sum(parameter.numel() for parameter in made.parameters()),
+        parameters=sum(parameter.numel() for parameter in empty_model(model).parameters()),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
         cache=2 * text.num_hidden_layers * grouped * per_head,
@@ -79,6 +82,8 @@ def shape_of(model: str) -> Shape:
 
 def needs(plan: EnginesPlan) -> list[Need]:
     """Of every process."""
+    import torch
+
     runtime = plan.runtime
     gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
     own = "the one GPU" if runtime.kind == "inline" else "a GPU"
@@ -120,12 +125,16 @@ def adapters(student: str, lora: LoraConfig) -> int:
     return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(student, lora))
 
 
-def adapted(student: str, lora: LoraConfig) -> list[torch.nn.Linear]:
+def adapted(student: str, lora: LoraConfig) -> list[nn.Linear]:
     """The layers that get an adapter; a ConfigError for a target that is none."""
+    from torch import nn
+
+    from slipstream.engines.native.model import empty_model
+
     model: Any = empty_model(student)
     head = model.get_output_embeddings()
     named = model.named_modules()
-    linear = {name: part for name, part in named if type(part) is torch.nn.Linear and part is not head}
+    linear = {name: part for name, part in named if type(part) is nn.Linear and part is not head}
     if lora.targets == "all-linear":
         return list(linear.values())
     known = sorted({name.rpartition(".")[2] for name in linear})
@@ -158,4 +167,4 @@ def teacher(plan: ScorerPlan, runs: ModelPlan | Settings) -> dict[str, float]:
 
 
 def width(dtype: str) -> int:
-    return int(getattr(torch, dtype).itemsize)
+    return WIDTHS[dtype]

@@ -7,23 +7,24 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from slipstream.assets import model_path
 from slipstream.config.schema import Config, DataConfig
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Sampling
-from slipstream.engines.native import positions
-from slipstream.engines.native.model import load_config, pick_device
+from slipstream.engines.native.config import load_config, position_note, vocabulary_of
+from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method, method_of
-from slipstream.plan.engines import EnginesPlan, engines_of
-from slipstream.plan.evaluation import eval_prompts
+from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of
+from slipstream.plan.evaluation import eval_prompts, eval_rows
 from slipstream.plan.placement import Need, adapted, needs
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
-from slipstream.plan.vllm import sampler_context, vocabulary_of, with_vllm
+from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
-from slipstream.tasks.data import FILES, Prompts, load_rows
+from slipstream.tasks.data import FILES, Prompts, check_there, load_rows
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,11 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
 
     With `ask`, endpoints are asked a few tiny things: what they cannot serve is found out before a run, too.
     """
+    at_a_glance(config)
     notes: list[str] = []
-    check_trackers(config.log.to)
-    check_runtime(config)
+    check_device(config)
     config = with_vllm(config, notes.append)
     method = method_of(config)
-    rewards.check_installed(config.task.reward)
     tokenizer = load_tokenizer(config.student)
     prompts = training_prompts(config, tokenizer)
     check_adapters(config)
@@ -85,6 +85,31 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     )
 
 
+def at_a_glance(config: Config) -> None:
+    """What is wrong by itself, is not installed or is not there: refused before anything is loaded or read."""
+    check_trackers(config.log.to)
+    check_runtime(config)
+    here = {"sampler": config.sampler.engine, **{f"teachers.{n}": t.engine for n, t in config.teachers.items()}}
+    for where, engine in here.items():
+        if engine == "vllm":
+            check_installed(f"{where}.engine")
+    method_of(config)
+    rewards.check_installed(config.task.reward)
+    if config.learner.lora is not None and find_spec("peft") is None:
+        raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
+    model_path(config.student)
+    for name, teacher in config.teachers.items():
+        if endpoint_of(config, name) is None:
+            model_path(config.model_of(teacher))
+        if teacher.tokenizer is not None:
+            model_path(teacher.tokenizer)
+    check_split("data.split", config.data, config.data.train)
+    check_there(config.data.train, config.data.split)
+    if config.eval.every and config.data.eval is not None:
+        check_split("data.eval_split", config.data, config.data.eval)
+        check_there(config.data.eval, config.data.eval_split)
+
+
 def changed(made: Plan, config: Config) -> Plan:
     """The plan of another config on the same files."""
     method = method_of(config)
@@ -99,8 +124,14 @@ def check_runtime(config: Config) -> None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
     if runtime.kind != "inline" and device.startswith("cuda") and device != "cuda":
         raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
-    if runtime.address is None:
-        pick_device(device)
+
+
+def check_device(config: Config) -> None:
+    """Here, where engines will be; those of a cluster look for themselves."""
+    if config.runtime.address is None and config.runtime.device not in ("auto", "cpu"):
+        from slipstream.engines.native.model import pick_device
+
+        pick_device(config.runtime.device)
 
 
 def check_support(config: Config) -> None:
@@ -114,8 +145,6 @@ def check_adapters(config: Config) -> None:
     lora = config.learner.lora
     if lora is None:
         return
-    if find_spec("peft") is None:
-        raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
     if not adapted(config.student, lora):
         raise ConfigError(f"learner.lora: {config.student} has no linear layers beside its head: drop [learner.lora]")
 
@@ -130,7 +159,6 @@ def check_dropout(config: Config) -> None:
 
 def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
-    check_split("data.split", data, data.train)
     rows = load_rows(data.train, split=data.split, limit=data.limit)
     if config.task.reward and any(row.ground_truth is None for row in rows):
         row = next(row for row in rows if row.ground_truth is None)
@@ -175,10 +203,8 @@ def long_enough(section: str, given: int | None, longest: int) -> int:
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     data, student = config.data, config.student
     assert data.eval is not None
-    check_split("data.eval_split", data, data.eval)
-    prompts = eval_prompts(
-        tokenizer, data, data.eval, split=data.eval_split, limit=config.eval.prompts, seed=config.seed
-    )
+    rows = eval_rows(data.eval, split=data.eval_split, limit=config.eval.prompts)
+    prompts = eval_prompts(rows, tokenizer, data, seed=config.seed)
     tokens, context = [prompt.tokens for prompt in prompts], sampler_context(config)
     check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
     check_ids(prompts, tokens, student, vocabulary_of(student))
@@ -192,7 +218,7 @@ def position_notes(config: Config) -> list[str]:
     """Of every model that chooses its position factors by the length of what it sees."""
     models = {config.student: config.sampler.longest}
     models |= {config.model_of(t): t.longest for t in config.teachers.values() if t.base_url is None}
-    notes = {name: positions.said(load_config(name), longest) for name, longest in models.items() if longest}
+    notes = {name: position_note(load_config(name), longest) for name, longest in models.items() if longest}
     return [f"{name}: {note}" for name, note in notes.items() if note]
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.config.teacher import routed_by
 from slipstream.engines.http.check import Wanted, check
-from slipstream.engines.native.model import context_length, load_config
+from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.plan.engines import endpoint_of
-from slipstream.records import Ints, Prompt
+from slipstream.records import Ints
 from slipstream.tasks.chat import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
 from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.data import Prompts, Row
@@ -59,7 +59,7 @@ def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> di
         model = config.model_of(teacher)
         check_embeddings(config.student, name, model)
         seen, max_tokens = seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
-        rows, tokens = [prompt for prompt, _ in seen], [tokens for _, tokens in seen]
+        rows, tokens = [row for row, _ in seen], [tokens for _, tokens in seen]
         check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
         found[name] = max(map(len, tokens)) + max_tokens
         if teacher.engine == "native":
@@ -83,7 +83,7 @@ def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> None:
 
 
 def check_embeddings(student: str, name: str, model: str) -> None:
-    sizes = [load_config(each).get_text_config().vocab_size for each in (student, model)]
+    sizes = [vocabulary_of(each) for each in (student, model)]
     if sizes[0] > sizes[1]:
         raise ModelError(
             f"teachers.{name}: {model} has {sizes[1]} embeddings, {student} has {sizes[0]}: the teacher could "
@@ -99,12 +99,13 @@ def check_budget(section: str, budget: int, longest: int) -> None:
         )
 
 
-def seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -> list[tuple[Prompt, Ints]]:
-    """Every prompt of a teacher, and what it sees of it before there is a response."""
+def seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -> list[tuple[Row, Ints]]:
+    """Every row of a teacher, and what it sees of it before there is a response."""
     template = config.teachers[name].context
     context = None if template is None else TemplateContext(template, tokenizer)
-    own = [prompts.row(index) for index, teacher in enumerate(prompts.teachers) if teacher == name]
-    return [(prompt, prompt.tokens if context is None else context.before(prompt)) for prompt in own]
+    own = [index for index, teacher in enumerate(prompts.teachers) if teacher == name]
+    seen = [prompts.tokens[each] if context is None else context.before(prompts.row(each)) for each in own]
+    return [(prompts.rows[each], tokens) for each, tokens in zip(own, seen, strict=True)]
 
 
 def longest_answer(config: Config, teacher: TeacherConfig) -> int:
@@ -119,7 +120,7 @@ def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say:
 
 
 async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:
-    highest = load_config(config.student).get_text_config().vocab_size - 1
+    highest = vocabulary_of(config.student) - 1
     for name, teacher in config.teachers.items():
         endpoint = endpoint_of(config, name)
         if endpoint is None:

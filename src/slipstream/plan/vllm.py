@@ -7,10 +7,9 @@ from typing import Any
 
 from slipstream.config.schema import Config
 from slipstream.engines.asked import rollout_sampling
-from slipstream.engines.native.model import context_length, load_config
+from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.vllm import VERSION
-from slipstream.engines.vllm.core import Settings, check_args, check_installed, known, version
-from slipstream.engines.vllm.sampler import COLDEST
+from slipstream.engines.vllm.core import COLDEST, Settings, check_args, check_installed, known, version
 from slipstream.errors import ConfigError
 
 SCORED = 64
@@ -57,10 +56,6 @@ def sampler_context(config: Config) -> int:
 def sampler_devices(config: Config) -> int:
     """How many devices one sampler takes."""
     return int(config.sampler.engine_args.get("tensor_parallel_size", 1))
-
-
-def vocabulary_of(model: str) -> int:
-    return int(load_config(model).get_text_config().vocab_size)
 
 
 def with_vllm(config: Config, say: Callable[[str], None]) -> Config:

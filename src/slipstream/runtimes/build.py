@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from transformers import GenerationConfig
 
 from slipstream.assets import model_path
+from slipstream.engines.base import Graded
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, load_model, pick_device
-from slipstream.engines.native.ranks import Meeting, Ranks, join
+from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.core import Settings
@@ -43,6 +45,19 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
             lm = build_model(student)
             ends = stop_ids(tokenizer, lm.model.generation_config)
             return NativeSampler(lm, slots=plan.slots, stop_ids=ends, threads=plan.threads, on_publish=plan.on_publish)
+
+
+class SelfGrading(Graded):
+    """A sampler that attaches rewards where the tokens are."""
+
+    def __init__(self, sampler: SamplerPlan, grader: GraderPlan, tokenizer: Tokenizer) -> None:
+        with ExitStack() as stack:
+            grading = build_grader(grader, tokenizer)
+            stack.callback(grading.close)
+            sampling = build_sampler(sampler, tokenizer)
+            stack.callback(sampling.close)
+            super().__init__(sampling, grading)
+            self.close = stack.pop_all().close
 
 
 def generation_config(model: str) -> Any:
@@ -99,6 +114,16 @@ def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Mee
     student, device = build_model(replace(plan.student, device="cpu")), pick_device(plan.student.device)
     ranks = join(meeting, index, plan.settings.ranks, device=device, patience=plan.patience)
     return build_learner(plan, tokenizer, student, ranks)
+
+
+class Meet:
+    """Where the ranks of this machine meet."""
+
+    def __init__(self) -> None:
+        self.store, self.at = open_store(LOOPBACK)
+
+    async def where(self) -> Meeting:
+        return self.at
 
 
 def build_learner(

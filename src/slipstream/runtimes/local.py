@@ -7,6 +7,7 @@ with the workers that are left. However the coordinator ends, all of it ends (`w
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
 import selectors
@@ -26,34 +27,34 @@ from socket import socket, socketpair
 from subprocess import DEVNULL, Popen
 from types import TracebackType
 
-import torch
-
 from slipstream.engines.base import Engines
-from slipstream.engines.native.ranks import LOOPBACK, open_store
 from slipstream.errors import EngineError
 from slipstream.plan.engines import EnginesPlan
 from slipstream.runtimes.channel import Channel, Packed, Parcel
 from slipstream.runtimes.exchange import GOODBYE, REMINDER, Answer, Body, Call, RemoteWorker, swapped
-from slipstream.runtimes.places import Place, Say, engines_from, gpus_each, loading, places
-from slipstream.runtimes.worker import Birth, nurse
+from slipstream.runtimes.places import Place, Say, built, engines_from, gpus_each, loading, places
+from slipstream.runtimes.worker import GPUS, Birth, nurse
 from slipstream.tasks.chat import Tokenizer
 
 
 class Nursery:
     """The process from which engines are forked (`worker.nurse`).
 
-    It is a fork of this one, which costs nothing, as long as there is only one thread here: `train` makes it first of
-    all. Else it is started afresh, and imports everything again.
+    It is a fork of this one as long as there is only one thread here, and begins to import at once: `train` makes it
+    before it does anything that takes time. Else it is started afresh.
     """
 
     def __init__(self) -> None:
         self.control, theirs = Pipe()
         self.process = None if alone() else started(theirs)
         self.pid = self.process.pid if self.process else forked(theirs, self.control)
+        self.bare = True
+        """Nothing has been asked of it: it may still be importing, and has no child."""
         theirs.close()
 
     def born(self, birth: Birth) -> LocalLink:
         """An engine's process, and the way to it."""
+        self.bare = False
         ours, theirs = socketpair()
         try:
             with theirs:
@@ -63,6 +64,15 @@ class Nursery:
         except (EOFError, ConnectionError):
             ours.close()
             raise EngineError(f"{birth.name} cannot start: the nursery, from which it is forked, is gone") from None
+
+    def gpus(self) -> list[str]:
+        """Those of this machine, as CUDA_VISIBLE_DEVICES names them. It is the nursery that can count them."""
+        try:
+            self.control.send(GPUS)
+            found: list[str] = self.control.recv()
+        except (EOFError, ConnectionError):
+            raise EngineError("no engine can start: the nursery, from which they are forked, is gone") from None
+        return found
 
     def ended(self, pid: int) -> str:
         """How a process ended, which is killed if it has not."""
@@ -81,6 +91,8 @@ class Nursery:
 
     def close(self) -> None:
         """When this returns nothing is left of it, its engines and what those started."""
+        if self.bare:  # whoever is told of a mistake does not wait for imports
+            os.kill(self.pid, signal.SIGKILL)
         self.control.close()
         if self.process:
             self.process.wait()
@@ -167,36 +179,40 @@ def open_engines(
 ) -> Engines:
     """Without a nursery they get one of their own."""
     wanted = places(plan, tokenizer)
-    devices = visible_gpus()
-    each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(devices), say)
-    say(loading(plan))
     with ExitStack() as stack:
-        workers = start(wanted, nursery or stack.enter_context(Nursery()), stack, gpus=devices if each else [], say=say)
+        forking = nursery or stack.enter_context(Nursery())
+        gpus = forking.gpus()
+        each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(gpus), say)
+        say(loading(plan))
+        workers = start(wanted, forking, stack, gpus=gpus if each else [], say=say)
         return engines_from(plan, wanted, workers, stack.pop_all().close)
 
 
-def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them. Counting them wakes none."""
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",")[:count] if named else [str(index) for index in range(count)]
-
-
 def start(
-    wanted: Sequence[Place], nursery: Nursery, stack: ExitStack, *, gpus: Sequence[str] = (), say: Say
+    wanted: Sequence[Place], nursery: Nursery, stack: ExitStack, *, gpus: Sequence[str] | None = None, say: Say
 ) -> list[RemoteWorker]:
-    """All at the same time, each with GPUs of its own if there are any. One that cannot be built raises as itself."""
+    """All at the same time, each with GPUs of its own if there are any; without `gpus` each may look at all of them.
+
+    One that cannot be built raises as itself.
+    """
+    where = meeting(nursery, stack, say) if any(place.meets for place in wanted) else None
     links: list[LocalLink] = []
-    store, where = open_store(LOOPBACK) if any(place.meets for place in wanted) else (None, None)
-    stack.callback(stop, links, store)
-    left = iter(gpus)
+    stack.callback(stop, links)
+    left = iter(gpus or [])
     for place in wanted:
-        own = ",".join(islice(left, place.computes))
+        own = None if gpus is None else ",".join(islice(left, place.computes))
         links.append(nursery.born(Birth(place.name, place.threads, str(Path.cwd()), own)))
         build = partial(place.build, where) if place.meets else place.build
         links[-1].channel.send(None, [Packed(pickle.dumps(build))])
     wait_for(dict(zip((place.name for place in wanted), links, strict=True)), say)
     return [place.kind(place.name, link) for place, link in zip(wanted, links, strict=True)]
+
+
+def meeting(nursery: Nursery, stack: ExitStack, say: Say) -> tuple[str, int]:
+    """Where ranks meet: a process that does nothing else, and ends after them."""
+    (worker,) = start([Place(RemoteWorker, "meeting", 1, partial(built, "Meet"))], nursery, stack, say=say)
+    where: tuple[str, int] = asyncio.run(worker.call("where"))
+    return where
 
 
 def wait_for(starting: dict[str, LocalLink], say: Say) -> None:
@@ -219,8 +235,8 @@ def wait_for(starting: dict[str, LocalLink], say: Say) -> None:
                     del starting[key.data]
 
 
-def stop(links: Sequence[LocalLink], store: object) -> None:
-    """Engines close, those of them that hear it in time. `store`, where ranks met, is let go of after that."""
+def stop(links: Sequence[LocalLink]) -> None:
+    """Engines close, those of them that hear it in time."""
     closing = [link for link in links if link.begun is not None]
     for link in closing:
         link.channel.hang_up()

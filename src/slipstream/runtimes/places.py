@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.engines.base import Engines, Fingerprint, Graded, Loaded, Metrics, Mode, Sampling, Unscored, WeightsRef
-from slipstream.engines.native.model import load_config
+from slipstream.engines.base import Engines, Fingerprint, Loaded, Metrics, Mode, Sampling, Unscored, WeightsRef
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names, scorer_name
-from slipstream.plan.engines import EnginesPlan, GraderPlan, LearnerPlan, SamplerPlan, ScorerPlan
+from slipstream.plan.engines import EnginesPlan, LearnerPlan, ScorerPlan
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
-from slipstream.runtimes.build import build_grader, build_learner, build_rank, build_sampler, build_scorer
 from slipstream.runtimes.exchange import RemoteWorker
 from slipstream.runtimes.ranked import RankedLearner
 from slipstream.tasks.chat import Tokenizer
@@ -84,21 +81,15 @@ class Place:
     """How many devices its model runs on, each of which may be a GPU; none, where it runs no model."""
 
 
-class SelfGrading(Graded):
-    """Rewards are attached where the tokens are."""
+def built(what: str, *given: Any) -> Any:
+    """What a function of `build` makes. Called where the engine is to be: only there all is imported that computes."""
+    from slipstream.runtimes import build
 
-    def __init__(self, sampler: SamplerPlan, grader: GraderPlan, tokenizer: Tokenizer) -> None:
-        with ExitStack() as stack:
-            grading = build_grader(grader, tokenizer)
-            stack.callback(grading.close)
-            sampling = build_sampler(sampler, tokenizer)
-            stack.callback(sampling.close)
-            super().__init__(sampling, grading)
-            self.close = stack.pop_all().close
+    return getattr(build, what)(*given)
 
 
 def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
-    sampler, build = plan.sampler, partial(SelfGrading, plan.sampler, plan.grader, tokenizer)
+    sampler, build = plan.sampler, partial(built, "SelfGrading", plan.sampler, plan.grader, tokenizer)
     return [
         *learner_places(plan.learner, tokenizer),
         *(
@@ -111,9 +102,9 @@ def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
 
 def learner_places(plan: LearnerPlan, tokenizer: Tokenizer) -> list[Place]:
     if plan.settings.ranks == 1:
-        return [Place(RemoteLearner, "learner", plan.threads, partial(build_learner, plan, tokenizer))]
+        return [Place(RemoteLearner, "learner", plan.threads, partial(built, "build_learner", plan, tokenizer))]
     return [
-        Place(RemoteLearner, name, plan.threads, partial(build_rank, plan, tokenizer, rank), meets=True)
+        Place(RemoteLearner, name, plan.threads, partial(built, "build_rank", plan, tokenizer, rank), meets=True)
         for rank, name in enumerate(names("learner", plan.settings.ranks))
     ]
 
@@ -121,7 +112,7 @@ def learner_places(plan: LearnerPlan, tokenizer: Tokenizer) -> list[Place]:
 def scorer_places(scorers: Mapping[str, ScorerPlan], tokenizer: Tokenizer) -> Iterator[Place]:
     """Of an endpoint, too, the clients have processes: records go there and back without being opened here."""
     for teacher, scorer in scorers.items():
-        build, computes = partial(build_scorer, scorer, tokenizer), int(bool(scorer.here))
+        build, computes = partial(built, "build_scorer", scorer, tokenizer), int(bool(scorer.here))
         for name in names(scorer_name(teacher, scorers), scorer.replicas):
             yield Place(RemoteScorer, name, scorer.threads, build, teacher=teacher, computes=computes)
 
@@ -172,8 +163,8 @@ def by_teacher(wanted: Sequence[Place], workers: Sequence[RemoteWorker]) -> dict
 def as_one(plan: LearnerPlan, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:
     if len(ranks) == 1:
         return ranks[0]
-    learner, hidden = plan.settings, load_config(plan.student.name).get_text_config().hidden_size
-    return RankedLearner(ranks, hidden=hidden, minibatches=learner.minibatches, shared_prompt=learner.shared_prompt)
+    learner = plan.settings
+    return RankedLearner(ranks, hidden=plan.width, minibatches=learner.minibatches, shared_prompt=learner.shared_prompt)
 
 
 async def cpu_seconds(engines: Engines) -> dict[str, float]:

@@ -45,15 +45,20 @@ class Birth:
     name: str
     threads: int
     directory: str
-    gpus: str
-    """CUDA_VISIBLE_DEVICES."""
+    gpus: str | None
+    """CUDA_VISIBLE_DEVICES; none leaves it as it is."""
+
+
+GPUS = "gpus"
+"""What the nursery is asked for the names of all."""
 
 
 # --- the nursery ------------------------------------------------------------------------------------------------------
 
 
 def nurse(control: Connection) -> None:
-    """Answer the coordinator until it is gone: a `Birth`, and a socket, by a pid; a pid by how that process ended."""
+    """Answer the coordinator until it is gone: a `Birth`, and a socket, by a pid; a pid by how that process ended;
+    `GPUS` by their names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engines: dict[int, BaseProcess] = {}
     if LINUX:
@@ -71,6 +76,8 @@ def nurse(control: Connection) -> None:
                     engine.join()
                     del engines[pid]  # not before: `reap` would take it for something that was left behind
                     control.send(engine.exitcode)
+                case str():  # GPUS
+                    control.send(visible_gpus())
                 case birth:
                     theirs = socket(fileno=recv_handle(control))
                     control.send(fork(birth, theirs, control, engines))
@@ -79,6 +86,15 @@ def nurse(control: Connection) -> None:
     for engine in engines.values():
         engine.kill()
     wait_for_all()
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them. Counting them wakes none."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",")[:count] if named else [str(index) for index in range(count)]
 
 
 def fork(birth: Birth, theirs: socket, control: Connection, engines: dict[int, BaseProcess]) -> int:
@@ -133,7 +149,9 @@ def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != nursery:
             return
-    os.environ |= {"OMP_NUM_THREADS": str(birth.threads), "CUDA_VISIBLE_DEVICES": birth.gpus}
+    os.environ |= {"OMP_NUM_THREADS": str(birth.threads)}
+    if birth.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = birth.gpus
     os.chdir(birth.directory)  # relative paths in a config mean the same here
     import torch
 

@@ -43,11 +43,15 @@ def problems(split: str, count: int) -> Iterator[tuple[str, str]]:
     Separate seeds alone would not keep the splits apart, because short chains are few enough to be
     drawn twice; so each problem is redrawn until its prompt belongs to the split.
     """
+    return (numbered(split, index) for index in range(count))
+
+
+def numbered(split: str, index: int) -> tuple[str, str]:
+    """One problem of a split, whatever the others are."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
-    for index in range(count):
-        rng = random.Random(f"{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs
+    rng = random.Random(f"{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs
+    prompt, answer = problem(rng)
+    while split_of(prompt) != split:
         prompt, answer = problem(rng)
-        while split_of(prompt) != split:
-            prompt, answer = problem(rng)
-        yield prompt, answer
+    return prompt, answer

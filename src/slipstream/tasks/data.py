@@ -37,12 +37,22 @@ class Row:
     """What the chat template is told of tools."""
 
 
-def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> list[Row]:
+def check_there(source: str, split: str) -> None:
+    """Whether a source is there, without a look into it; hub names are for their library to find."""
+    kind, _, name = source.partition(":")
+    if kind == "builtin":
+        check_builtin(name, split)
+    elif Path(source).suffix in FILES and not Path(source).exists():
+        raise DataError(f"{source}: cannot be read: No such file or directory")
+
+
+def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> Sequence[Row]:
     """All rows of a source, checked one by one; the first bad one is named."""
     path = Path(source)
     if source.startswith("builtin:"):
-        found = _builtin(source.removeprefix("builtin:"), split, limit)
-    elif path.suffix in (".jsonl", ".json"):
+        check_builtin(source.removeprefix("builtin:"), split)
+        return Problems(split, limit or ARITHMETIC_ROWS)
+    if path.suffix in (".jsonl", ".json"):
         found = _jsonl(path)
     elif path.suffix == ".parquet":
         found = _parquet(path)
@@ -58,13 +68,34 @@ def load_rows(source: str, *, split: str = "train", limit: int | None = None) ->
     return rows
 
 
-def _builtin(name: str, split: str, limit: int | None) -> Iterator[tuple[str, Any]]:
+def check_builtin(name: str, split: str) -> None:
     if name != "arithmetic":
         raise DataError(f"no built-in task {name!r}; {did_you_mean(name, ['arithmetic'])}")
     if split not in arithmetic.SPLITS:
         raise DataError(f"builtin:arithmetic has no split {split!r}; {did_you_mean(split, arithmetic.SPLITS)}")
-    for number, (prompt, answer) in enumerate(arithmetic.problems(split, limit or ARITHMETIC_ROWS)):
-        yield f"{split}:{number}", {"prompt": prompt, "ground_truth": answer, "data_source": name}
+
+
+class Problems(Sequence[Row]):
+    """Rows of the built-in task, each made when it is first asked for."""
+
+    def __init__(self, split: str, size: int) -> None:
+        self.split, self.size = split, size
+        self.made: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(self.size)[index]]
+        index = range(self.size)[index]
+        if index not in self.made:
+            prompt, answer = arithmetic.numbered(self.split, index)
+            self.made[index] = Row(f"{self.split}:{index}", prompt, data_source="arithmetic", ground_truth=answer)
+        return self.made[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Problems, (self.split, self.size)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -164,14 +195,32 @@ def _is_message(message: dict[str, Any]) -> bool:
     return isinstance(message.get("role"), str) and (isinstance(content, str) or silent)
 
 
+class Ragged(Sequence[Ints]):
+    """Arrays of many lengths, end to end in one."""
+
+    def __init__(self, arrays: Iterable[Ints]) -> None:
+        each = list(arrays)
+        self.flat = np.concatenate(each) if each else np.zeros(0, np.int32)
+        self.ends = np.cumsum([0, *map(len, each)])
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self.flat[self.ends[index] : self.ends[index + 1]]
+
+
 class Prompts:
     """Prompt number i of a run, for every i: a pure function of the seed, so a run can begin anywhere."""
 
     def __init__(
-        self, rows: list[Row], tokens: Iterable[Ints], *, seed: int, shuffle: bool, teachers: Sequence[str] = ()
+        self, rows: Sequence[Row], tokens: Iterable[Ints], *, seed: int, shuffle: bool, teachers: Sequence[str] = ()
     ) -> None:
         """`teachers` names, for each row, the one that scores the answers."""
-        self.rows, self.tokens = rows, list(tokens)
+        self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
         self.seed, self.shuffle = seed, shuffle
         self._epoch, self._order = -1, np.arange(len(rows))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from slipstream.errors import ConfigError, SlipstreamError
@@ -42,11 +43,8 @@ REWARDS: dict[str, Callable[[str, Any], float]] = {"exact": exact, "math": math}
 
 
 def check_installed(rewards: Sequence[str]) -> None:
-    if "math" in rewards:
-        try:
-            import math_verify  # noqa: F401
-        except ImportError:
-            raise ConfigError("task.reward = 'math' needs math-verify: pip install 'slipstream[math]'") from None
+    if "math" in rewards and find_spec("math_verify") is None:
+        raise ConfigError("task.reward = 'math' needs math-verify: pip install 'slipstream[math]'")
 
 
 class OutOfTime(BaseException):

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as hf_logging
 
 from slipstream.assets import model_path
+from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.native.head import find_head
 from slipstream.engines.native.positions import pin
 from slipstream.errors import ConfigError, ModelError, first_line
@@ -47,13 +45,6 @@ class LanguageModel:
         return self.head.weight.device
 
 
-def context_length(config: Any) -> int:
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    stretched = float(rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
-    return int(stretched * (getattr(text, "max_position_embeddings", None) or 1 << 30))
-
-
 def pick_device(device: str) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,21 +64,6 @@ def has_windows(config: Any) -> bool:
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
     return "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
-
-
-def load_config(name: str) -> Any:
-    """A copy for whoever asks, and many do; a file is read once."""
-    path = model_path(name)
-    file = Path(path, "config.json").absolute()
-    try:
-        return deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
-
-
-@cache
-def _config(path: str, file: Path, written: int) -> Any:
-    return AutoConfig.from_pretrained(path)
 
 
 def empty_model(name: str) -> PreTrainedModel:

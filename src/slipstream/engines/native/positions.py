@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-KINDS = ("longrope", "dynamic")
-
-
-def by_length(kind: Any) -> bool:
-    """Whether this rope type, or one of those of several kinds of layers, chooses by length."""
-    kinds = kind.values() if isinstance(kind, dict) else [kind]
-    return any(each in str(one) for one in kinds for each in KINDS)
+from slipstream.engines.native.config import by_length
 
 
 def pin(model: nn.Module, longest: int) -> None:
@@ -37,19 +31,3 @@ def _shown(forward: Callable[..., Any], furthest: int) -> Callable[..., Any]:
         return tuple(part[..., :-1, :] for part in found) if isinstance(found, tuple) else found[..., :-1, :]
 
     return pinned
-
-
-def said(config: Any, longest: int) -> str | None:
-    """What a person should know of it; nothing for a model whose positions mean the same whatever the length."""
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    each = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    chosen = [part for part in each if by_length(part.get("rope_type"))]
-    if not chosen:
-        return None
-    kind = chosen[0]["rope_type"]
-    original = chosen[0].get("original_max_position_embeddings") or text.max_position_embeddings
-    side = "long" if longest > original else "short"
-    return (
-        f"{kind} positions: one set of factors, that of {longest} tokens ({side}: the original context is {original})"
-    )

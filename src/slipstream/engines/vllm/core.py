@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from slipstream.assets import model_path
-from slipstream.engines.native.model import load_config
+from slipstream.engines.native.config import load_config
 from slipstream.engines.vllm import VERSION
 from slipstream.engines.vllm.report import Report
 from slipstream.errors import ConfigError, EngineError, WorkerDied, did_you_mean, first_line
@@ -49,6 +49,8 @@ CPU_CACHE = 4 << 30
 BLOCK = 128
 """Tokens of a block of it."""
 IMPLIED = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
+COLDEST = 0.01
+"""vLLM raises temperatures below this to it."""
 GRACE = 8.0
 """Seconds that vLLM's processes have to end by themselves: it takes them some four."""
 

@@ -23,15 +23,13 @@ import numpy as np
 
 from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.native.model import empty_model
-from slipstream.engines.vllm.core import Core, Settings, failed, known, version
+from slipstream.engines.vllm.core import COLDEST, Core, Settings, failed, known, version
 from slipstream.engines.weights import check_fits, combined, fingerprinted
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.records import Finish, Handle, Prompt, Rollout, derive_seed, header_of, one_turn
 
 EXTENSION = "slipstream.engines.vllm.worker.Extension"
 SHARED_MEMORY = Path("/dev/shm")
-COLDEST = 0.01
-"""vLLM raises temperatures below this to it."""
 PAUSES: dict[Mode, str] = {"keep": "keep", "drain": "wait", "restart": "abort"}
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.advantage.grouping import above_weighted, sizes, spread, standard, total, whiten
-from slipstream.estimators.numerics import blanked, same_shape, unknown
+from slipstream.estimators.numerics import blanked, same_shape
+from slipstream.estimators.options import unknown
 
 
 def grpo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, norm: bool = True) -> Tensor:

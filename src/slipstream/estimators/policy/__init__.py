@@ -1,7 +1,7 @@
 """Policy losses by name: one door.
 
 The door floors log-probs, silences masked positions, weighs and sums; what is between is a formula for the loss of each
-token (`token`, `row`, `batch`). Which there are and when to use them: `table`.
+token (`token`, `row`, `batch`). Which there are and when to use them: `tables.policy`.
 
 Shapes: B rows, T positions.
 """
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.estimators.aggregate import Mode, aggregate
-from slipstream.estimators.numerics import RATIO_BOUND, blanked, floored, same_shape, unknown
+from slipstream.estimators.aggregate import aggregate
+from slipstream.estimators.numerics import RATIO_BOUND, blanked, floored, same_shape
 from slipstream.estimators.options import check_options, only
-from slipstream.estimators.policy.table import ALIASES, LOSSES, PolicyLoss
 from slipstream.estimators.ratio import same_rows
-from slipstream.scope import Scope
+from slipstream.estimators.tables.policy import ALIASES, LOSSES, Mode, PolicyLoss, scope_of
+from slipstream.estimators.tables.policy import method as method_of
 
 __all__ = ["ALIASES", "LOSSES", "PolicyLoss", "policy_loss", "prepare", "scope_of"]
 
@@ -52,7 +52,7 @@ def policy_loss(
     region acted). Means are sums over the tokens given divided by n_tokens, so those of micro-batches add up. A choice
     made here adds its own metrics, those of `prepare`.
     """
-    method = _method(name)
+    method = method_of(name)
     same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)
     logp, old, advantages, mask = _tensors(logp_BT, logp_old_BT, advantages_BT, mask_BT)
     metrics: Metrics = {}
@@ -81,27 +81,14 @@ def prepare(
     of the whole batch: clip_cov `cov_candidates`; m2po `second_moment` of what is left, `second_moment_before`,
     `masked_fraction`, `budget_missed`.
     """
-    method = _method(name)
+    method = method_of(name)
     if method.choose is None:
         raise ValueError(f"{name} has {method.scope} scope: there is nothing to prepare")
     same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)
     check_options(name, hyper, method.choose, method.loss)
     tensors = _tensors(logp_BT.detach(), logp_old_BT, advantages_BT, mask_BT)
-    return method.choose(*tensors, **only(hyper, method.choose))
-
-
-def scope_of(name: str, agg: Mode | None = None) -> Scope:
-    """The scope of a method together with its aggregation: a mean over the row needs the whole row anyway."""
-    method = _method(name)
-    by_row = (agg or method.agg) == "seq-mean-token-mean"
-    return "row" if method.scope == "token" and by_row else method.scope
-
-
-def _method(name: str) -> PolicyLoss:
-    name = ALIASES.get(name, name)
-    if name not in LOSSES:
-        raise unknown("policy loss", name, [*LOSSES, *ALIASES])
-    return LOSSES[name]
+    found: tuple[Tensor, Metrics] = method.choose(*tensors, **only(hyper, method.choose))
+    return found
 
 
 def _tensors(logp_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, ...]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from slipstream.estimators.numerics import RATIO_BOUND
 from slipstream.estimators.policy.token import Loss, clipped_surrogate, nowhere, self_ratio
-from slipstream.estimators.ratio import CTPO_CLIP, importance_ratio
+from slipstream.estimators.ratio import importance_ratio
+from slipstream.estimators.tables.correction import CTPO_CLIP
 
 
 def gspo(

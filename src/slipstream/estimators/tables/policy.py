@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from torch import Tensor
-
-from slipstream.estimators.aggregate import Mode
-from slipstream.estimators.options import Options, options_of
-from slipstream.estimators.policy import batch as policy_batch
-from slipstream.estimators.policy import row as policy_row
-from slipstream.estimators.policy import token as policy_token
+from slipstream.estimators.options import Function, Options, formula, options_of, unknown
 from slipstream.scope import Scope
+
+Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+"""From per-token losses to one number: see `aggregate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """A method: its formula, what it may look at, and what to know before choosing it."""
 
-    loss: Callable[..., tuple[Tensor, Tensor]]
+    formula: str
+    """module.function, under slipstream.estimators.policy."""
+    takes: tuple[str, ...] = ()
+    """Its hyper-parameters."""
     scope: Scope
     agg: Mode = "token-mean"
-    choose: Callable[..., policy_batch.Choice] | None = None
-    """Batch scope: the choice of tokens that `prepare` freezes."""
+    choice: str = ""
+    """Batch scope: formula of the choice of tokens that `prepare` freezes."""
     weighs_rows: bool = False
     """Importance weights enter as their geometric mean over the row."""
     trust_region: str
@@ -32,11 +32,33 @@ class PolicyLoss:
     use_when: str
 
     @property
+    def loss(self) -> Function:
+        return formula(f"policy.{self.formula}")
+
+    @property
+    def choose(self) -> Function | None:
+        return formula(f"policy.{self.choice}") if self.choice else None
+
+    @property
     def options(self) -> Options:
-        """The hyper-parameters it takes, with their defaults (`options.REQUIRED` where there is none)."""
+        """What it takes, with the defaults (`options.REQUIRED` where there is none)."""
         if self.choose is None:
             return options_of(self.loss)
         return {name: default for name, default in options_of(self.choose, self.loss).items() if name != "chosen"}
+
+
+def method(name: str) -> PolicyLoss:
+    name = ALIASES.get(name, name)
+    if name not in LOSSES:
+        raise unknown("policy loss", name, [*LOSSES, *ALIASES])
+    return LOSSES[name]
+
+
+def scope_of(name: str, agg: Mode | None = None) -> Scope:
+    """The scope of a method together with its aggregation: a mean over the row needs the whole row anyway."""
+    found = method(name)
+    by_row = (agg or found.agg) == "seq-mean-token-mean"
+    return "row" if found.scope == "token" and by_row else found.scope
 
 
 ALIASES = {"geo_mean": "gmpo"}
@@ -44,7 +66,8 @@ ALIASES = {"geo_mean": "gmpo"}
 
 LOSSES: dict[str, PolicyLoss] = {
     "vanilla": PolicyLoss(
-        loss=policy_token.vanilla,
+        formula="token.vanilla",
+        takes=("clip_low", "clip_high", "dual_clip"),
         scope="token",
         trust_region="hard clip of the token ratio, and a ceiling on bad tokens",
         importance="token ratio",
@@ -52,7 +75,7 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="rollouts are at most an update or two old",
     ),
     "reinforce": PolicyLoss(
-        loss=policy_token.reinforce,
+        formula="token.reinforce",
         scope="token",
         trust_region="none",
         importance="none of its own: weights from outside",
@@ -60,7 +83,7 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="on-policy, or with importance weights of a bypass preset",
     ),
     "gpg": PolicyLoss(
-        loss=policy_token.reinforce,
+        formula="token.reinforce",
         scope="token",
         trust_region="none",
         importance="none of its own: weights from outside",
@@ -68,7 +91,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="as a baseline, with the gpg advantage",
     ),
     "cispo": PolicyLoss(
-        loss=policy_token.cispo,
+        formula="token.cispo",
+        takes=("clip_low", "clip_high"),
         scope="token",
         trust_region="none: the weight is bounded, the step is not",
         importance="clipped token ratio, stop-gradient",
@@ -76,7 +100,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="reflective tokens lose their gradient under vanilla",
     ),
     "gspo": PolicyLoss(
-        loss=policy_row.gspo,
+        formula="row.gspo",
+        takes=("clip_low", "clip_high"),
         scope="row",
         agg="seq-mean-token-mean",
         trust_region="hard clip of the row's geometric mean ratio",
@@ -85,7 +110,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="one reward per answer, long answers; with clips near 3e-4",
     ),
     "gspo_token": PolicyLoss(
-        loss=policy_row.gspo_token,
+        formula="row.gspo_token",
+        takes=("clip_low", "clip_high"),
         scope="row",
         agg="seq-mean-token-mean",
         trust_region="hard clip of the row's geometric mean ratio",
@@ -94,7 +120,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="gspo, but advantages differ within an answer",
     ),
     "gmpo": PolicyLoss(
-        loss=policy_row.gmpo,
+        formula="row.gmpo",
+        takes=("clip_low", "clip_high"),
         scope="row",
         agg="seq-mean-token-mean",
         weighs_rows=True,
@@ -104,7 +131,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="gspo suffers from outliers; with clips near 0.4",
     ),
     "sapo": PolicyLoss(
-        loss=policy_token.sapo,
+        formula="token.sapo",
+        takes=("tau_pos", "tau_neg"),
         scope="token",
         agg="seq-mean-token-mean",
         trust_region="sigmoid: the gradient fades as the ratio leaves 1",
@@ -113,7 +141,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="clip_fraction is high and training is jumpy",
     ),
     "dppo_tv": PolicyLoss(
-        loss=policy_token.dppo_tv,
+        formula="token.dppo_tv",
+        takes=("clip_low", "clip_high", "dppo_truncation"),
         scope="token",
         trust_region="drops tokens whose probability moved too far",
         importance="truncated token ratio (20), stop-gradient",
@@ -121,7 +150,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="rare tokens have wild ratios, as under engine mismatch",
     ),
     "dppo_kl": PolicyLoss(
-        loss=policy_token.dppo_kl,
+        formula="token.dppo_kl",
+        takes=("clip_low", "clip_high", "dppo_truncation"),
         scope="token",
         trust_region="drops tokens whose binary KL is too large",
         importance="truncated token ratio (20), stop-gradient",
@@ -129,8 +159,9 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="as dppo_tv, stricter near probabilities 0 and 1",
     ),
     "clip_cov": PolicyLoss(
-        loss=policy_batch.clip_cov,
-        choose=policy_batch.choose_clip_cov,
+        formula="batch.clip_cov",
+        takes=("generator", "clip_low", "clip_high", "cov_low", "cov_high", "cov_fraction"),
+        choice="batch.choose_clip_cov",
         scope="batch",
         trust_region="hard clip, and no loss at a few tokens of high covariance",
         importance="token ratio",
@@ -138,8 +169,9 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="entropy falls too fast",
     ),
     "kl_cov": PolicyLoss(
-        loss=policy_batch.kl_cov,
-        choose=policy_batch.choose_kl_cov,
+        formula="batch.kl_cov",
+        takes=("cov_fraction", "kl_coef"),
+        choice="batch.choose_kl_cov",
         scope="batch",
         trust_region="|δ| penalty at the tokens of highest covariance",
         importance="token ratio",
@@ -147,7 +179,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="entropy falls too fast, and leaving tokens out is too coarse",
     ),
     "dro": PolicyLoss(
-        loss=policy_token.dro,
+        formula="token.dro",
+        takes=("dro_beta",),
         scope="token",
         trust_region="quadratic penalty on δ",
         importance="none",
@@ -155,8 +188,9 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="data are so old that ratios mean nothing",
     ),
     "m2po": PolicyLoss(
-        loss=policy_batch.m2po,
-        choose=policy_batch.choose_m2po,
+        formula="batch.m2po",
+        takes=("budget",),
+        choice="batch.choose_m2po",
         scope="batch",
         trust_region="budget for the batch mean of δ²",
         importance="token ratio",
@@ -164,7 +198,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="rollouts are many updates old",
     ),
     "decoupled_ppo": PolicyLoss(
-        loss=policy_token.decoupled_ppo,
+        formula="token.decoupled_ppo",
+        takes=("proximal_logp", "clip_low", "clip_high", "weight_cap"),
         scope="token",
         trust_region="hard clip around the proximal policy",
         importance="proximal to behaviour, stop-gradient, dropped above a cap",
@@ -172,7 +207,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="asynchronous rollouts, log-probs recomputed on arrival",
     ),
     "topr": PolicyLoss(
-        loss=policy_row.topr,
+        formula="row.topr",
+        takes=("positive",),
         scope="row",
         trust_region="none for good rows, truncation for bad ones",
         importance="whole-row ratio in [0, 1] on bad rows, stop-gradient",
@@ -180,7 +216,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="very stale or offline data with right and wrong answers",
     ),
     "aspo": PolicyLoss(
-        loss=policy_token.aspo,
+        formula="token.aspo",
+        takes=("clip_low", "clip_high", "dual_clip"),
         scope="token",
         trust_region="hard clip for bad tokens, a cap on the weight of good ones",
         importance="token ratio, inverted for good tokens",
@@ -188,7 +225,7 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="vanilla only sharpens what the student already does",
     ),
     "minpro": PolicyLoss(
-        loss=policy_row.minpro,
+        formula="row.minpro",
         scope="row",
         trust_region="none of its own: the least prefix ratio damps the weight",
         importance="least prefix ratio times token ratio, stop-gradient",
@@ -196,7 +233,8 @@ LOSSES: dict[str, PolicyLoss] = {
         use_when="long answers under staleness",
     ),
     "ctpo": PolicyLoss(
-        loss=policy_row.ctpo,
+        formula="row.ctpo",
+        takes=("ctpo_clip",),
         scope="row",
         trust_region="log of the prefix product clipped to ±c√t",
         importance="prefix product, stop-gradient",

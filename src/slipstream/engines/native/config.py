@@ -1,0 +1,67 @@
+"""What a model says of itself before a weight of it is loaded."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slipstream.assets import model_path
+from slipstream.errors import ModelError, first_line
+
+KINDS = ("longrope", "dynamic")
+
+
+def by_length(kind: Any) -> bool:
+    """Whether this rope type, or one of those of several kinds of layers, chooses by length."""
+    kinds = kind.values() if isinstance(kind, dict) else [kind]
+    return any(each in str(one) for one in kinds for each in KINDS)
+
+
+def load_config(name: str) -> Any:
+    """A copy for whoever asks, and many do; a file is read once."""
+    path = model_path(name)
+    file = Path(path, "config.json").absolute()
+    try:
+        return deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
+
+
+@cache
+def _config(path: str, file: Path, written: int) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path)
+
+
+def context_length(config: Any) -> int:
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    stretched = float(rope.get("factor", 1.0)) if rope.get("rope_type") == "dynamic" else 1.0
+    return int(stretched * (getattr(text, "max_position_embeddings", None) or 1 << 30))
+
+
+def vocabulary_of(model: str) -> int:
+    return int(load_config(model).get_text_config().vocab_size)
+
+
+def width_of(model: str) -> int:
+    return int(load_config(model).get_text_config().hidden_size)
+
+
+def position_note(config: Any, longest: int) -> str | None:
+    """What a person should know of its positions; nothing where they mean the same whatever the length."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    each = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    chosen = [part for part in each if by_length(part.get("rope_type"))]
+    if not chosen:
+        return None
+    kind = chosen[0]["rope_type"]
+    original = chosen[0].get("original_max_position_embeddings") or text.max_position_embeddings
+    side = "long" if longest > original else "short"
+    return (
+        f"{kind} positions: one set of factors, that of {longest} tokens ({side}: the original context is {original})"
+    )

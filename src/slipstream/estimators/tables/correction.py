@@ -1,0 +1,179 @@
+"""The table of corrections: units, rejection modes, presets; which of them go together, and with which losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal, get_args
+
+from slipstream.estimators.options import formula, unknown
+from slipstream.scope import Scope
+
+Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
+"""Over what ratios are multiplied to one weight: see `ratio.importance_ratio`."""
+Threshold = float | tuple[float, float]
+"""One number truncates from above; a pair is a band."""
+
+UNIT_SCOPE: dict[str, Scope] = {unit: "token" if unit == "token" else "row" for unit in get_args(Unit)}
+ONE_PER_ROW = frozenset({"sequence", "geometric"})
+"""Units whose ratio is the same at every token of a row."""
+CTPO_CLIP = 0.05
+"""c of ±c√t, the upper bound in the authors' released recipe (theirs has another, 0.025, below)."""
+
+Bounds = Mapping[str, Threshold]
+"""Rejection modes and their bounds; a sample must pass all of them."""
+
+RS_MODES = (
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
+    *("seq_max_kl", "negative_seq"),
+)
+SCOPE: dict[str, Scope] = {
+    **UNIT_SCOPE,
+    **{mode: "token" if mode.startswith("token") else "row" for mode in RS_MODES},
+    "is_normalize": "batch",
+}
+
+
+def checked(
+    is_level: str | None, is_threshold: Threshold, is_normalize: bool, rs: Bounds | None
+) -> tuple[Threshold, dict[str, tuple[float, float]]]:
+    """The threshold, and for each mode the interval of the statistic that is kept; or what to write instead."""
+    if is_level is not None and is_level not in UNIT_SCOPE:
+        raise unknown("is_level", str(is_level), UNIT_SCOPE)
+    if is_normalize and is_level is None:
+        raise ValueError("is_normalize has no weights to normalise: set is_level, for example is_level='token'")
+    if not isinstance(rs, Mapping | None):
+        raise ValueError(f"rs must be a dict of mode: bound, got {rs!r}; for example rs={{'seq_mean_k1': (0.5, 2.0)}}")
+    threshold = _bound("is_threshold", is_threshold, pair=True, above=0, example="2.0 or (0.5, 5.0)")
+    intervals = dict[str, tuple[float, float]]()
+    for mode, value in (rs or {}).items():
+        if mode not in RS_MODES:
+            raise unknown("rejection mode", str(mode), RS_MODES)
+        k1 = mode.endswith("k1")
+        example = f"rs={{{mode!r}: {'(0.5, 2.0)' if k1 else '0.01'}}}"
+        bound = _bound(f"rs[{mode!r}]", value, pair=k1, above=int(k1), example=example)
+        low, high = bound if isinstance(bound, tuple) else (1 / bound, bound)
+        intervals[mode] = (math.log(low), math.log(high)) if k1 else (-math.inf, high)
+    return threshold, intervals
+
+
+def _bound(name: str, value: Any, *, pair: bool, above: int, example: str) -> Threshold:
+    match value:
+        case (low, high) if pair and _positive(low) and _positive(high) and low < high:
+            return float(low), float(high)
+        case int() | float() if _positive(value) and value > above:
+            return float(value)
+    wanted = f"one number above {above}" + (" or a pair (low, high) with 0 < low < high" if pair else "")
+    raise ValueError(f"{name} must be {wanted}, got {value!r}; for example {example}")
+
+
+def _positive(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
+
+
+# --- presets ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CorrectionPreset:
+    """A correction and the mode and loss it is meant for. `mode` None: metrics only; `loss` None: any."""
+
+    mode: Literal["decoupled", "bypass"] | None = None
+    is_level: Unit | None = None
+    is_threshold: Threshold = 2.0
+    is_normalize: bool = False
+    rs: Bounds | None = None
+    loss: Literal["ppo_clip", "reinforce"] | None = None
+    ctpo_clip: float = CTPO_CLIP
+    verl_compat: bool = False
+
+    def __post_init__(self) -> None:
+        checked(self.is_level, self.is_threshold, self.is_normalize, self.rs)
+        if self.mode not in ("decoupled", "bypass", None):
+            raise unknown("correction mode", str(self.mode), ("decoupled", "bypass"))
+        if self.loss not in (*LOSSES_OF, None):
+            raise unknown("loss of a correction", str(self.loss), LOSSES_OF)
+        if self.mode is None and self.corrects:
+            raise ValueError(
+                "weights and rejection need a mode: a preset 'decoupled_…' or 'bypass_…' says what they are measured to"
+            )
+
+    @property
+    def corrects(self) -> bool:
+        return self.is_level is not None or bool(self.rs)
+
+    @property
+    def scope(self) -> Scope:
+        """The widest scope of its parts."""
+        parts = [*(self.rs or ()), *([self.is_level] if self.is_level else []), *["is_normalize"] * self.is_normalize]
+        return max((SCOPE[part] for part in parts), key=("token", "row", "batch").index, default="token")
+
+    def apply(self, *tensors: Any, **evidence: Any) -> Any:
+        """`correction.correct` with these settings; `evidence` may be `turns`, `kl`, `advantages` and `current`."""
+        settings = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("mode", "loss")}
+        return formula("correction.correct")(*tensors, **settings, **evidence)
+
+
+LOSSES_OF = {"ppo_clip": ("vanilla",), "reinforce": ("reinforce", "gpg")}
+"""Policy losses that a preset's `loss` stands for."""
+RATIO_TO_BEHAVIOR = frozenset({"reverse_kl_mc", "decoupled_ppo", "m2po"})
+"""Losses that hold the ratio to the policy that drew the token, in either mode."""
+RATIO_TO_OLD = frozenset({"vanilla", "cispo", "gspo", "gspo_token", "gmpo", "geo_mean", "sapo", "dppo_tv", "dppo_kl"})
+RATIO_TO_OLD |= {"clip_cov", "kl_cov", "topr", "aspo", "minpro", "ctpo"}
+"""Losses that hold the ratio to the old policy: in bypass, that is the policy that drew the token."""
+
+
+def check_combination(loss: str, preset: CorrectionPreset, *, policy: bool = False) -> None:
+    """A ValueError where the correction would do nothing, or would count a ratio twice. Guarantor of invariant 7.
+
+    `policy` says which m2po is meant: as a policy loss it holds the ratio to the old policy.
+    """
+    mode = preset.mode
+    to_behavior, to_old = RATIO_TO_BEHAVIOR, RATIO_TO_OLD
+    if policy:
+        to_behavior, to_old = to_behavior - {"m2po"}, to_old | {"m2po"}
+    if preset.loss is not None and loss not in LOSSES_OF[preset.loss]:
+        raise ValueError(f"this correction is meant for loss {' or '.join(LOSSES_OF[preset.loss])}, not {loss}")
+    if preset.is_level and (loss in to_behavior or (mode == "bypass" and loss in to_old)):
+        raise ValueError(
+            f"loss {loss} already holds the ratio to the rollout policy ({mode} mode): importance weights would count "
+            f"it twice. Leave out is_level={preset.is_level!r}; rejection (rs) may stay"
+        )
+    looks_at_old = loss in to_behavior | to_old | {"dro"}  # dro: a penalty, no ratio
+    if not preset.corrects and (mode == "decoupled" or (mode == "bypass" and not looks_at_old)):
+        raise ValueError(f"{mode} mode with loss {loss} corrects nothing: set is_level or rs, or use preset 'disabled'")
+
+
+# verl's ±0.1 % on the mean of a row: of rows whose T log-ratios scatter by σ, erf(0.001·√(T/2)/σ) stay. With σ = 0.01
+# that is 99.8 % of 1,000 tokens and 31 % of 16, so it is for long answers and engines that agree; (0.99, 1.01) is not
+_GEO, _K3, _ICEPOP = {"seq_mean_k1": (0.999, 1.001)}, {"seq_mean_k3": 0.01}, (0.5, 5.0)
+_decoupled = partial(CorrectionPreset, "decoupled")
+_bypass_ppo = partial(CorrectionPreset, "bypass", loss="ppo_clip")
+_bypass_pg = partial(CorrectionPreset, "bypass", loss="reinforce")
+
+PRESETS: dict[str, CorrectionPreset] = {
+    "decoupled_token_is": _decoupled("token"),
+    "decoupled_seq_is": _decoupled("sequence"),
+    "decoupled_token_icepop": _decoupled("token", _ICEPOP),
+    "decoupled_seq_is_rs": _decoupled("sequence", rs={"seq_sum_k1": (0.5, 2.0)}),
+    "decoupled_geo_rs": _decoupled(rs=_GEO),
+    "decoupled_geo_rs_seq_tis": _decoupled("sequence", rs=_GEO),
+    "decoupled_geo_rs_token_tis": _decoupled("token", rs=_GEO),
+    "decoupled_k3_rs": _decoupled(rs=_K3),
+    "decoupled_k3_rs_seq_tis": _decoupled("sequence", rs=_K3),
+    "decoupled_k3_rs_token_tis": _decoupled("token", rs=_K3),
+    "bypass_ppo_clip": _bypass_ppo(),
+    "bypass_ppo_clip_geo_rs": _bypass_ppo(rs=_GEO),
+    "bypass_ppo_clip_k3_rs": _bypass_ppo(rs=_K3),
+    "bypass_pg_is": _bypass_pg("sequence"),
+    "bypass_pg_token_icepop": _bypass_pg("token", _ICEPOP),
+    "bypass_pg_geo_rs": _bypass_pg(rs=_GEO),
+    "bypass_pg_geo_rs_seq_tis": _bypass_pg("sequence", rs=_GEO),
+    "bypass_pg_geo_rs_token_tis": _bypass_pg("token", rs=_GEO),
+    "disabled": CorrectionPreset(),
+}
