@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, Sa
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded
 from slipstream.errors import RunDirError
-from slipstream.pipeline.checkpoint import newest
+from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
@@ -65,9 +64,11 @@ def go(path: Path, schedule: Any, *, until: float | None = None) -> toy.ToyLearn
 
     async def work() -> None:
         if (path / "checkpoints").exists():
-            checkpoint, standing = newest(path)
-            await made.learner.restore(checkpoint)
-            log = RunLog.reopen(settings, path, update=standing.version, ended=standing.ended)
+            checkpoint = newest(path)
+            standing = checkpoint.standing
+            await made.learner.restore(checkpoint.path)
+            log = RunLog.reopen(settings, path, checkpoint.mark)
+            Checkpoints(path / "checkpoints").forget_after(standing.version)
         else:
             standing, log = None, RunLog.create(settings, path)
         with log:
@@ -133,7 +134,7 @@ def test_an_on_policy_run_ends_with_the_same_weights(tmp_path: Path, schedule: A
 def test_what_came_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
     """As after a power cut: the last checkpoint is of update 4, lines go on to 5 or more and end in the middle."""
     go(tmp_path, Async(tau=1), until=12.0)
-    version = newest(tmp_path)[1].version
+    version = newest(tmp_path).standing.version
     assert version > 4
     for later in range(5, version + 1):
         checkpoint = tmp_path / "checkpoints" / str(later)
@@ -153,7 +154,7 @@ def test_a_run_that_cannot_be_gone_on_with_says_why(tmp_path: Path, capsys: pyte
     with RunLog.create(config(Sync()), tmp_path):
         pass
     assert main(["resume", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path} has no checkpoint to go on from: set checkpoint.every\n"
+    assert f"{tmp_path} has no checkpoint to go on from: it was stopped before the first" in capsys.readouterr().err
     (tmp_path / "final").mkdir()
     assert main(["resume", str(tmp_path)]) == 2
     assert "is finished: the student is in" in capsys.readouterr().err
@@ -201,10 +202,7 @@ def test_what_goes_on_knows_every_policy_that_its_tokens_are_of(tmp_path: Path, 
     }
     changes = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     assert main(["train", str(written), *changes]) == 0
-    shutil.rmtree(run / "final")
-    shutil.rmtree(run / "checkpoints" / "6")
-    assert newest(run)[1].version == 3
-    assert main(["resume", str(run)]) == 0
+    assert main(["resume", str(run), "--from", "3"]) == 0
     lines = read_lines(run / "metrics.jsonl")
     assert [line["update"] for line in lines] == list(range(1, 9))
     assert max(line["lag/max"] for line in lines[3:]) > 0, "there are tokens of the ring's versions"
@@ -231,10 +229,8 @@ def started(path: Path, config: Path) -> subprocess.Popen[str]:
 
 def finish(path: Path) -> None:
     """Go on, and stop after few more updates, so that the test is short."""
-    text = (path / "run" / "config.toml").read_text()
-    last = newest(path / "run")[1].version
-    (path / "run" / "config.toml").write_text(text.replace("updates = 300", f"updates = {last + 5}"))
-    assert main(["resume", str(path / "run")]) == 0
+    last = newest(path / "run").standing.version
+    assert main(["resume", str(path / "run"), "--updates", str(last + 5)]) == 0
     numbers = ends(path / "run")
     assert numbers == sorted(set(numbers)) and len(numbers) == 4 * (last + 5)
     updates = [line["update"] for line in read_lines(path / "run" / "metrics.jsonl")]
@@ -257,7 +253,7 @@ def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code
     assert f"go on with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
-    version = newest(tmp_path / "run")[1].version
+    version = newest(tmp_path / "run").standing.version
     assert f"saved after update {version}; go on with" in output
     stopped = [e for e in read_lines(tmp_path / "run" / "ledger.jsonl") if e.get("reason") == "run stopped"]
     assert len(stopped) > 0

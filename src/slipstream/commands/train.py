@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -13,15 +15,16 @@ from rich.console import Console
 from slipstream.commands.progress import Progress
 from slipstream.config.file import load
 from slipstream.config.schema import Config
+from slipstream.durable import alone_in, private
 from slipstream.engines.base import Engines
-from slipstream.errors import RunDirError, Terminated
+from slipstream.errors import HungUp, RunDirError, Terminated
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
-from slipstream.pipeline.checkpoint import newest
-from slipstream.pipeline.run import Run
+from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.run import Run, admission_of
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, plan
-from slipstream.runlog import RunLog, check_free, read_lines, run_path
+from slipstream.runlog import RunLog, check_free, check_lines, check_prompts, check_unchanged, read_lines, run_path
 from slipstream.runtimes import inline, local
 from slipstream.runtimes.local import Nursery
 
@@ -30,12 +33,12 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
     """Run it all; returns the run directory."""
     path = run_path(config, name)
     check_free(path)
-    with nursery(config) as born:
+    with private(), nursery(config) as born:
         made = plan(config)
         with opened(made, born, console) as engines:
             if checks:
                 try_out(made, engines, console)
-            with RunLog.create(made.config, path) as log:
+            with alone_in(path), RunLog.create(made.config, path, prompts=made.prompts.digest) as log:
                 go(made, engines, log, console, name=name)
     return path
 
@@ -51,27 +54,44 @@ def try_out(made: Plan, engines: Engines, console: Console) -> None:
         console.print(f"{mark} {finding.name}: {finding.said}{fix}", highlight=False, soft_wrap=True)
 
 
-def resume(path: Path, console: Console) -> Path:
-    """Go on with a run from its last checkpoint."""
-    config = stopped_run(path)
-    checkpoint, standing = newest(path)
-    with nursery(config) as born:
+def resume(
+    path: Path, console: Console, *, number: int | None = None, updates: int | None = None, meant: tuple[str, ...] = ()
+) -> Path:
+    """Go on with a run from a checkpoint; `meant` are settings that its config.toml may have changed."""
+    config = stopped_run(path, number=number, updates=updates)
+    if updates is not None:
+        config, meant = config.model_copy(update={"updates": updates}), (*meant, "updates")
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    # the lock is not for what is forked
+    with private(), nursery(config) as born, alone_in(path):
+        check_unchanged(path, config, meant=meant)
+        checkpoint = newest(path, number, say=say)
+        check_lines(path, checkpoint.mark)
         made = plan(config)
+        check_prompts(path, made.config, made.prompts.digest, meant=meant)
+        standing = checkpoint.standing
+        admission_of(made.config, standing)
         with opened(made, born, console) as engines:
-            in_flight = len(standing.in_flight)
-            said = f"going on from {checkpoint}; {in_flight} groups that were in flight start again"
-            console.print(said, highlight=False)
-            with RunLog.reopen(made.config, path, update=standing.version, ended=standing.ended) as log:
-                go(made, engines, log, console, name=path.name, standing=standing, checkpoint=checkpoint)
+            asyncio.run(engines.learner.restore(checkpoint.path))
+            say(f"going on from {checkpoint.path}; {len(standing.in_flight)} groups that were in flight start again")
+            with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
+                Checkpoints(path / "checkpoints").forget_after(standing.version)
+                go(made, engines, log, console, name=path.name, standing=standing)
     return path
 
 
-def stopped_run(path: Path) -> Config:
+def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Config:
     if not (path / "config.toml").exists():
         raise RunDirError(f"{path} holds no run: there is no config.toml in it")
-    if (path / "final").exists():
-        raise RunDirError(f"{path} is finished: the student is in {path / 'final'}")
-    return load(path / "config.toml", [])
+    config = load(path / "config.toml", [])
+    if (path / "final").exists() and number is None and (updates or 0) <= config.updates:
+        raise RunDirError(
+            f"{path} is finished: the student is in {path / 'final'}; --updates with more than {config.updates} goes on"
+        )
+    return config
 
 
 def nursery(config: Config) -> AbstractContextManager[Nursery | None]:
@@ -117,7 +137,6 @@ def go(
     *,
     name: str,
     standing: Standing | None = None,
-    checkpoint: Path | None = None,
 ) -> None:
     """From the first rollout to the last update, with a display, signals and a last line that says how to go on."""
     run = Run(
@@ -132,8 +151,6 @@ def go(
     )
 
     async def main() -> None:
-        if checkpoint is not None:
-            await engines.learner.restore(checkpoint)
         with heeding_signals(run, console):
             await run.train()
 
@@ -158,9 +175,9 @@ def go(
 
 @contextmanager
 def heeding_signals(run: Run, console: Console) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop in order, a second one at once; Ctrl-\\ says who waits for whom, and stops nothing.
+    """Ctrl-C, SIGTERM and SIGHUP stop in order, a second one at once; Ctrl-\\ says who waits for whom.
 
-    Set here, because Ray sets handlers of its own when it starts.
+    Set here, because Ray sets handlers of its own when it starts. Under nohup, SIGHUP stays ignored.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -170,10 +187,15 @@ def heeding_signals(run: Run, console: Console) -> Iterator[None]:
         if told:
             raise KeyboardInterrupt
         told.append(how)
+        if how is HungUp:
+            let_go_of_terminal()
         task.cancel()
 
-    loop.add_signal_handler(signal.SIGINT, stop, KeyboardInterrupt)
-    loop.add_signal_handler(signal.SIGTERM, stop, Terminated)
+    heeded = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        del heeded[signal.SIGHUP]
+    for number, how in heeded.items():
+        loop.add_signal_handler(number, stop, how)
     loop.add_signal_handler(signal.SIGQUIT, lambda: console.print(run.report(), highlight=False, markup=False))
     try:
         yield
@@ -182,5 +204,12 @@ def heeding_signals(run: Run, console: Console) -> Iterator[None]:
             raise told[0] from None
         raise
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+        for number in (*heeded, signal.SIGQUIT):
             loop.remove_signal_handler(number)
+
+
+def let_go_of_terminal() -> None:
+    """One that was closed takes no more text; files and pipes still do."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -6,10 +6,12 @@ A row has `prompt` (text, or a list of messages) or `messages`; optionally `data
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,15 @@ class Prompts:
             random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(order)
             self._epoch, self._order = epoch, np.array(order)
         return self.row(int(self._order[place]), number)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of what is asked and how it is graded, in order: the same rows under another path are the same."""
+        found = hashlib.sha256()
+        for row, tokens, teacher in zip(self.rows, self.tokens, self.teachers, strict=True):
+            found.update(repr((len(tokens), teacher, row.data_source, row.ground_truth, row.meta)).encode())
+            found.update(np.asarray(tokens, np.int64).tobytes())
+        return found.hexdigest()
 
     def row(self, index: int, number: int = 0) -> Prompt:
         row = self.rows[index]
