@@ -57,8 +57,8 @@ class Checkpoints:
             remove_unfinished(self.directory)
             state = {"admission": asdict(standing), "log": mark}
             await save_whole(learner, path, {STANDING: json.dumps(state)}, optimizer=True)
-            for old in self.existing()[: -self.keep]:
-                remove(self.directory / str(old))
+        for old in self.existing()[: -self.keep]:
+            remove(self.directory / str(old))
         self.last = mark["time"]
         return path
 
@@ -116,8 +116,11 @@ def newest(run: Path, number: int | None = None, *, say: Callable[[str], None] =
         if (wrong := _wrong(path)) is None:
             return read(path)
         say(f"{path} is damaged: {wrong}")
-    others = f"; others: {_listed(existing)}" if number is not None else ""
-    raise RunDirError(f"{run} has no whole checkpoint to go on from{others}: begin a new run")
+    if number is not None:
+        raise RunDirError(
+            f"{run} has no whole checkpoint {number}: leave --from away, or write another of {_listed(existing)}"
+        )
+    raise RunDirError(f"{run} has no whole checkpoint to go on from: begin a new run")
 
 
 def read(path: Path) -> Checkpoint:
@@ -130,7 +133,10 @@ def read(path: Path) -> Checkpoint:
 def _wrong(path: Path) -> str | None:
     if (path / "learner.pt").exists():
         return "learner.pt is of an older version, which is not read any more"
-    return damage(path) or (None if read(path).standing.version == int(path.name) else "it was another's name")
+    if wrong := damage(path):
+        return wrong
+    version = read(path).standing.version
+    return None if version == int(path.name) else f"it is checkpoint {version} under another name"
 
 
 def _listed(numbers: Iterable[int]) -> str:
