@@ -1,6 +1,6 @@
 """A toy run on disks of every size: `unshare -rm python full_disk.py DIRECTORY` prints how each ended.
 
-It fills a file system of its own, and goes on once there is more room.
+It fills a file system of its own, goes on once there is more room, and at last finds that nothing can be written.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.config.schedule import Sync
+from slipstream.durable import alone_in
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import newest
-from slipstream.runlog import read_lines
+from slipstream.runlog import RunLog, read_lines
 from toy_runs import ends, go
 
 PAGE = 4096
@@ -38,10 +40,25 @@ def tried(disk: Path, pages: int) -> dict[str, object]:
                 go(path, Sync(), keep=1)
             found["table"] = newest(path).path.joinpath("table.npy").read_bytes().hex()
             found["ends"] = ends(path)
+            subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+            found["closed"] = [refused(lambda: alone_in(path).__enter__()), refused(lambda: again(path))]
             found["updates"] = [line["update"] for line in read_lines(path / "metrics.jsonl")]
         return found
     finally:
         subprocess.run(["umount", disk], check=True)
+
+
+def again(path: Path) -> None:
+    with RunLog(path, []):
+        pass
+
+
+def refused(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except RunDirError as error:
+        return str(error)
+    return "nothing"
 
 
 def texts(path: Path) -> list[str]:

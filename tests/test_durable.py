@@ -289,6 +289,7 @@ def test_on_a_disk_of_any_size_a_run_ends_in_one_line_and_goes_on_when_there_is_
         if each["saved"]:
             assert (each["table"], each["ends"]) == (table, list(range(24)))
             assert each["updates"] == list(range(1, 9))
+            assert all(said.endswith("run cannot be written: Read-only file system") for said in each["closed"])
     assert {bool(each["said"]) for each in seen} == {True, False}, "some were too small, and some were not"
     assert {each.get("newest") for each in seen} >= {None, 2, 8}
 

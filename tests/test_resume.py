@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -143,9 +144,9 @@ def test_what_goes_on_knows_every_policy_that_its_tokens_are_of(tmp_path: Path, 
         assert line["lag/max"] <= line["update"] - (4 if line["update"] > 3 else 1)
 
 
-def started(path: Path, config: Path) -> subprocess.Popen[str]:
+def started(path: Path, config: Path, first: str = "") -> subprocess.Popen[str]:
     """A training run of which some updates are made."""
-    script = "import sys; from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = f"{first}\nimport sys; from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", script, "train", str(config)],
         stdout=subprocess.PIPE,
@@ -190,6 +191,36 @@ def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     stopped = [e for e in read_lines(tmp_path / "run" / "ledger.jsonl") if e.get("reason") == "run stopped"]
     assert len(stopped) > 0
     finish(tmp_path)
+
+
+def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path, models_dir: Path) -> None:
+    config, (ours, theirs) = write_config(tmp_path, models_dir), os.openpty()
+    script = "import os, sys; os.login_tty(int(sys.argv.pop()))\n"
+    script += "from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", script, "train", str(config), str(theirs)]
+    with subprocess.Popen(words, pass_fds=[theirs], start_new_session=True) as process:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and len(read_lines(metrics)) >= 4):
+            with contextlib.suppress(BlockingIOError):
+                os.read(ours, 1 << 16)
+            time.sleep(0.01)
+        os.close(ours)
+        assert process.wait(60) == 129
+    standing = newest(tmp_path / "run").standing
+    assert standing.in_flight and standing.version >= 4
+
+
+def test_a_run_that_is_not_to_care_for_its_terminal_goes_on(tmp_path: Path, models_dir: Path) -> None:
+    """As under nohup."""
+    process = started(
+        tmp_path, write_config(tmp_path, models_dir), "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    )
+    os.kill(process.pid, signal.SIGHUP)
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
 
 
 def test_a_stall_report_can_be_asked_for_and_stops_nothing(tmp_path: Path, models_dir: Path) -> None:

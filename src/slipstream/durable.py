@@ -38,16 +38,23 @@ def private() -> Iterator[None]:
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A disk that is full, closed or gone is said in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
 def alone_in(path: Path) -> Iterator[None]:
     """One writer per directory. The lock is let go however its process ends.
 
     Children that are forked in here would hold it too: fork first.
     """
-    try:
+    with writing(path):
         path.mkdir(parents=True, exist_ok=True)
         file = (path / LOCK).open("a+")
-    except OSError as error:
-        raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,12 +201,13 @@ class Lines:
         if self.failed or not data:
             return
         try:
-            self._append(memoryview(data))
-        except OSError as error:
+            with writing(self.path):
+                self._append(memoryview(data))
+        except RunDirError:
             self.failed = True
             with suppress(OSError):
                 os.ftruncate(self.descriptor, self.size)
-            raise self._cannot(error) from None
+            raise
         self.size += len(data)
         self.digest.update(data)
 
@@ -214,14 +222,9 @@ class Lines:
         self.flush()
         if self.failed:
             raise RunDirError(f"{self.path} lacks lines that could not be written")
-        try:
+        with writing(self.path):
             os.fsync(self.descriptor)
-        except OSError as error:
-            raise self._cannot(error) from None
         return {"bytes": self.size, "sha256": self.digest.hexdigest()}
-
-    def _cannot(self, error: OSError) -> RunDirError:
-        return RunDirError(f"{self.path} cannot be written: {error.strerror}")
 
     def close(self) -> None:
         try:

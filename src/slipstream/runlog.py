@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from slipstream.config.file import differing, parse, to_toml
 from slipstream.config.schema import Config, Tracker
-from slipstream.durable import Lines, prefix, write_atomic
+from slipstream.durable import Lines, prefix, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError, first_line
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
@@ -57,7 +57,7 @@ class RunLog:
         self.time: float = before.get("time", 0.0)
         """Seconds that the run had gone on when it was stopped."""
         names = (METRICS, LEDGER, *([TRACE] if trace else []))
-        try:
+        with writing(path):
             self.files = {
                 name: Lines(
                     path / name,
@@ -66,8 +66,6 @@ class RunLog:
                 )
                 for name in names
             }
-        except OSError as error:
-            raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
         self.trace = self.files.get(TRACE)
         if self.trace and not self.trace.size:
             self.trace.write("[\n")  # a list of events, one on each line, that need not be closed
@@ -77,12 +75,10 @@ class RunLog:
         """A new run directory, on these prompts (their digest). One that already holds a run is left alone."""
         check_free(path)
         check_trackers(config.log.to)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             write_atomic(path / "config.toml", to_toml(config))
             write_meta(path, machine() | begun_with(config, prompts))
-        except OSError as error:
-            raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
         try:
             sinks = start_trackers(config, path)
         except ConfigError:
@@ -96,15 +92,14 @@ class RunLog:
         """Go on from a checkpoint. A finished run's student stays, under the number of its last update."""
         check_trackers(config.log.to)
         check_lines(path, mark)
-        try:
+        meta = read_meta(path)
+        with writing(path):
             if (path / "final").exists():
-                kept = path / f"final-{read_meta(path)['config']['updates']}"
+                kept = path / f"final-{meta['config']['updates']}"
                 shutil.rmtree(kept, ignore_errors=True)
                 (path / "final").rename(kept)
-            write_meta(path, read_meta(path) | begun_with(config, prompts))
+            write_meta(path, meta | begun_with(config, prompts))
             write_atomic(path / "config.toml", to_toml(config))
-        except OSError as error:
-            raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
         return cls(path, start_trackers(config, path), trace=config.log.trace, mark=mark)
 
     def mark(self, *, time: float = 0.0) -> Mark:

@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +21,7 @@ from slipstream.engines.base import Engines
 from slipstream.errors import HungUp, RunDirError, Terminated
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
-from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.run import Run, admission_of
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, plan
@@ -61,26 +62,31 @@ def resume(
     config = stopped_run(path, number=number, updates=updates)
     if updates is not None:
         config, meant = config.model_copy(update={"updates": updates}), (*meant, "updates")
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    # the lock is not for what is forked
     with private(), nursery(config) as born, alone_in(path):
         check_unchanged(path, config, meant=meant)
-        checkpoint = newest(path, number, say=say)
+        checkpoint = newest(path, number, say=saying(console))
         check_lines(path, checkpoint.mark)
         made = plan(config)
         check_prompts(path, made.config, made.prompts.digest, meant=meant)
-        standing = checkpoint.standing
-        admission_of(made.config, standing)
-        with opened(made, born, console) as engines:
-            asyncio.run(engines.learner.restore(checkpoint.path))
-            say(f"going on from {checkpoint.path}; {len(standing.in_flight)} groups that were in flight start again")
-            with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
-                Checkpoints(path / "checkpoints").forget_after(standing.version)
-                go(made, engines, log, console, name=path.name, standing=standing)
+        admission_of(made.config, checkpoint.standing)
+        go_on(made, born, path, console, checkpoint)
     return path
+
+
+def go_on(made: Plan, born: Nursery | None, path: Path, console: Console, checkpoint: Checkpoint) -> None:
+    """From a checkpoint. What came later is forgotten once the learner has it."""
+    with opened(made, born, console) as engines:
+        asyncio.run(engines.learner.restore(checkpoint.path))
+        in_flight = len(checkpoint.standing.in_flight)
+        saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight start again")
+        with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
+            Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
+            go(made, engines, log, console, name=path.name, standing=checkpoint.standing)
+
+
+def saying(console: Console) -> Callable[[str], None]:
+    """Plain lines, which a terminal wraps and nobody else does."""
+    return partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
 
 def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Config:
@@ -110,10 +116,7 @@ def opened(made: Plan, born: Nursery | None, console: Console) -> Iterator[Engin
 
 
 def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
-
+    say = saying(console)
     for warning in made.warnings:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
     for note in (*made.notes, str(made.method)):
@@ -147,7 +150,7 @@ def go(
         held_out=made.held_out,
         standing=standing,
         patience=made.config.runtime.patience,
-        say=lambda text: console.print(text, highlight=False, markup=False),
+        say=saying(console),
     )
 
     async def main() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slipstream.durable import beside_of, damage, remove, remove_unfinished, seal, sync
+from slipstream.durable import beside_of, damage, remove, remove_unfinished, seal, sync, writing
 from slipstream.engines.base import Learner
 from slipstream.errors import RunDirError
 from slipstream.pipeline.admission import Standing
@@ -53,12 +53,14 @@ class Checkpoints:
         """Nothing may happen between the standing, the mark and this call: they are of one moment."""
         path = self.directory / str(standing.version)
         if not path.exists():
-            self.directory.mkdir(exist_ok=True)
-            remove_unfinished(self.directory)
+            with writing(path):
+                self.directory.mkdir(exist_ok=True)
+                remove_unfinished(self.directory)
             state = {"admission": asdict(standing), "log": mark}
             await save_whole(learner, path, {STANDING: json.dumps(state)}, optimizer=True)
-        for old in self.existing()[: -self.keep]:
-            remove(self.directory / str(old))
+        with writing(path):
+            for old in self.existing()[: -self.keep]:
+                remove(self.directory / str(old))
         self.last = mark["time"]
         return path
 
@@ -67,10 +69,11 @@ class Checkpoints:
 
     def forget_after(self, version: int) -> None:
         """A run goes on from here: what came later, and what was never finished, is in its way."""
-        remove_unfinished(self.directory)
-        for later in self.existing():
-            if later > version:
-                remove(self.directory / str(later))
+        with writing(self.directory):
+            remove_unfinished(self.directory)
+            for later in self.existing():
+                if later > version:
+                    remove(self.directory / str(later))
 
 
 async def save_whole(
@@ -80,15 +83,14 @@ async def save_whole(
     beside = beside_of(path)
     shutil.rmtree(beside, ignore_errors=True)
     try:
-        beside.mkdir()
-        await learner.save(beside, optimizer=optimizer)
-        for name, text in (files or {}).items():
-            (beside / name).write_text(text, "utf-8")
-        await _sealed(beside)
-        beside.rename(path)
-        sync(path.parent)
-    except OSError as error:
-        raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
+        with writing(path):
+            beside.mkdir()
+            await learner.save(beside, optimizer=optimizer)
+            for name, text in (files or {}).items():
+                (beside / name).write_text(text, "utf-8")
+            await _sealed(beside)
+            beside.rename(path)
+            sync(path.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
 

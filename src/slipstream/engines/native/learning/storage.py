@@ -48,7 +48,7 @@ def save(
     before = ranks.on_first(dict(previous)) if optimizer else {}
     if ranks.index > 0:
         return
-    with writing(path):
+    with said_by_libraries(path):
         lm.model.save_pretrained(path, state_dict=merged(state, lm.model))
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
@@ -62,7 +62,7 @@ def save(
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def said_by_libraries(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # safetensors and tokenizers have errors of their own for a disk that is full
