@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import io
 import json
 import os
@@ -190,24 +191,31 @@ class Counted:
         return getattr(self.file, name)
 
 
-def with_power(path: Path, until: int | None, *, keep: int) -> Power:
-    """Go on, and lose power in the next checkpoint."""
+def with_power(path: Path, until: int | None, holder: type, name: str, **options: Any) -> Power:
+    """Go on, and lose power while this method is at work."""
     with pytest.MonkeyPatch.context() as patch:
-        power, save = Power(patch, until), Checkpoints.save
+        power, method = Power(patch, until), getattr(holder, name)
 
-        async def saving(self: Checkpoints, *args: Any) -> Path:
+        def watched(*args: Any, **settings: Any) -> Any:
             power.on = True
             try:
-                return await save(self, *args)
+                return method(*args, **settings)
             finally:
                 power.on = power.out
 
-        patch.setattr(Checkpoints, "save", saving)
+        async def awaited(*args: Any) -> Any:
+            power.on = True
+            try:
+                return await method(*args)
+            finally:
+                power.on = power.out
+
+        patch.setattr(holder, name, awaited if inspect.iscoroutinefunction(method) else watched)
         if until is None:
-            go(path, Sync(), keep=keep)
+            go(path, Sync(), **options)
         else:
             with pytest.raises(Killed):
-                go(path, Sync(), keep=keep)
+                go(path, Sync(), **options)
     return power
 
 
@@ -217,12 +225,12 @@ def test_a_kill_at_any_write_of_a_checkpoint_loses_nothing_of_the_one_before(tmp
     go(begun, Sync(), keep=1, updates=6, until=22.0)
     assert newest(begun).standing.version == 5
     whole = Path(shutil.copytree(begun, tmp_path / "whole"))
-    calls = with_power(whole, None, keep=1).calls
+    calls = with_power(whole, None, Checkpoints, "save", keep=1).calls
     assert {"write", "open", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir", "chmod"} <= set(calls)
     found = set()
     for until in range(len(calls)):
         path = Path(shutil.copytree(begun, tmp_path / str(until)))
-        with_power(path, until, keep=1)
+        with_power(path, until, Checkpoints, "save", keep=1)
         said: list[str] = []
         found.add(newest(path, say=said.append).standing.version)
         assert said == [], "what has a name is whole"
@@ -232,6 +240,24 @@ def test_a_kill_at_any_write_of_a_checkpoint_loses_nothing_of_the_one_before(tmp
         assert sorted(each.name for each in (path / "checkpoints").iterdir()) == ["8"]
         shutil.rmtree(path)
     assert found == {5, 6, 8}
+
+
+@pytest.mark.parametrize(("holder", "name"), [(Checkpoints, "forget_after"), (RunLog, "reopen")])
+def test_a_kill_at_any_write_as_a_run_goes_on_leaves_it_to_go_on_again(
+    finished: Path, tmp_path: Path, holder: type, name: str
+) -> None:
+    """From an older checkpoint, whose later ones are in the way; asked again, or without a word."""
+    whole = Path(shutil.copytree(finished, tmp_path / "whole"))
+    calls = with_power(whole, None, holder, name, number=4).calls
+    assert len(calls) > 10
+    for until in range(len(calls)):
+        path = Path(shutil.copytree(finished, tmp_path / str(until)))
+        with_power(path, until, holder, name, number=4)
+        go(path, Sync(), number=4 if until % 2 else None)
+        assert (path / "final" / "table.npy").read_bytes() == (whole / "final" / "table.npy").read_bytes()
+        assert ends(path) == list(range(24))
+        assert [line["update"] for line in read_lines(path / "metrics.jsonl")] == list(range(1, 9))
+        shutil.rmtree(path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

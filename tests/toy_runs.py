@@ -48,17 +48,19 @@ def engines() -> Engines:
     )
 
 
-def go(path: Path, schedule: Any, *, until: float | None = None, **sizes: Any) -> toy.ToyLearner:
-    """Begin or go on, and stop as Ctrl-C does after so many virtual seconds."""
+def go(
+    path: Path, schedule: Any, *, until: float | None = None, number: int | None = None, **sizes: Any
+) -> toy.ToyLearner:
+    """Begin or go on (from this checkpoint), and stop as Ctrl-C does after so many virtual seconds."""
     made, settings = engines(), config(schedule, **sizes)
 
     async def work() -> None:
         if (path / "checkpoints").exists():
-            checkpoint = newest(path)
+            checkpoint = newest(path, number)
             standing = checkpoint.standing
             await made.learner.restore(checkpoint.path)
-            log = RunLog.reopen(settings, path, checkpoint.mark)
             Checkpoints(path / "checkpoints").forget_after(standing.version)
+            log = RunLog.reopen(settings, path, checkpoint.mark)
         else:
             standing, log = None, RunLog.create(settings, path)
         with log:

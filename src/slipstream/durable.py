@@ -82,6 +82,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise  # some network file systems cannot sync a directory, and keep names in order by themselves
     finally:
         os.close(descriptor)
 

@@ -98,8 +98,8 @@ class RunLog:
                 kept = path / f"final-{meta['config']['updates']}"
                 shutil.rmtree(kept, ignore_errors=True)
                 (path / "final").rename(kept)
-            write_meta(path, meta | begun_with(config, prompts))
             write_atomic(path / "config.toml", to_toml(config))
+            write_meta(path, meta | begun_with(config, prompts))  # last: who is killed before it may ask the same again
         return cls(path, start_trackers(config, path), trace=config.log.trace, mark=mark)
 
     def mark(self, *, time: float = 0.0) -> Mark:

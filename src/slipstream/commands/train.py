@@ -79,8 +79,8 @@ def go_on(made: Plan, born: Nursery | None, path: Path, console: Console, checkp
         asyncio.run(engines.learner.restore(checkpoint.path))
         in_flight = len(checkpoint.standing.in_flight)
         saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight start again")
+        Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)  # before the lines that they need
         with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
-            Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
             go(made, engines, log, console, name=path.name, standing=checkpoint.standing)
 
 
