@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.schedule import Async, Periodic, StepOff, Sync
-from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Engines
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.metrics import throughput
@@ -69,6 +69,7 @@ def speed(schedule: Any, *, mean: float, sigma: float, updates: int) -> tuple[fl
         sampler=SamplerConfig(max_tokens=LONGEST),
         learner=LearnerConfig(batch_size=BATCH),
         schedule=schedule,
+        checkpoint=CheckpointConfig(minutes=0),  # of virtual time
     )
     engines = Engines(
         samplers=tuple(

@@ -166,6 +166,7 @@ READ_BY = {
     "data.template_args": "tasks/chat.py",
     "eval.every": "pipeline/run.py",
     "checkpoint.every": "pipeline/run.py",
+    "checkpoint.minutes": "pipeline/run.py",
     "checkpoint.keep": "pipeline/run.py",
     "log.to": "runlog.py",
     "log.project": "runlog.py",

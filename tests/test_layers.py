@@ -35,6 +35,7 @@ LOADS = {
     "config.file": "pydantic pydantic_core",
     "vocabulary": "",
     "metrics": "",
+    "durable": "",
     "runlog": "",
     "estimators": "torch numpy",
     "estimators.logprobs.tiles_triton": "torch triton",

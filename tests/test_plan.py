@@ -146,6 +146,7 @@ learner.exact_drift=true learner.snapshots=3
 {STEPS} learner.epochs=2
 eval.every=1 data.eval=builtin:arithmetic task.reward=exact eval.prompts=4
 checkpoint.every=1 checkpoint.keep=1
+checkpoint.minutes=0
 log.to=tensorboard
 teachers.main.weight=0.5
 teachers.main.replicas=2 sampler.replicas=2
@@ -465,6 +466,18 @@ def test_a_plan_says_what_a_greedy_baseline_costs(config: str) -> None:
     settings = [(key, value) for key, _, value in (word.partition("=") for word in words)]
     assert any("5 answers are drawn where 4 are trained on" in note for note in plan(load(config, settings)).notes)
     assert not any("are trained on" in note for note in plan(load(config)).notes)
+
+
+def test_a_plan_says_when_checkpoints_come(config: str) -> None:
+    def said(*changes: tuple[str, str]) -> list[str]:
+        made = plan(load(config, changes))
+        return [line for line in (*made.notes, *made.warnings) if "checkpoint" in line]
+
+    assert said() == ["checkpoints every 10 minutes and at the end, of which 2 are kept"]
+    both = ("checkpoint.every", "5"), ("checkpoint.minutes", "0.5")
+    assert said(*both) == ["checkpoints every 5 updates, every 0.5 minutes and at the end, of which 2 are kept"]
+    (warning,) = said(("checkpoint.minutes", "0"))
+    assert warning.endswith("a run that is killed loses everything")
 
 
 def test_a_plan_holds_what_a_person_must_know(config: str) -> None:

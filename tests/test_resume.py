@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,75 +17,10 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
-from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.engines import toy
-from slipstream.engines.base import Engines, Graded
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import newest
-from slipstream.pipeline.run import Run
 from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
-
-VOCAB = 6
-PROMPTS = Prompts(
-    [Row(id=str(i), prompt="x") for i in range(10)],
-    [np.array([1 + i % (VOCAB - 1)], np.int32) for i in range(10)],
-    seed=0,
-    shuffle=True,
-)
-
-
-def config(schedule: Any) -> Config:
-    return Config(
-        student="toy",
-        teachers={"main": TeacherConfig(model="toy")},
-        updates=8,
-        sampler=SamplerConfig(max_tokens=10, group=2),
-        learner=LearnerConfig(batch_size=6),
-        schedule=schedule,
-        checkpoint=CheckpointConfig(every=2, keep=9),
-    )
-
-
-def engines() -> Engines:
-    student = toy.random_table(VOCAB, seed=0)
-    return Engines(
-        samplers=(Graded(toy.ToySampler(student, seconds=0.3), toy.ToyGrader()),),
-        scorers={"": (toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: 0.5),)},
-        learner=toy.ToyLearner(student, cost=lambda _: 1.0),
-        close=lambda: None,
-    )
-
-
-def go(path: Path, schedule: Any, *, until: float | None = None) -> toy.ToyLearner:
-    """Begin or go on, and stop as Ctrl-C does after so many virtual seconds."""
-    made, settings = engines(), config(schedule)
-
-    async def work() -> None:
-        if (path / "checkpoints").exists():
-            checkpoint, standing = newest(path)
-            await made.learner.restore(checkpoint)
-            log = RunLog.reopen(settings, path, update=standing.version, ended=standing.ended)
-        else:
-            standing, log = None, RunLog.create(settings, path)
-        with log:
-            task = asyncio.create_task(Run(settings, made, PROMPTS, log, standing=standing).train())
-            await asyncio.wait([task], timeout=until)
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task])
-            else:
-                task.result()
-
-    virtual.run(work())
-    assert isinstance(made.learner, toy.ToyLearner)
-    return made.learner
-
-
-def ends(path: Path) -> list[int]:
-    return sorted(entry["number"] for entry in read_lines(path / "ledger.jsonl") if entry["end"] == "trained")
-
+from toy_runs import config, ends, go
 
 SCHEDULES = [
     Sync(),
@@ -133,7 +67,7 @@ def test_an_on_policy_run_ends_with_the_same_weights(tmp_path: Path, schedule: A
 def test_what_came_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
     """As after a power cut: the last checkpoint is of update 4, lines go on to 5 or more and end in the middle."""
     go(tmp_path, Async(tau=1), until=12.0)
-    version = newest(tmp_path)[1].version
+    version = newest(tmp_path).standing.version
     assert version > 4
     for later in range(5, version + 1):
         checkpoint = tmp_path / "checkpoints" / str(later)
@@ -153,7 +87,7 @@ def test_a_run_that_cannot_be_gone_on_with_says_why(tmp_path: Path, capsys: pyte
     with RunLog.create(config(Sync()), tmp_path):
         pass
     assert main(["resume", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: {tmp_path} has no checkpoint to go on from: set checkpoint.every\n"
+    assert f"{tmp_path} has no checkpoint to go on from: it was stopped before the first" in capsys.readouterr().err
     (tmp_path / "final").mkdir()
     assert main(["resume", str(tmp_path)]) == 2
     assert "is finished: the student is in" in capsys.readouterr().err
@@ -201,10 +135,7 @@ def test_what_goes_on_knows_every_policy_that_its_tokens_are_of(tmp_path: Path, 
     }
     changes = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     assert main(["train", str(written), *changes]) == 0
-    shutil.rmtree(run / "final")
-    shutil.rmtree(run / "checkpoints" / "6")
-    assert newest(run)[1].version == 3
-    assert main(["resume", str(run)]) == 0
+    assert main(["resume", str(run), "--from", "3"]) == 0
     lines = read_lines(run / "metrics.jsonl")
     assert [line["update"] for line in lines] == list(range(1, 9))
     assert max(line["lag/max"] for line in lines[3:]) > 0, "there are tokens of the ring's versions"
@@ -213,9 +144,9 @@ def test_what_goes_on_knows_every_policy_that_its_tokens_are_of(tmp_path: Path, 
         assert line["lag/max"] <= line["update"] - (4 if line["update"] > 3 else 1)
 
 
-def started(path: Path, config: Path) -> subprocess.Popen[str]:
+def started(path: Path, config: Path, first: str = "") -> subprocess.Popen[str]:
     """A training run of which some updates are made."""
-    script = "import sys; from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = f"{first}\nimport sys; from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", script, "train", str(config)],
         stdout=subprocess.PIPE,
@@ -231,10 +162,8 @@ def started(path: Path, config: Path) -> subprocess.Popen[str]:
 
 def finish(path: Path) -> None:
     """Go on, and stop after few more updates, so that the test is short."""
-    text = (path / "run" / "config.toml").read_text()
-    last = newest(path / "run")[1].version
-    (path / "run" / "config.toml").write_text(text.replace("updates = 300", f"updates = {last + 5}"))
-    assert main(["resume", str(path / "run")]) == 0
+    last = newest(path / "run").standing.version
+    assert main(["resume", str(path / "run"), "--updates", str(last + 5)]) == 0
     numbers = ends(path / "run")
     assert numbers == sorted(set(numbers)) and len(numbers) == 4 * (last + 5)
     updates = [line["update"] for line in read_lines(path / "run" / "metrics.jsonl")]
@@ -248,7 +177,7 @@ def test_a_run_that_was_killed_goes_on(tmp_path: Path, models_dir: Path) -> None
     finish(tmp_path)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     tmp_path: Path, models_dir: Path, number: signal.Signals, code: int
 ) -> None:
@@ -257,11 +186,41 @@ def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code
     assert f"go on with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
-    version = newest(tmp_path / "run")[1].version
+    version = newest(tmp_path / "run").standing.version
     assert f"saved after update {version}; go on with" in output
     stopped = [e for e in read_lines(tmp_path / "run" / "ledger.jsonl") if e.get("reason") == "run stopped"]
     assert len(stopped) > 0
     finish(tmp_path)
+
+
+def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path, models_dir: Path) -> None:
+    config, (ours, theirs) = write_config(tmp_path, models_dir), os.openpty()
+    script = "import os, sys; os.login_tty(int(sys.argv.pop()))\n"
+    script += "from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", script, "train", str(config), str(theirs)]
+    with subprocess.Popen(words, pass_fds=[theirs], start_new_session=True) as process:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and len(read_lines(metrics)) >= 4):
+            with contextlib.suppress(BlockingIOError):
+                os.read(ours, 1 << 16)
+            time.sleep(0.01)
+        os.close(ours)
+        assert process.wait(60) == 129
+    standing = newest(tmp_path / "run").standing
+    assert standing.in_flight and standing.version >= 4
+
+
+def test_a_run_that_is_not_to_care_for_its_terminal_goes_on(tmp_path: Path, models_dir: Path) -> None:
+    """As under nohup."""
+    process = started(
+        tmp_path, write_config(tmp_path, models_dir), "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    )
+    os.kill(process.pid, signal.SIGHUP)
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, output
 
 
 def test_a_stall_report_can_be_asked_for_and_stops_nothing(tmp_path: Path, models_dir: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_new_run_directory_says_what_runs_and_where(tmp_path: Path) -> None:
         ]
     assert parse(tomllib.loads((path / "config.toml").read_text("utf-8"))) == config
     meta = json.loads((path / "meta.json").read_text())
-    assert meta.keys() == {"started", "command", "python", "packages", "platform", "cpus", "git"}
+    assert meta.keys() == {"started", "command", "python", "packages", "platform", "cpus", "git", "config", "prompts"}
     assert meta["packages"].keys() == {"slipstream", "torch", "transformers", "numpy"}
     assert all(meta["packages"].values())
 

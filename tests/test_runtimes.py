@@ -631,7 +631,7 @@ def test_nothing_is_left_of_a_run_that_is_done_or_refused(coordinators: Coordina
     [
         ("coordinator", signal.SIGINT, 130, "interrupted"),
         ("coordinator", signal.SIGTERM, 143, "terminated"),
-        ("coordinator", signal.SIGHUP, -signal.SIGHUP, ""),
+        ("coordinator", signal.SIGHUP, 129, "hung up"),
         ("coordinator", signal.SIGKILL, -signal.SIGKILL, ""),
         ("nursery", signal.SIGKILL, 2, "is gone: the nursery, its parent process, was killed"),
         ("learner", signal.SIGKILL, 2, "is gone: killed by SIGKILL"),

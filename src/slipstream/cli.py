@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import slipstream
-from slipstream.errors import ConfigError, SlipstreamError, Terminated
+from slipstream.errors import ConfigError, HungUp, SlipstreamError, Terminated
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except HungUp:
+        print("hung up", file=sys.stderr)
+        return 129
     except Terminated:
         print("terminated", file=sys.stderr)
         return 143
@@ -83,6 +86,19 @@ def parser() -> argparse.ArgumentParser:
 
     resume = commands.add_parser("resume", help="go on with a run that was stopped, from its last checkpoint")
     resume.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    resume.add_argument(
+        "--from",
+        type=not_below_zero,
+        dest="number",
+        metavar="N",
+        help="from this checkpoint; what came later is forgotten",
+    )
+    resume.add_argument(
+        "--updates", type=positive, metavar="N", help="make so many updates in all; also of a run that is finished"
+    )
+    resume.add_argument(
+        "--change", nargs="+", action="extend", default=[], metavar="KEY", help="changes in config.toml that are meant"
+    )
     resume.set_defaults(run=run_resume)
 
     evaluate = commands.add_parser("eval", help="accuracy of a model: avg@n, pass@k, greedy")
@@ -118,6 +134,12 @@ def parser() -> argparse.ArgumentParser:
 def positive(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def not_below_zero(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text} is negative")
     return value
 
 
@@ -176,7 +198,9 @@ def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.commands.train import resume
 
-    return tell_done(resume(args.directory, console()))
+    return tell_done(
+        resume(args.directory, console(), number=args.number, updates=args.updates, meant=tuple(args.change))
+    )
 
 
 def tell_done(path: Path) -> int:

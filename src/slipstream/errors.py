@@ -4,7 +4,7 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 ├── ConfigError         the configuration is wrong: names the field and what to write instead
 ├── DataError           a file or a row is wrong: names the file, the line and what is expected
 ├── ModelError          a model or tokenizer cannot be used: names it and why
-├── RunDirError         the run directory is missing, or already holds a run
+├── RunDirError         the run directory is missing, already holds a run, was changed, or cannot be written
 ├── EngineError         an engine failed, again and again: names it and the cause
 │   └── WorkerDied      the process of an engine is gone
 ├── Stalled             nothing has moved for too long: says who waits for whom
@@ -12,6 +12,7 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 
 EndpointError           an endpoint gave no answer, or a wrong one: the call may be tried again, and is
 Terminated              not an error: the run was told to stop by SIGTERM, as KeyboardInterrupt tells by Ctrl-C
+└── HungUp              by SIGHUP: its terminal was closed
 
 Anything else that is raised is a defect of ours and keeps its traceback.
 """
@@ -67,6 +68,10 @@ class EndpointError(Exception):
 
 
 class Terminated(BaseException):
+    pass
+
+
+class HungUp(Terminated):
     pass
 
 

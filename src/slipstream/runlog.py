@@ -3,7 +3,7 @@
 config.toml    the resolved configuration          metrics.jsonl   one line per update (and per evaluation)
 meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended
 checkpoints/N  HF directories to go on from        trace.json      what every worker did when, in Chrome's format
-final/         the trained student, a HF directory
+final/         the trained student, a HF directory lock            who writes here, as long as somebody does
 """
 
 from __future__ import annotations
@@ -16,17 +16,26 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
-from slipstream.config.file import to_toml
+from slipstream.config.file import differing, parse, to_toml
 from slipstream.config.schema import Config, Tracker
+from slipstream.durable import Lines, prefix, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError, first_line
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
+METRICS, LEDGER, TRACE = "metrics.jsonl", "ledger.jsonl", "trace.json"
+AHEAD = 1 << 16
+"""Bytes of the trace that wait to be written together."""
+FIXED = ("student", "seed", "sampler.group", "learner.batch_size", "learner.lora", "schedule.kind")
+"""Settings that say what everything in a run means: they cannot change in it."""
+Mark = Mapping[str, Any]
+"""Where the log stood at a checkpoint."""
 
 
 class Sink(Protocol):
@@ -37,30 +46,39 @@ class Sink(Protocol):
 
 
 class RunLog:
-    def __init__(
-        self, path: Path, sinks: list[Sink], *, trace: bool = True, before: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
-        """`before` are the lines that metrics.jsonl has already, if this goes on with a run."""
+    def __init__(self, path: Path, sinks: list[Sink], *, trace: bool = True, mark: Mark | None = None) -> None:
+        """With a `mark`, go on from there: what the files hold beyond it is cut off."""
         self.path, self.sinks = path, sinks
-        self.last: Mapping[str, Any] = next((line for line in reversed(before) if line["kind"] == "train"), {})
+        before, ends = mark or {}, (mark or {}).get("files", {})
+        self.last: Mapping[str, Any] = before.get("last", {})
         """The metrics of the last update."""
-        self.evaluated = {line["update"] for line in before if line["kind"] == "eval"}
-        """Updates after which there was an evaluation."""
-        self._metrics: TextIO = (path / "metrics.jsonl").open("a")
-        self._ledger: TextIO = (path / "ledger.jsonl").open("a")
-        self.trace: TextIO | None = open_trace(path / "trace.json") if trace else None
+        self.evaluated: int | None = before.get("evaluated")
+        """The last update after which there was an evaluation."""
+        self.time: float = before.get("time", 0.0)
+        """Seconds that the run had gone on when it was stopped."""
+        names = (METRICS, LEDGER, *([TRACE] if trace else []))
+        with writing(path):
+            self.files = {
+                name: Lines(
+                    path / name,
+                    end=ends.get(name) if (path / name).exists() else None,
+                    ahead=AHEAD if name == TRACE else 0,
+                )
+                for name in names
+            }
+        self.trace = self.files.get(TRACE)
+        if self.trace and not self.trace.size:
+            self.trace.write("[\n")  # a list of events, one on each line, that need not be closed
 
     @classmethod
-    def create(cls, config: Config, path: Path) -> RunLog:
-        """A new run directory. One that already holds a run is left alone."""
+    def create(cls, config: Config, path: Path, *, prompts: str | None = None) -> RunLog:
+        """A new run directory, on these prompts (their digest). One that already holds a run is left alone."""
         check_free(path)
         check_trackers(config.log.to)
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             write_atomic(path / "config.toml", to_toml(config))
-        except OSError as error:
-            raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
-        write_atomic(path / "meta.json", json.dumps(machine(), indent=2) + "\n")
+            write_meta(path, machine() | begun_with(config, prompts))
         try:
             sinks = start_trackers(config, path)
         except ConfigError:
@@ -70,24 +88,32 @@ class RunLog:
         return cls(path, sinks, trace=config.log.trace)
 
     @classmethod
-    def reopen(cls, config: Config, path: Path, *, update: int, ended: Callable[[int], bool]) -> RunLog:
-        """Go on after an update. What came later is forgotten: its lines, and those of groups that had not ended."""
+    def reopen(cls, config: Config, path: Path, mark: Mark, *, prompts: str | None = None) -> RunLog:
+        """Go on from a checkpoint. A finished run's student stays, under the number of its last update."""
         check_trackers(config.log.to)
-        lines = [line for line in read_lines(path / "metrics.jsonl") if line["update"] <= update]
-        time = max((line["time"] for line in lines if line["kind"] == "train"), default=0.0)
-        write_atomic(path / "metrics.jsonl", as_lines(lines))
-        ledger = read_lines(path / "ledger.jsonl")
-        write_atomic(path / "ledger.jsonl", as_lines(entry for entry in ledger if ended(entry["number"])))
-        if (path / "trace.json").exists():
-            events = (path / "trace.json").read_text().splitlines(keepends=True)
-            kept = [line for line in events if line.startswith("[") or _timestamp(line) <= time * 1e6]
-            write_atomic(path / "trace.json", "".join(kept))
-        return cls(path, start_trackers(config, path), trace=config.log.trace, before=lines)
+        check_lines(path, mark)
+        meta = read_meta(path)
+        with writing(path):
+            if (path / "final").exists():
+                kept = path / f"final-{meta['config']['updates']}"
+                shutil.rmtree(kept, ignore_errors=True)
+                (path / "final").rename(kept)
+            write_atomic(path / "config.toml", to_toml(config))
+            write_meta(path, meta | begun_with(config, prompts))  # last: who is killed before it may ask the same again
+        return cls(path, start_trackers(config, path), trace=config.log.trace, mark=mark)
+
+    def mark(self, *, time: float = 0.0) -> Mark:
+        """Where the log stands, all of it on disk: what a checkpoint must know to go on from here."""
+        ends = {name: file.end() for name, file in self.files.items()}
+        return {"files": ends, "last": self.last, "evaluated": self.evaluated, "time": time}
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int) -> None:
-        _line(self._metrics, {"kind": kind, "update": update, **numbers})
+        line = {"kind": kind, "update": update, **numbers}
+        self.files[METRICS].write(as_lines([line]))
         if kind == "eval":
-            self.evaluated.add(update)
+            self.evaluated = update
+        else:
+            self.last = line
         names = {
             name if kind == "train" and "/" in name else f"{kind}/{name}": value for name, value in numbers.items()
         }
@@ -95,19 +121,17 @@ class RunLog:
             sink.log(names, update)
 
     def ledger(self, *entries: Mapping[str, Any]) -> None:
-        self._ledger.write(as_lines(entries))
-        self._ledger.flush()
+        self.files[LEDGER].write(as_lines(entries))
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for sink in self.sinks:
-            sink.close()
-        self._metrics.close()
-        self._ledger.close()
-        if self.trace is not None:
-            self.trace.close()
+        with ExitStack() as each:
+            for file in self.files.values():
+                each.callback(file.close)
+            for sink in self.sinks:
+                each.callback(sink.close)
 
 
 def run_path(config: Config, name: str) -> Path:
@@ -121,11 +145,17 @@ def check_free(path: Path) -> None:
         raise RunDirError(f"{path} is a file: choose another run directory with --output")
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Whoever reads sees the old file or the new one, whole."""
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_text(text, "utf-8")
-    beside.replace(path)
+def check_lines(path: Path, mark: Mark) -> None:
+    """The files still begin with what they held at that checkpoint."""
+    for name, end in mark["files"].items():
+        if name == TRACE and not (path / TRACE).exists():
+            continue  # large, and only looked at
+        digest = prefix(path / name, end["bytes"]) if (path / name).exists() else None
+        if digest is None or digest.hexdigest() != end["sha256"]:
+            raise RunDirError(
+                f"{path / name} was changed: it does not begin with the {end['bytes']:,} bytes that it had at this "
+                "checkpoint; put them back, or begin a new run from the checkpoint's student"
+            )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -138,25 +168,57 @@ def as_lines(entries: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(entry) + "\n" for entry in entries)
 
 
-def _line(file: TextIO, entry: Mapping[str, Any]) -> None:
-    file.write(json.dumps(entry) + "\n")
-    file.flush()
+# --- what a run was begun with -------------------------------------------------------------------------------------
 
 
-def open_trace(path: Path) -> TextIO:
-    """A list of events, one on each line, that need not be closed."""
-    file = path.open("a")
-    if file.tell() == 0:
-        file.write("[\n")
-    return file
+def begun_with(config: Config, prompts: str | None) -> dict[str, Any]:
+    return {"config": config.model_dump(mode="json", exclude_none=True), "prompts": prompts}
 
 
-def _timestamp(line: str) -> float:
-    """Of one line of a trace; infinite where it was cut off, and 0 for what has none."""
+def write_meta(path: Path, meta: Mapping[str, Any]) -> None:
+    write_atomic(path / "meta.json", json.dumps(meta, indent=2) + "\n")
+
+
+def read_meta(path: Path) -> dict[str, Any]:
     try:
-        return float(json.loads(line.rstrip(",\n")).get("ts", 0))
-    except json.JSONDecodeError:
-        return float("inf")
+        meta: dict[str, Any] = json.loads((path / "meta.json").read_text("utf-8"))
+        return meta | {"config": dict(meta["config"])}
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise RunDirError(f"{path / 'meta.json'} does not say what the run began with: {first_line(error)}") from None
+
+
+def check_unchanged(path: Path, config: Config, *, meant: Iterable[str] = ()) -> None:
+    """A run goes on as it began, but for settings that are named as meant to change."""
+    before = parse(read_meta(path)["config"], where=str(path / "meta.json"), say=lambda _: None)
+    changes = {
+        name: f"{name} = {json.dumps(now)} (it was {json.dumps(then)})" for name, then, now in differing(before, config)
+    }
+    for name, said in changes.items():
+        if any(_within(name, each) for each in FIXED):
+            raise RunDirError(f"{path / 'config.toml'}: {said} cannot change in a run: put it back, or begin a new run")
+    for each in {*meant} - {"updates", "data.train"}:
+        if not any(_within(name, each) for name in changes):
+            raise RunDirError(f"--change {each}: {path / 'config.toml'} does not change that; edit it there first")
+    other = {name: said for name, said in changes.items() if not any(_within(name, each) for each in meant)}
+    if other:
+        raise RunDirError(
+            f"{path / 'config.toml'} was changed: {', '.join(other.values())}; put it back, or say that it is meant: "
+            f"--change {' '.join(other)}"
+        )
+
+
+def check_prompts(path: Path, config: Config, prompts: str, *, meant: Iterable[str] = ()) -> None:
+    before = read_meta(path).get("prompts")
+    if before is not None and before != prompts and "data.train" not in meant:
+        raise RunDirError(
+            f"{config.data.train} does not give the prompts that {path} began with; put it back, or say that it is "
+            "meant: --change data.train"
+        )
+
+
+def _within(name: str, section: str) -> bool:
+    """Whether a setting is this one, or below it; `log.*` is all below `log`."""
+    return f"{name}.".startswith(section.removesuffix("*").rstrip(".") + ".")
 
 
 def machine() -> dict[str, Any]:

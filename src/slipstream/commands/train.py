@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -15,15 +17,16 @@ from slipstream.commands.planned import planned
 from slipstream.commands.progress import Progress
 from slipstream.config.file import load
 from slipstream.config.schema import Config
+from slipstream.durable import alone_in, private
 from slipstream.engines.base import Engines
-from slipstream.errors import RunDirError, Terminated
+from slipstream.errors import HungUp, RunDirError, Terminated
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
-from slipstream.pipeline.checkpoint import newest
-from slipstream.pipeline.run import Run
+from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
+from slipstream.pipeline.run import Run, admission_of
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, at_a_glance, plan
-from slipstream.runlog import RunLog, check_free, read_lines, run_path
+from slipstream.runlog import RunLog, check_free, check_lines, check_prompts, check_unchanged, read_lines, run_path
 from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
 
@@ -33,12 +36,12 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
     path = run_path(config, name)
     check_free(path)
     at_a_glance(config)
-    with nursery(config) as born:
-        made = planned(partial(plan, config), born, say=plainly(console))
+    with private(), nursery(config) as born:
+        made = planned(partial(plan, config), born, say=saying(console))
         with opened(made, born, console) as engines:
             if checks:
                 try_out(made, engines, console)
-            with RunLog.create(made.config, path) as log:
+            with alone_in(path), RunLog.create(made.config, path, prompts=made.prompts.digest) as log:
                 go(made, engines, log, console, name=name)
     return path
 
@@ -54,28 +57,50 @@ def try_out(made: Plan, engines: Engines, console: Console) -> None:
         console.print(f"{mark} {finding.name}: {finding.said}{fix}", highlight=False, soft_wrap=True)
 
 
-def resume(path: Path, console: Console) -> Path:
-    """Go on with a run from its last checkpoint."""
-    config = stopped_run(path)
-    checkpoint, standing = newest(path)
+def resume(
+    path: Path, console: Console, *, number: int | None = None, updates: int | None = None, meant: tuple[str, ...] = ()
+) -> Path:
+    """Go on with a run from a checkpoint; `meant` are settings that its config.toml may have changed."""
+    config = stopped_run(path, number=number, updates=updates)
+    if updates is not None:
+        config, meant = config.model_copy(update={"updates": updates}), (*meant, "updates")
     at_a_glance(config)
-    with nursery(config) as born:
-        made = planned(partial(plan, config), born, say=plainly(console))
-        with opened(made, born, console) as engines:
-            in_flight = len(standing.in_flight)
-            said = f"going on from {checkpoint}; {in_flight} groups that were in flight start again"
-            console.print(said, highlight=False)
-            with RunLog.reopen(made.config, path, update=standing.version, ended=standing.ended) as log:
-                go(made, engines, log, console, name=path.name, standing=standing, checkpoint=checkpoint)
+    with private(), nursery(config) as born, alone_in(path):
+        check_unchanged(path, config, meant=meant)
+        checkpoint = newest(path, number, say=saying(console))
+        check_lines(path, checkpoint.mark)
+        made = planned(partial(plan, config), born, say=saying(console))
+        check_prompts(path, made.config, made.prompts.digest, meant=meant)
+        admission_of(made.config, checkpoint.standing)
+        go_on(made, born, path, console, checkpoint)
     return path
 
 
-def stopped_run(path: Path) -> Config:
+def go_on(made: Plan, born: Nursery | None, path: Path, console: Console, checkpoint: Checkpoint) -> None:
+    """From a checkpoint. What came later is forgotten once the learner has it."""
+    with opened(made, born, console) as engines:
+        asyncio.run(engines.learner.restore(checkpoint.path))
+        in_flight = len(checkpoint.standing.in_flight)
+        saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight start again")
+        Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)  # before the lines that they need
+        with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
+            go(made, engines, log, console, name=path.name, standing=checkpoint.standing)
+
+
+def saying(console: Console) -> Callable[[str], None]:
+    """Plain lines, which a terminal wraps and nobody else does."""
+    return partial(console.print, highlight=False, markup=False, soft_wrap=True)
+
+
+def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Config:
     if not (path / "config.toml").exists():
         raise RunDirError(f"{path} holds no run: there is no config.toml in it")
-    if (path / "final").exists():
-        raise RunDirError(f"{path} is finished: the student is in {path / 'final'}")
-    return load(path / "config.toml", [])
+    config = load(path / "config.toml", [])
+    if (path / "final").exists() and number is None and (updates or 0) <= config.updates:
+        raise RunDirError(
+            f"{path} is finished: the student is in {path / 'final'}; --updates with more than {config.updates} goes on"
+        )
+    return config
 
 
 def nursery(config: Config) -> AbstractContextManager[Nursery | None]:
@@ -93,12 +118,8 @@ def opened(made: Plan, born: Nursery | None, console: Console) -> Iterator[Engin
         engines.close()
 
 
-def plainly(console: Console) -> Callable[[str], None]:
-    return partial(console.print, highlight=False, markup=False)
-
-
 def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
-    say = plainly(console)
+    say = saying(console)
     for warning in made.warnings:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
     for note in (*made.notes, str(made.method)):
@@ -124,7 +145,6 @@ def go(
     *,
     name: str,
     standing: Standing | None = None,
-    checkpoint: Path | None = None,
 ) -> None:
     """From the first rollout to the last update, with a display, signals and a last line that says how to go on."""
     run = Run(
@@ -135,12 +155,10 @@ def go(
         held_out=made.held_out,
         standing=standing,
         patience=made.config.runtime.patience,
-        say=plainly(console),
+        say=saying(console),
     )
 
     async def main() -> None:
-        if checkpoint is not None:
-            await engines.learner.restore(checkpoint)
         with heeding_signals(run, console):
             await run.train()
 
@@ -165,9 +183,9 @@ def go(
 
 @contextmanager
 def heeding_signals(run: Run, console: Console) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop in order, a second one at once; Ctrl-\\ says who waits for whom, and stops nothing.
+    """Ctrl-C, SIGTERM and SIGHUP stop in order, a second one at once; Ctrl-\\ says who waits for whom.
 
-    Set here, because Ray sets handlers of its own when it starts.
+    Set here, because Ray sets handlers of its own when it starts. Under nohup, SIGHUP stays ignored.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -177,10 +195,15 @@ def heeding_signals(run: Run, console: Console) -> Iterator[None]:
         if told:
             raise KeyboardInterrupt
         told.append(how)
+        if how is HungUp:
+            let_go_of_terminal()
         task.cancel()
 
-    loop.add_signal_handler(signal.SIGINT, stop, KeyboardInterrupt)
-    loop.add_signal_handler(signal.SIGTERM, stop, Terminated)
+    heeded = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        del heeded[signal.SIGHUP]
+    for number, how in heeded.items():
+        loop.add_signal_handler(number, stop, how)
     loop.add_signal_handler(signal.SIGQUIT, lambda: console.print(run.report(), highlight=False, markup=False))
     try:
         yield
@@ -189,5 +212,12 @@ def heeding_signals(run: Run, console: Console) -> Iterator[None]:
             raise told[0] from None
         raise
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+        for number in (*heeded, signal.SIGQUIT):
             loop.remove_signal_handler(number)
+
+
+def let_go_of_terminal() -> None:
+    """One that was closed takes no more text; files and pipes still do."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -178,6 +178,22 @@ def to_toml(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
+def differing(one: Config, other: Config) -> list[tuple[str, Any, Any]]:
+    """Every setting that is not the same in both, and what it is in each."""
+    a, b = (_flat(each.model_dump(mode="json")) for each in (one, other))
+    return [(name, a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
+
+
+def _flat(tree: Any, name: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict) or not tree:
+        return {name: tree}
+    return {
+        dotted: value
+        for key, below in tree.items()
+        for dotted, value in _flat(below, f"{name}.{key}".strip(".")).items()
+    }
+
+
 def describe(info: FieldInfo) -> str:
     """`type = default` of one setting, as it is written in TOML; `none` for what can only be left out."""
     kind = _type_name(info.annotation)

@@ -182,7 +182,10 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)
-    """Save after so many updates; 0 saves only the final student."""
+    """Save after so many updates; 0 leaves it to the minutes."""
+    minutes: float = Field(10.0, ge=0)
+    """Save at the end of the first update after so many minutes; 0 leaves it to `every`. With either, the end of a run
+    is saved too, so that it can be extended; with neither, a run that is killed loses everything."""
     keep: int = Field(2, ge=1)
     """How many checkpoints to keep."""
 

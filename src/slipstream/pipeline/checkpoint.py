@@ -1,60 +1,145 @@
-"""Checkpoints: written beside, then renamed, so that what has a name is whole.
+"""Checkpoints: written beside, synced, then renamed, so that what has a name is whole; and found out if it is not.
 
-checkpoints/N holds the learner after update N (a HF directory, and its optimizer) and `standing.json`, where the run
-stood then. A run that goes on from it forgets whatever came later and submits what was in flight again, with the same
-seeds: every group still ends exactly once.
+checkpoints/N holds the learner after update N (a HF directory, and its optimizer), where admission and the run's files
+stood then (`standing.json`), and a manifest of every byte (`durable.seal`). A run that goes on from it forgets whatever
+came later and submits what was in flight again, with the same seeds: every group still ends exactly once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slipstream.durable import beside_of, damage, remove, remove_unfinished, seal, sync, writing
 from slipstream.engines.base import Learner
 from slipstream.errors import RunDirError
 from slipstream.pipeline.admission import Standing
+from slipstream.runlog import Mark
 
 STANDING = "standing.json"
+SMALL = 1 << 24
+"""Bytes whose checksums are not worth a thread."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What there is to go on from."""
+
+    path: Path
+    standing: Standing
+    mark: Mark
+    """Where the run's files stood."""
 
 
 class Checkpoints:
-    def __init__(self, directory: Path, *, every: int, keep: int) -> None:
-        self.directory, self.every, self.keep = directory, every, keep
+    def __init__(self, directory: Path, *, every: int = 0, minutes: float = 0, keep: int = 1) -> None:
+        self.directory, self.every, self.minutes, self.keep = directory, every, minutes, keep
+        self.last = 0.0
+        """Seconds after the beginning at which there was one, or the run went on."""
 
-    def due(self, update: int) -> bool:
-        return self.every > 0 and update % self.every == 0
+    def due(self, update: int, now: float) -> bool:
+        by_time = self.minutes > 0 and now - self.last >= 60 * self.minutes
+        return by_time or (self.every > 0 and update % self.every == 0)
 
-    async def save(self, learner: Learner, standing: Standing) -> Path:
+    @property
+    def at_end(self) -> bool:
+        return self.every > 0 or self.minutes > 0
+
+    async def save(self, learner: Learner, standing: Standing, mark: Mark) -> Path:
+        """Nothing may happen between the standing, the mark and this call: they are of one moment."""
         path = self.directory / str(standing.version)
         if not path.exists():
-            await save_whole(learner, path, standing=standing)
+            with writing(path):
+                self.directory.mkdir(exist_ok=True)
+                remove_unfinished(self.directory)
+            state = {"admission": asdict(standing), "log": mark}
+            await save_whole(learner, path, {STANDING: json.dumps(state)}, optimizer=True)
+        with writing(path):
             for old in self.existing()[: -self.keep]:
-                shutil.rmtree(self.directory / str(old))
+                remove(self.directory / str(old))
+        self.last = mark["time"]
         return path
 
     def existing(self) -> list[int]:
-        return sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
+        return sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdecimal())
+
+    def forget_after(self, version: int) -> None:
+        """A run goes on from here: what came later, and what was never finished, is in its way."""
+        with writing(self.directory):
+            remove_unfinished(self.directory)
+            for later in self.existing():
+                if later > version:
+                    remove(self.directory / str(later))
 
 
-async def save_whole(learner: Learner, path: Path, *, standing: Standing | None = None) -> None:
-    """The student; with a standing, also what is needed to go on from here."""
-    beside = path.with_name(path.name + ".tmp")
+async def save_whole(
+    learner: Learner, path: Path, files: Mapping[str, str] | None = None, *, optimizer: bool = False
+) -> None:
+    """The student; with `optimizer`, also what the learner needs to go on; and files of whoever calls."""
+    beside = beside_of(path)
     shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    await learner.save(beside, optimizer=standing is not None)
-    if standing is not None:
-        (beside / STANDING).write_text(json.dumps(asdict(standing)))
-    beside.rename(path)
+    try:
+        with writing(path):
+            beside.mkdir()
+            await learner.save(beside, optimizer=optimizer)
+            for name, text in (files or {}).items():
+                (beside / name).write_text(text, "utf-8")
+            await _sealed(beside)
+            beside.rename(path)
+            sync(path.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
 
 
-def newest(run: Path) -> tuple[Path, Standing]:
-    """The last checkpoint of a run directory."""
-    found = Checkpoints(run / "checkpoints", every=0, keep=1).existing()
-    if not found:
-        raise RunDirError(f"{run} has no checkpoint to go on from: set checkpoint.every")
-    path = run / "checkpoints" / str(found[-1])
-    saved = json.loads((path / STANDING).read_text())
-    in_flight = {int(number): batch for number, batch in saved.pop("in_flight").items()}
-    return path, Standing(**saved, in_flight=in_flight)
+async def _sealed(path: Path) -> None:
+    """Whoever waits for the learner's process meanwhile is not held up by checksums."""
+    if sum(each.stat().st_size for each in path.rglob("*")) > SMALL:
+        await asyncio.get_running_loop().run_in_executor(None, seal, path)
+    else:
+        seal(path)
+
+
+def newest(run: Path, number: int | None = None, *, say: Callable[[str], None] = print) -> Checkpoint:
+    """The last whole checkpoint of a run directory, or the one that is asked for."""
+    checkpoints = Checkpoints(run / "checkpoints")
+    existing = checkpoints.existing()
+    if not existing:
+        raise RunDirError(
+            f"{run} has no checkpoint to go on from: it was stopped before the first (checkpoint.minutes)"
+        )
+    if number is not None and number not in existing:
+        raise RunDirError(f"{run} has no checkpoint {number}: write --from with one of {_listed(existing)}")
+    for version in [number] if number is not None else reversed(existing):
+        path = checkpoints.directory / str(version)
+        if (wrong := _wrong(path)) is None:
+            return read(path)
+        say(f"{path} is damaged: {wrong}")
+    if number is not None:
+        raise RunDirError(
+            f"{run} has no whole checkpoint {number}: leave --from away, or write another of {_listed(existing)}"
+        )
+    raise RunDirError(f"{run} has no whole checkpoint to go on from: begin a new run")
+
+
+def read(path: Path) -> Checkpoint:
+    state = json.loads((path / STANDING).read_text("utf-8"))
+    saved = state["admission"]
+    in_flight = {int(group): batch for group, batch in saved.pop("in_flight").items()}
+    return Checkpoint(path, Standing(**saved, in_flight=in_flight), state["log"])
+
+
+def _wrong(path: Path) -> str | None:
+    if (path / "learner.pt").exists():
+        return "learner.pt is of an older version, which is not read any more"
+    if wrong := damage(path):
+        return wrong
+    version = read(path).standing.version
+    return None if version == int(path.name) else f"it is checkpoint {version} under another name"
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

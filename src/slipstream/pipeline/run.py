@@ -17,7 +17,7 @@ from typing import NoReturn
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
-from slipstream.errors import NonFiniteError, Stalled
+from slipstream.errors import NonFiniteError, RunDirError, Stalled
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
@@ -28,7 +28,7 @@ from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.stages import Flow, Steps, answered, learn, roll, watch
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Handle, Prompt
-from slipstream.runlog import RunLog
+from slipstream.runlog import Mark, RunLog
 from slipstream.tasks.data import Prompts
 
 STALLED_SAVE = 60.0
@@ -51,11 +51,12 @@ class Run:
         """`standing` is where an earlier part of the run ended; `patience` is not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
         self.patience, self.say = patience, say
-        self.admission = Admission(
-            schedule_of(config.schedule, config.groups_per_update), updates=config.updates, standing=standing
-        )
+        self.admission = admission_of(config, standing)
         self.checkpoints = Checkpoints(
-            log.path / "checkpoints", every=config.checkpoint.every, keep=config.checkpoint.keep
+            log.path / "checkpoints",
+            every=config.checkpoint.every,
+            minutes=config.checkpoint.minutes,
+            keep=config.checkpoint.keep,
         )
         self.flow: Flow | None = None
 
@@ -64,6 +65,8 @@ class Run:
         try:
             with rare_collections():
                 await self._update_all()
+            if self.checkpoints.at_end:
+                await self._save()
             final = self.log.path / "final"
             await save_whole(self.engines.learner, final)
             return final
@@ -75,6 +78,7 @@ class Run:
     async def _update_all(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             flow = self.flow = self._flow(tasks)
+            self.checkpoints.last = flow.trace.now()
             watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
             weights, expected = await self.engines.learner.export()
             await publish.publish(flow.samplers, weights, expected, version=self.admission.version, mode="drain")
@@ -91,7 +95,7 @@ class Run:
         return self.flow.report() if self.flow else "engines are starting"
 
     def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
-        trace = Trace(self.log.trace, asyncio.get_running_loop().time, before=self.log.last.get("time", 0.0))
+        trace = Trace(self.log.trace, asyncio.get_running_loop().time, before=self.log.time)
         samplers = Pool(self.engines.samplers, trace, stage="rollout", name="sampler", say=self.say)
         teachers = self.engines.scorers
         scorers = {
@@ -125,8 +129,12 @@ class Run:
         """Save what can be gone on from, account for what was in flight, and raise one cause instead of a group.
 
         A loss or gradient that is not finite never reached the weights: they are as they were after the last update.
-        Between two steps of one update they are of no version, and nothing is saved.
+        Between two steps of one update they are of no version, and nothing is saved; nor is it where nothing can be
+        written, and a resumed run goes back to what was.
         """
+        if isinstance(cause, RunDirError):
+            raise cause from cause.__cause__
+        mark = self._mark()  # without the lines of what is in flight, which goes on
         if self.flow:
             for number in self.admission.live:
                 self.flow.account.dropped(number, "run stopped")
@@ -135,7 +143,7 @@ class Run:
             raise cause from cause.__cause__
         limit = STALLED_SAVE if isinstance(cause, Stalled) else None
         try:
-            path = await asyncio.wait_for(self.checkpoints.save(self.engines.learner, self.admission.standing), limit)
+            path = await asyncio.wait_for(self._save(mark), limit)
         except Exception as error:  # the learner itself may be what failed: the cause is what matters
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
@@ -144,14 +152,20 @@ class Run:
         raise cause from cause.__cause__
 
     async def _checkpoint(self) -> None:
-        if self.flow and self.checkpoints.due(self.admission.version):
+        if self.flow and self.checkpoints.due(self.admission.version, self.flow.trace.now()):
             with self.flow.learning.busy("checkpoint", "other"):
-                await self.checkpoints.save(self.engines.learner, self.admission.standing)
+                await self._save()
+
+    def _mark(self) -> Mark:
+        return self.log.mark(time=self.flow.trace.now() if self.flow else self.log.time)
+
+    async def _save(self, mark: Mark | None = None) -> Path:
+        return await self.checkpoints.save(self.engines.learner, self.admission.standing, mark or self._mark())
 
     async def _evaluate(self) -> None:
         every, rewards, update = self.config.eval.every, self.config.task.reward, self.admission.version
         flow = self.flow
-        if not every or update % every or not rewards or flow is None or update in self.log.evaluated:
+        if not every or update % every or not rewards or flow is None or update == self.log.evaluated:
             return
 
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
@@ -164,6 +178,11 @@ class Run:
 
         groups = await answers(generate, self.held_out, eval_sampling(self.config))
         self.log.metrics("eval", summary(groups, rewards[0]), update=update)
+
+
+def admission_of(config: Config, standing: Standing | None) -> Admission:
+    schedule = schedule_of(config.schedule, config.groups_per_update)
+    return Admission(schedule, updates=config.updates, standing=standing)
 
 
 @contextmanager

@@ -11,12 +11,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple, TextIO
+from typing import Literal, NamedTuple, Protocol
 
 from slipstream.metrics import Interval, Workers
 
 Kind = Literal["stage", "other", "pause"]
 """What a call is to its worker: the work of its stage, something else beside it, or something that holds it up."""
+
+
+class Written(Protocol):
+    def write(self, text: str, /) -> object: ...
 
 
 class Lately(NamedTuple):
@@ -110,7 +114,7 @@ class Track:
 
 
 class Trace:
-    def __init__(self, file: TextIO | None, clock: Callable[[], float], *, before: float = 0.0) -> None:
+    def __init__(self, file: Written | None, clock: Callable[[], float], *, before: float = 0.0) -> None:
         """`before` is how long the run had gone on when it was stopped, if this is its continuation."""
         self.file, self.clock, self.began = file, clock, clock() - before
         self.tracks: list[Track] = []

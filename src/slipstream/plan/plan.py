@@ -71,7 +71,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
-    notes += position_notes(config) + baseline_notes(config)
+    notes += [*position_notes(config), *baseline_notes(config), *checkpoint_notes(config)]
     return Plan(
         config=config,
         method=method,
@@ -233,8 +233,18 @@ def baseline_notes(config: Config) -> list[str]:
     ]
 
 
+def checkpoint_notes(config: Config) -> list[str]:
+    asked = config.checkpoint
+    updates = [f"every {asked.every} updates"] if asked.every else []
+    minutes = [f"every {asked.minutes:g} minutes"] if asked.minutes else []
+    times = ", ".join(updates + minutes)
+    return [f"checkpoints {times} and at the end, of which {asked.keep} are kept"] if times else []
+
+
 def warnings_of(config: Config) -> list[str]:
     found: list[str] = []
+    if not config.checkpoint.every and not config.checkpoint.minutes:
+        found.append("checkpoint.every = 0 and checkpoint.minutes = 0: a run that is killed loses everything")
     if len(config.teachers) > 1 and not config.data.shuffle:
         found.append("several teachers and data.shuffle = false: updates may hold prompts of one of them only")
     if config.loss.weight and config.reference is not None:

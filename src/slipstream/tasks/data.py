@@ -6,6 +6,7 @@ A row has `prompt` (text, or a list of messages) or `messages`; optionally `data
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -223,6 +224,7 @@ class Prompts:
         self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
         self.seed, self.shuffle = seed, shuffle
+        self.digest = digest(self.rows, self.tokens, self.teachers)
         self._epoch, self._order = -1, np.arange(len(rows))
 
     def at(self, number: int) -> Prompt:
@@ -245,3 +247,12 @@ class Prompts:
             seed=derive_seed(self.seed, number),
             meta=row.meta,
         )
+
+
+def digest(rows: Iterable[Row], tokens: Iterable[Ints], teachers: Iterable[str]) -> str:
+    """Of what is asked and how it is graded, in order: the same rows under another path are the same."""
+    found = hashlib.sha256()
+    for row, ids, teacher in zip(rows, tokens, teachers, strict=True):
+        found.update(repr((len(ids), teacher, row.data_source, row.ground_truth, row.meta)).encode())
+        found.update(ids.astype(np.int64).tobytes())
+    return found.hexdigest()

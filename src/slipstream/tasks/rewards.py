@@ -86,7 +86,7 @@ def _pool(processes: int) -> ProcessPoolExecutor:
 
 def _begin() -> None:
     """First of all in a grading process. Ctrl-C is the parent's to handle."""
-    for number in (signal.SIGINT, signal.SIGQUIT):  # a terminal sends them to every process
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a terminal sends them to every process
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

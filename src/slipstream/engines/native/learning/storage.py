@@ -1,18 +1,30 @@
-"""The learner on disk: an ordinary model directory, and what it takes to go on, whatever the number of ranks then."""
+"""The learner on disk: an ordinary model directory, and what it takes to go on, whatever the number of ranks then.
+
+Beside the model lie `learner.safetensors` (moments, adapters, the weights before the last update) and `learner.json`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream.engines.native.lora import merged
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.ranks import Ranks, slice_of
 from slipstream.engines.weights import is_adapter
+from slipstream.errors import RunDirError, first_line
+
+TENSORS, NUMBERS = "learner.safetensors", "learner.json"
+Moments = dict[int, dict[str, Tensor]]
+"""Of every parameter, by its place in the optimizer."""
 
 
 def save(
@@ -32,17 +44,29 @@ def save(
     the KL to the reference will count, if it is steered.
     """
     state = ranks.on_first(lm.model.state_dict(keep_vars=True))
-    moments = ranks.on_first(optimizer.state_dict()) if optimizer else {}
+    moments: Moments = ranks.on_first(optimizer.state_dict())["state"] if optimizer else {}
     before = ranks.on_first(dict(previous)) if optimizer else {}
     if ranks.index > 0:
         return
-    lm.model.save_pretrained(path, state_dict=merged(state, lm.model))
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path)
-    if optimizer:
-        adapters = {name: value for name, value in state.items() if is_adapter(name)}
-        saved = {"optimizer": moments, "update": update, "adapters": adapters, "previous": before, "beta": beta}
-        torch.save(saved, path / "learner.pt")
+    with said_by_libraries(path):
+        lm.model.save_pretrained(path, state_dict=merged(state, lm.model))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+        if optimizer:
+            adapters = {name: value for name, value in state.items() if is_adapter(name)}
+            of_weights = {f"{index}.{name}": value for index, own in moments.items() for name, value in own.items()}
+            parts = {"moments": of_weights, "adapters": adapters, "previous": before}
+            tensors = {f"{part}/{name}": value for part, held in parts.items() for name, value in held.items()}
+            save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / TENSORS)
+            (path / NUMBERS).write_text(json.dumps({"update": update, "beta": beta}))
+
+
+@contextmanager
+def said_by_libraries(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # safetensors and tokenizers have errors of their own for a disk that is full
+        raise RunDirError(f"{path} cannot be written: {first_line(error)}") from None
 
 
 class Restored(NamedTuple):
@@ -55,23 +79,34 @@ class Restored(NamedTuple):
 
 def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> Restored:
     """Every rank reads for itself; how many there were does not matter."""
-    several = ranks.size > 1
-    saved = torch.load(path / "learner.pt", map_location="cpu", mmap=several, weights_only=True)
-    weights = saved["adapters"]  # with these, the base is what it was
+    with safe_open(path / TENSORS, framework="pt") as file:
+
+        def part(name: str) -> dict[str, Tensor]:
+            keys = [key for key in file.keys() if key.startswith(f"{name}/")]  # noqa: SIM118 (it is no dict)
+            return {key.removeprefix(f"{name}/"): file.get_tensor(key) for key in keys}
+
+        weights = part("adapters")  # with these, the base is what it was
+        moments: Moments = {}
+        for name, value in part("moments").items():
+            index, _, kind = name.partition(".")
+            moments.setdefault(int(index), {})[kind] = value
+        previous = part("previous")
     if not lora:
-        dtype, device = str(lm.head.weight.dtype).removeprefix("torch."), "cpu" if several else str(lm.device)
+        dtype, device = str(lm.head.weight.dtype).removeprefix("torch."), "cpu" if ranks.size > 1 else str(lm.device)
         weights = load_model(str(path), dtype=dtype, device=device).model.state_dict()
     own = lm.model.state_dict()
     weights = {name: slice_of(weights[name], own[name]) for name in weights}
     lm.model.load_state_dict(weights, strict=not lora)
-    restore_moments(optimizer, saved["optimizer"])
-    return Restored(int(saved["update"]), saved.get("previous", {}), saved.get("beta"))
+    restore_moments(optimizer, moments)
+    saved = json.loads((path / NUMBERS).read_text())
+    return Restored(int(saved["update"]), previous, saved["beta"])
 
 
-def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
+    """Learning rate, betas and decay are those of the config."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, state in saved["state"].items():
+    for index, state in moments.items():
         own = parameters[index]
         # all but the number of steps is laid out as the weight
         state |= {name: slice_of(value, own) for name, value in state.items() if value.shape == own.shape}
-    optimizer.load_state_dict(saved)
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})

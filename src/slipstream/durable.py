@@ -1,0 +1,236 @@
+"""Files that survive: whole or not there, for their owner only, written by one process at a time.
+
+Whoever is killed at any moment, or runs out of disk, leaves what was whole before, and what has a name has all its
+bytes on disk: everything is written beside, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import RunDirError
+
+MANIFEST = "manifest.json"
+LOCK = "lock"
+BLOCK = 1 << 20
+Extent = dict[str, Any]
+"""How many bytes, and their checksum."""
+
+
+@contextmanager
+def private() -> Iterator[None]:
+    """What this process and its children write is for their owner only: prompts and answers may be confidential."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A disk that is full, closed or gone is said in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def alone_in(path: Path) -> Iterator[None]:
+    """One writer per directory. The lock is let go however its process ends.
+
+    Children that are forked in here would hold it too: fork first.
+    """
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        file = (path / LOCK).open("a+")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunDirError(f"{path} is in use by process {file.read().strip()}: stop that first") from None
+        except OSError as error:
+            raise RunDirError(
+                f"{path}: its file system knows no locks ({error.strerror}): keep runs on another"
+            ) from None
+        file.truncate(0)
+        with suppress(OSError):  # on a full disk nobody learns our name, but the lock is ours
+            file.write(f"{os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        try:
+            yield
+        finally:
+            if not (path / "config.toml").exists():  # no run came about
+                with suppress(OSError):
+                    (path / LOCK).unlink()
+
+
+def sync(path: Path) -> None:
+    """A file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise  # some network file systems cannot sync a directory, and keep names in order by themselves
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Whoever reads sees the old file or the new one, whole."""
+    beside = beside_of(path)
+    try:
+        beside.write_text(text, "utf-8")
+        sync(beside)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def beside_of(path: Path) -> Path:
+    """Where it is while it is not whole."""
+    return path.with_name(path.name + ".tmp")
+
+
+def remove(path: Path) -> None:
+    """A directory. It loses its name first, so that nobody finds half of it."""
+    beside = beside_of(path)
+    shutil.rmtree(beside, ignore_errors=True)
+    path.rename(beside)
+    shutil.rmtree(beside)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """What somebody who was killed has left."""
+    for path in directory.glob("*.tmp"):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+# --- a directory that says what is in it ------------------------------------------------------------------------------
+
+
+def seal(path: Path) -> None:
+    """Put all of a directory on disk, for its owner only, and a manifest with it."""
+    below = sorted(path.rglob("*"))
+    for each in below:
+        each.chmod(0o700 if each.is_dir() else 0o600)  # whoever wrote it, on whichever machine
+        sync(each)
+    files = [each for each in below if each.is_file()]
+    write_atomic(path / MANIFEST, _as_text({each.relative_to(path).as_posix(): extent(each) for each in files}))
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a sealed directory; nothing, if every byte is as it was. What was added does not count."""
+    try:
+        text = (path / MANIFEST).read_text("utf-8")
+        said = json.loads(text)
+        for name, saved in said.items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if (found := extent(path / name)) != saved:
+                return f"{name} is not as it was saved, in its {found['bytes']:,} bytes"
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{MANIFEST} cannot be read: {error}"
+    return None if _as_text(said) == text else f"{MANIFEST} is not as it was saved"
+
+
+def _as_text(manifest: Mapping[str, Extent]) -> str:
+    return json.dumps(manifest, indent=1) + "\n"
+
+
+def extent(path: Path) -> Extent:
+    with path.open("rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def prefix(path: Path, count: int) -> hashlib._Hash:
+    """The checksum so far of the first so many bytes, or of all that there are."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while count and (block := file.read(min(count, BLOCK))):
+            digest.update(block)
+            count -= len(block)
+    return digest
+
+
+# --- a file that only grows -------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """Whole lines, or none, whatever ends the run.
+
+    A line that cannot be written raises, once, and is taken back; those that come after it are lost with the run.
+    """
+
+    def __init__(self, path: Path, *, end: Extent | None = None, ahead: int = 0) -> None:
+        """`end` is what the file holds that counts, and is to hold; `ahead`, how many bytes may wait to be written."""
+        self.path, self.ahead = path, ahead
+        self.waiting = bytearray()
+        self.failed = False
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.size = os.fstat(self.descriptor).st_size if end is None else end["bytes"]
+        self.digest = prefix(path, self.size)
+        if end is not None:
+            os.ftruncate(self.descriptor, self.size)
+
+    def write(self, text: str) -> None:
+        self.waiting += text.encode()
+        if len(self.waiting) > self.ahead:
+            self.flush()
+
+    def flush(self) -> None:
+        data = bytes(self.waiting)
+        self.waiting.clear()
+        if self.failed or not data:
+            return
+        try:
+            with writing(self.path):
+                self._append(memoryview(data))
+        except RunDirError:
+            self.failed = True
+            with suppress(OSError):
+                os.ftruncate(self.descriptor, self.size)
+            raise
+        self.size += len(data)
+        self.digest.update(data)
+
+    def _append(self, data: memoryview) -> None:
+        if not os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
+            raise OSError(errno.ESTALE, "another file has come to its place")
+        while data:
+            data = data[os.write(self.descriptor, data) :]
+
+    def end(self) -> Extent:
+        """All that is written so far, which is on disk when this returns."""
+        self.flush()
+        if self.failed:
+            raise RunDirError(f"{self.path} lacks lines that could not be written")
+        with writing(self.path):
+            os.fsync(self.descriptor)
+        return {"bytes": self.size, "sha256": self.digest.hexdigest()}
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            os.close(self.descriptor)

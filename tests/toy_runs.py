@@ -1,0 +1,81 @@
+"""A toy run on a virtual clock, which is begun, stopped and gone on with in milliseconds."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.engines import toy
+from slipstream.engines.base import Engines, Graded
+from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.run import Run
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import virtual
+from slipstream.tasks.data import Prompts, Row
+
+VOCAB = 6
+PROMPTS = Prompts(
+    [Row(id=str(i), prompt="x") for i in range(10)],
+    [np.array([1 + i % (VOCAB - 1)], np.int32) for i in range(10)],
+    seed=0,
+    shuffle=True,
+)
+
+
+def config(schedule: Any, *, updates: int = 8, **checkpoint: float) -> Config:
+    return Config(
+        student="toy",
+        teachers={"main": TeacherConfig(model="toy")},
+        updates=updates,
+        sampler=SamplerConfig(max_tokens=10, group=2),
+        learner=LearnerConfig(batch_size=6),
+        schedule=schedule,
+        checkpoint=CheckpointConfig(**{"every": 2, "keep": 9} | checkpoint),
+    )
+
+
+def engines() -> Engines:
+    student = toy.random_table(VOCAB, seed=0)
+    return Engines(
+        samplers=(Graded(toy.ToySampler(student, seconds=0.3), toy.ToyGrader()),),
+        scorers={"": (toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: 0.5),)},
+        learner=toy.ToyLearner(student, cost=lambda _: 1.0),
+        close=lambda: None,
+    )
+
+
+def go(
+    path: Path, schedule: Any, *, until: float | None = None, number: int | None = None, **sizes: Any
+) -> toy.ToyLearner:
+    """Begin or go on (from this checkpoint), and stop as Ctrl-C does after so many virtual seconds."""
+    made, settings = engines(), config(schedule, **sizes)
+
+    async def work() -> None:
+        if (path / "checkpoints").exists():
+            checkpoint = newest(path, number)
+            standing = checkpoint.standing
+            await made.learner.restore(checkpoint.path)
+            Checkpoints(path / "checkpoints").forget_after(standing.version)
+            log = RunLog.reopen(settings, path, checkpoint.mark)
+        else:
+            standing, log = None, RunLog.create(settings, path)
+        with log:
+            task = asyncio.create_task(Run(settings, made, PROMPTS, log, standing=standing).train())
+            await asyncio.wait([task], timeout=until)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+            else:
+                task.result()
+
+    virtual.run(work())
+    assert isinstance(made.learner, toy.ToyLearner)
+    return made.learner
+
+
+def ends(path: Path) -> list[int]:
+    return sorted(entry["number"] for entry in read_lines(path / "ledger.jsonl") if entry["end"] == "trained")
