@@ -80,6 +80,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda c: (c / "8" / "standing.json").write_text((c / "8" / "standing.json").read_text().replace("8", "9", 1)),
         "standing.json is not as it was saved",
     ),
+    "no checkpoint but a student": (
+        lambda c: shutil.rmtree(c / "8") or (c.parent / "final").rename(c / "8"),
+        "standing.json is missing",
+    ),
     "an old one": (lambda c: (c / "8" / "learner.pt").touch(), "learner.pt is of an older version"),
     "another's": (renamed, "it is checkpoint 6 under another name"),
 }

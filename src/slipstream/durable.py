@@ -173,6 +173,17 @@ def prefix(path: Path, count: int) -> hashlib._Hash:
     return digest
 
 
+def begins_with(path: Path, end: Extent) -> hashlib._Hash:
+    """The checksum so far of a file that still begins with what it held then."""
+    digest = prefix(path, end["bytes"]) if path.exists() else hashlib.sha256()
+    if digest.hexdigest() != end["sha256"]:
+        raise RunDirError(
+            f"{path} was changed: it does not begin with the {end['bytes']:,} bytes that it had at this checkpoint; "
+            "put them back, or begin a new run from the checkpoint's student"
+        )
+    return digest
+
+
 # --- a file that only grows -------------------------------------------------------------------------------------------
 
 
@@ -187,11 +198,11 @@ class Lines:
         self.path, self.ahead = path, ahead
         self.waiting = bytearray()
         self.failed = False
+        digest = begins_with(path, end) if end else None
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self.size = os.fstat(self.descriptor).st_size if end is None else end["bytes"]
-        self.digest = prefix(path, self.size)
-        if end is not None:
-            os.ftruncate(self.descriptor, self.size)
+        self.size: int = end["bytes"] if end else os.fstat(self.descriptor).st_size
+        self.digest = digest or prefix(path, self.size)
+        os.ftruncate(self.descriptor, self.size)
 
     def write(self, text: str) -> None:
         self.waiting += text.encode()

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from slipstream.config.file import differing, parse, to_toml
 from slipstream.config.schema import Config, Tracker
-from slipstream.durable import Lines, prefix, write_atomic, writing
+from slipstream.durable import Extent, Lines, begins_with, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError, first_line
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
@@ -49,7 +49,8 @@ class RunLog:
     def __init__(self, path: Path, sinks: list[Sink], *, trace: bool = True, mark: Mark | None = None) -> None:
         """With a `mark`, go on from there: what the files hold beyond it is cut off."""
         self.path, self.sinks = path, sinks
-        before, ends = mark or {}, (mark or {}).get("files", {})
+        before = mark or {}
+        ends = ends_of(path, mark) if mark else {}
         self.last: Mapping[str, Any] = before.get("last", {})
         """The metrics of the last update."""
         self.evaluated: int | None = before.get("evaluated")
@@ -59,12 +60,7 @@ class RunLog:
         names = (METRICS, LEDGER, *([TRACE] if trace else []))
         with writing(path):
             self.files = {
-                name: Lines(
-                    path / name,
-                    end=ends.get(name) if (path / name).exists() else None,
-                    ahead=AHEAD if name == TRACE else 0,
-                )
-                for name in names
+                name: Lines(path / name, end=ends.get(name), ahead=AHEAD if name == TRACE else 0) for name in names
             }
         self.trace = self.files.get(TRACE)
         if self.trace and not self.trace.size:
@@ -91,7 +87,6 @@ class RunLog:
     def reopen(cls, config: Config, path: Path, mark: Mark, *, prompts: str | None = None) -> RunLog:
         """Go on from a checkpoint. A finished run's student stays, under the number of its last update."""
         check_trackers(config.log.to)
-        check_lines(path, mark)
         meta = read_meta(path)
         with writing(path):
             if (path / "final").exists():
@@ -147,15 +142,13 @@ def check_free(path: Path) -> None:
 
 def check_lines(path: Path, mark: Mark) -> None:
     """The files still begin with what they held at that checkpoint."""
-    for name, end in mark["files"].items():
-        if name == TRACE and not (path / TRACE).exists():
-            continue  # large, and only looked at
-        digest = prefix(path / name, end["bytes"]) if (path / name).exists() else None
-        if digest is None or digest.hexdigest() != end["sha256"]:
-            raise RunDirError(
-                f"{path / name} was changed: it does not begin with the {end['bytes']:,} bytes that it had at this "
-                "checkpoint; put them back, or begin a new run from the checkpoint's student"
-            )
+    for name, end in ends_of(path, mark).items():
+        begins_with(path / name, end)
+
+
+def ends_of(path: Path, mark: Mark) -> dict[str, Extent]:
+    """Where every file stood. A trace is large and only looked at: who removed it begins another."""
+    return {name: end for name, end in mark["files"].items() if name != TRACE or (path / TRACE).exists()}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

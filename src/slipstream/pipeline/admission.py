@@ -45,9 +45,6 @@ class Standing:
     in_flight: dict[int, int]
     """Groups that had not ended, and the batch each was submitted with."""
 
-    def ended(self, number: int) -> bool:
-        return number < self.submitted and number not in self.in_flight
-
 
 class Admission:
     def __init__(self, schedule: Schedule, *, updates: int, standing: Standing | None = None) -> None:

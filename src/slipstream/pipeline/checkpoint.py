@@ -57,7 +57,7 @@ class Checkpoints:
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
             state = {"admission": asdict(standing), "log": mark}
-            await save_whole(learner, path, {STANDING: json.dumps(state)}, optimizer=True)
+            await save_whole(learner, path, {STANDING: json.dumps(state).encode()}, optimizer=True)
         with writing(path):
             for old in self.existing()[: -self.keep]:
                 remove(self.directory / str(old))
@@ -77,17 +77,17 @@ class Checkpoints:
 
 
 async def save_whole(
-    learner: Learner, path: Path, files: Mapping[str, str] | None = None, *, optimizer: bool = False
+    learner: Learner, path: Path, files: Mapping[str, bytes] | None = None, *, optimizer: bool = False
 ) -> None:
-    """The student; with `optimizer`, also what the learner needs to go on; and files of whoever calls."""
+    """The student; with `optimizer`, also what the learner needs to go on; and files by their names."""
     beside = beside_of(path)
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with writing(path):
             beside.mkdir()
             await learner.save(beside, optimizer=optimizer)
-            for name, text in (files or {}).items():
-                (beside / name).write_text(text, "utf-8")
+            for name, data in (files or {}).items():
+                (beside / name).write_bytes(data)
             await _sealed(beside)
             beside.rename(path)
             sync(path.parent)
@@ -135,6 +135,8 @@ def read(path: Path) -> Checkpoint:
 def _wrong(path: Path) -> str | None:
     if (path / "learner.pt").exists():
         return "learner.pt is of an older version, which is not read any more"
+    if not (path / STANDING).exists():
+        return f"{STANDING} is missing"
     if wrong := damage(path):
         return wrong
     version = read(path).standing.version
