@@ -289,8 +289,8 @@ def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> N
     seen: list[tuple[float, int]] = []
 
     class Watched(SleepSampler):
-        async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-            group = await super().generate(prompt, sampling)
+        async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+            group = await super().generate(prompt, sampling, begun)
             rewarded = [Handle(replace(handle.header, rewards={"exact": 1.0}), None) for handle in group]
             if prompt.number >= 1000:
                 seen.append(group[0].header.versions[0] if len(group[0].header.versions) == 1 else (-1, -1))
@@ -319,10 +319,10 @@ def test_groups_go_to_the_sampler_with_least_to_do(tmp_path: Path) -> None:
 class Dies(SleepSampler):
     """At its twentieth prompt, with all that is in it."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if self.seated >= 20:
             raise WorkerDied("its process is gone")
-        return await super().generate(prompt, sampling)
+        return await super().generate(prompt, sampling, begun)
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         if self.seated >= 20:
@@ -380,10 +380,10 @@ class ChaoticSampler(SleepSampler):
         super().__init__(*args, **options)
         self.chaos = chaos
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if self.chaos.strike():
             raise OSError("crash before")
-        group = await super().generate(prompt, sampling)
+        group = await super().generate(prompt, sampling, begun)
         if self.chaos.strike():
             raise OSError("crash after")
         if self.chaos.strike():

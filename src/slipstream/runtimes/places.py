@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,12 @@ Say = Callable[[str], None]
 
 
 class RemoteSampler(RemoteWorker):
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group: list[Handle] = await self.call("generate", prompt, sampling)
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group: list[Handle] = await self.call("generate", prompt, sampling, begun)
         return group
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        await self.call("release", tuple(numbers))
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         loaded: Loaded = await self.call("publish", weights, mode)
