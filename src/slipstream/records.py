@@ -68,6 +68,7 @@ class Prompt:
     first: int = 0
     """Index of the first response in its group; one that is continued keeps its own."""
     meta: dict[str, Any] = field(default_factory=dict)
+    """The other columns of its row, but for what JSON does not hold."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) == 0:

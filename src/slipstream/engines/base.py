@@ -7,7 +7,7 @@ this process, or a reference to it elsewhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -149,11 +149,13 @@ class Learner(Protocol):
         """The weights as they are, whose version is the number of the last update that was made."""
         ...
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
-        """A HF directory; with `optimizer`, also what `restore` needs to go on."""
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        """A HF directory; with `optimizer`, also what `restore` needs to go on, and groups on their way here."""
         ...
 
-    async def restore(self, path: Path) -> None: ...
+    async def restore(self, path: Path) -> Sequence[Group]:
+        """Go on from there; returns the groups that were saved."""
+        ...
 
 
 class Unscored:

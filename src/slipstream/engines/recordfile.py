@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from slipstream.errors import RunDirError
+from slipstream.durable import writing
+from slipstream.errors import RunDirError, first_line
 from slipstream.records import Group, Handle, Header, Kept, Prompt, Rollout, Scored, is_json
 
 ARRAYS, REST = "groups.safetensors", "groups.json"
@@ -24,11 +26,15 @@ NESTED: dict[str, type[Any]] = {"rollout": Rollout, "kept": Kept}
 
 
 def write_groups(path: Path, groups: Sequence[Group]) -> None:
-    """Into a directory; a RunDirError names what JSON cannot hold."""
+    """Into a directory; a RunDirError names what JSON cannot hold, and a disk that is full."""
     writer = Writer()
     written = [[{"header": asdict(h.header), "body": writer.body(h.body)} for h in group] for group in groups]
-    save_file(writer.arrays, path / ARRAYS)
-    (path / REST).write_text(json.dumps({"prompts": writer.prompts, "groups": written}))
+    with writing(path):
+        try:
+            save_file(writer.arrays, path / ARRAYS)
+        except SafetensorError as error:
+            raise RunDirError(f"{path} cannot be written: {first_line(error)}") from None
+        (path / REST).write_text(json.dumps({"prompts": writer.prompts, "groups": written}))
 
 
 def read_groups(path: Path) -> list[list[Handle]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, WeightsRef
+from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt, counts_of
 
 Length = Callable[[Prompt, int], int]
@@ -250,8 +251,10 @@ class SleepLearner(Server):
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         return WeightsRef((), None, self.steps), str(self.steps)
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         (path / "steps").write_text(str(self.steps))
+        write_groups(path, groups)
 
-    async def restore(self, path: Path) -> None:
+    async def restore(self, path: Path) -> Sequence[Group]:
         self.steps = int((path / "steps").read_text())
+        return read_groups(path)

@@ -9,7 +9,7 @@ Shapes: V vocabulary, N trained tokens, M draws.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
+from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.logprobs.kept import conditioned
@@ -277,13 +278,15 @@ class ToyLearner:
         spec = TensorSpec("table", "float64", tuple(self.table.shape), 0, body.nbytes)
         return WeightsRef((spec,), body, self.made), fingerprint(self.table)
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         np.save(path / "table.npy", self.table.detach().numpy())
         (path / "update").write_text(str(self.made))
+        write_groups(path, groups)
 
-    async def restore(self, path: Path) -> None:
+    async def restore(self, path: Path) -> Sequence[Group]:
         self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
         self.made = int((path / "update").read_text())
+        return read_groups(path)
 
 
 class ToyGrader:

@@ -64,11 +64,12 @@ class RemoteLearner(RemoteWorker):
         weights, fingerprint = await self.call("export")
         return weights, fingerprint
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
-        await self.call("save", path.absolute(), optimizer=optimizer)
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        await self.call("save", path.absolute(), list(groups), optimizer=optimizer)
 
-    async def restore(self, path: Path) -> None:
-        await self.call("restore", path.absolute())
+    async def restore(self, path: Path) -> Sequence[Group]:
+        groups: Sequence[Group] = await self.call("restore", path.absolute())
+        return groups
 
 
 @dataclass(frozen=True)
