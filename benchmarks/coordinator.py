@@ -38,7 +38,7 @@ class NoSampler:
 
     version = 0
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         await asyncio.sleep(0)
         return [
             Handle(

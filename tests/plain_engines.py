@@ -35,7 +35,7 @@ class Maker:
     def __init__(self, tokens: int = 3) -> None:
         self.tokens = tokens
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         record = rollout(prompt, self.tokens)
         return [Handle(header_of(record), record) for _ in range(sampling.group)]
 
@@ -65,7 +65,7 @@ class Patient:
     def __init__(self) -> None:
         self.published, self.running, self.aborted = asyncio.Event(), 0, 0
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         self.running += 1
         try:
             await self.published.wait()
@@ -129,6 +129,15 @@ def no_engine() -> None:
 class ToyRollouts(Graded):
     def __init__(self) -> None:
         super().__init__(toy.ToySampler(toy.random_table(VOCAB, seed=0)), toy.ToyGrader())
+
+
+class EndlessRollouts(Graded):
+    """No response ends before its limit."""
+
+    def __init__(self) -> None:
+        table = toy.random_table(VOCAB, seed=0)
+        table[:, toy.EOS] = -1e9
+        super().__init__(toy.ToySampler(table), toy.ToyGrader())
 
 
 def toy_scorer() -> Any:

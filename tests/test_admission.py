@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -45,7 +47,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule
     ended: list[int] = []
     consumed: list[int] = []
     versions: dict[int, int] = {}
-    drops = 0
+    drops = stops = 0
     while not admission.finished:
         choices = ["submit"] if admission.quota() else []
         choices += ["rolled"] if admission.rolling else []
@@ -55,6 +57,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule
         choices += ["train"] if admission.full and not admission.gated else []
         choices += ["publish"] if admission.gated else []
         choices += ["renew"] if admission.outdated() else []
+        choices += ["stop"] if admission.live and stops < 3 else []
         on_the_way = [*admission.rolling, *admission.waiting, *admission.scoring]
         if drops < 6:
             choices += ["drop"] if on_the_way else []
@@ -65,6 +68,10 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule
             case "rolled":
                 number = data.draw(st.sampled_from(list(admission.rolling)))
                 admission.rolled(number, versions[number])
+            case "stop":
+                admission = gone_on_with(admission)
+                consumed = [number for number in consumed if number not in admission.live]
+                stops += 1
             case "take":
                 admission.take()
             case "scored":
@@ -103,6 +110,25 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule
         assert admission.version == 4
     if schedule.order == "submission" or schedule.submit == "batch":
         assert consumed == sorted(consumed), "in the order of submission"
+
+
+def gone_on_with(before: Admission) -> Admission:
+    """From a checkpoint: what was being scored or learned from is so anew, and what is trained has been published."""
+    standing = Standing(**json.loads(json.dumps(asdict(before.standing)), object_hook=with_numbers))
+    assert standing == before.standing
+    after = Admission(before.schedule, updates=before.target // before.schedule.groups, standing=standing)
+    assert after.live == before.live and after.batches == before.batches
+    assert after.rolling.keys() == before.rolling.keys()
+    assert list(after.waiting) == [*before.scoring, *before.waiting] and not after.scoring
+    assert list(after.ready) == [*before.learning, *before.ready] and not after.learning
+    assert (after.version, after.remaining, after.dropped) == (before.version, before.remaining, before.dropped)
+    assert after.published == before.published + len(before.trained) and not after.gated
+    assert after.standing == before.standing
+    return after
+
+
+def with_numbers(found: dict[str, Any]) -> dict[Any, Any]:
+    return {int(name) if name.isdecimal() else name: value for name, value in found.items()}
 
 
 def test_sync_takes_turns() -> None:
@@ -249,7 +275,12 @@ def test_admission_goes_on_from_where_it_stood() -> None:
     update(admission)
     standing = admission.standing
     assert standing == Standing(
-        version=1, submitted=7, dropped={"broken": 1}, restarted=0, in_flight={3: 0, 4: 4, 5: 5, 6: 5}
+        version=1,
+        submitted=7,
+        dropped={"broken": 1},
+        restarted=0,
+        in_flight={3: 0, 4: 4, 5: 5, 6: 5},
+        versions={3: 0, 4: 0, 5: 1, 6: 1},
     )
     again = Admission(schedule, updates=3, standing=standing)
     assert list(again.rolling) == [3, 4, 5, 6] and again.quota() == 0

@@ -46,8 +46,8 @@ class Fault:
 
 
 class OtherTemperature(Fault):
-    async def generate(self, prompt: Any, sampling: Sampling) -> Any:
-        return await self.engine.generate(prompt, replace(sampling, temperature=0.7))
+    async def generate(self, prompt: Any, sampling: Sampling, begun: Any = ()) -> Any:
+        return await self.engine.generate(prompt, replace(sampling, temperature=0.7), begun)
 
 
 class NotLoaded(Fault):

@@ -315,7 +315,7 @@ def test_on_a_disk_of_any_size_a_run_ends_in_one_line_and_goes_on_when_there_is_
     for each in seen:
         assert "\n" not in each["said"] and set(each["tails"]) <= {"\n"}, "whole lines"
         if each["said"]:
-            assert "cannot be written: No space left on device" in each["said"]
+            assert "cannot be written: " in each["said"] and "No space left on device" in each["said"]
         if each["saved"]:
             assert (each["table"], each["ends"]) == (table, list(range(24)))
             assert each["updates"] == list(range(1, 9))

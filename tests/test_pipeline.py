@@ -104,8 +104,8 @@ def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
 class Unreliable(toy.ToySampler):
     """Every third prompt fails."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group = await super().generate(prompt, sampling)
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group = await super().generate(prompt, sampling, begun)
         if prompt.number % 3 == 0:
             return [Handle(replace(handle.header, finish="error"), handle.body) for handle in group]
         return group
@@ -124,8 +124,8 @@ def test_failed_rollouts_are_counted_and_their_credits_return(tmp_path: Path) ->
 class Careless(toy.ToySampler):
     """One member of every third group fails, and has no record."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group = await super().generate(prompt, sampling)
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group = await super().generate(prompt, sampling, begun)
         if prompt.number % 3 == 0:
             bad = prompt.number % 2
             group[bad] = Handle(replace(group[bad].header, finish="error"), None)
@@ -178,8 +178,8 @@ def test_the_greedy_answer_leaves_its_reward_and_nothing_else() -> None:
 class NotGreedily(toy.ToySampler):
     """Cannot say what it likes best."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group = await super().generate(prompt, sampling)
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group = await super().generate(prompt, sampling, begun)
         if sampling.temperature:
             return group
         return [Handle(replace(handle.header, finish="error"), None) for handle in group]
@@ -194,10 +194,10 @@ def test_without_a_greedy_answer_a_group_has_nothing_to_learn() -> None:
 
 def test_whoever_fails_beside_a_greedy_answer_fails_as_itself() -> None:
     class Broken(toy.ToySampler):
-        async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+        async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
             if sampling.group > 1:
                 raise ModelError("too long")
-            return await super().generate(prompt, sampling)
+            return await super().generate(prompt, sampling, begun)
 
     prompt, table = Prompt(id="p", number=0, tokens=np.array([3], np.int32)), toy.random_table(VOCAB, seed=0)
     with pytest.raises(ModelError, match="too long"):
@@ -241,8 +241,8 @@ def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:
 class Observing(toy.ToySampler):
     """The second token of every response was not drawn, and nothing of every third one was."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        return [self._seen(handle.body) for handle in await super().generate(prompt, sampling)]
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        return [self._seen(handle.body) for handle in await super().generate(prompt, sampling, begun)]
 
     def _seen(self, rollout: Rollout) -> Handle:
         mask = np.arange(len(rollout.tokens)) != 1
@@ -293,8 +293,8 @@ def test_a_teacher_that_is_down_is_tried_again_and_then_stops_the_run_with_its_c
 
 
 class Useless(toy.ToySampler):
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group = await super().generate(prompt, sampling)
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group = await super().generate(prompt, sampling, begun)
         return [Handle(replace(handle.header, finish="error"), handle.body) for handle in group]
 
 

@@ -32,6 +32,7 @@ from plain_engines import (
     LARGE,
     VOCAB,
     Broken,
+    EndlessRollouts,
     Maker,
     Patient,
     Reader,
@@ -50,7 +51,7 @@ from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDi
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import EnginesPlan, engines_of
-from slipstream.records import Batch, Handle, total
+from slipstream.records import Batch, Handle, total, unfinished
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import channel, inline, local
 from slipstream.runtimes import ray as on_ray
@@ -375,6 +376,27 @@ def test_records_outlive_their_maker_and_are_never_opened_here(opened: Processes
     for number, group in enumerate(asyncio.run(main())):
         assert [(h.header.number, h.header.teacher) for h in group] == [(number, str(2 * tokens))] * 2
         assert all(isinstance(handle.body, Body) for handle in group)
+
+
+def test_rollouts_go_from_one_process_to_another_half_done(opened: Processes) -> None:
+    one, other = (opened(RemoteSampler, EndlessRollouts, name=f"sampler-{i}") for i in range(2))
+    scorer, sampling = opened(RemoteScorer, Reader), Sampling(max_tokens=400, group=2)
+
+    async def main() -> tuple[list[list[Handle]], list[list[Handle]]]:
+        calls = [asyncio.create_task(one.generate(prompt(i), sampling)) for i in range(3)]
+        await one.generate(prompt(9), Sampling(max_tokens=2))
+        await one.release()
+        begun = await asyncio.gather(*calls)
+        assert all(unfinished(group) and len(group) == 2 for group in begun)
+        assert all(isinstance(handle.body, Body) for group in begun for handle in group)
+        found = await asyncio.gather(*[other.generate(prompt(i), sampling, begun[i]) for i in range(3)])
+        whole = await asyncio.gather(*[one.generate(prompt(i), sampling) for i in range(3)])
+        assert all(handle.header.rewards == {"ended": 0.0} for group in found for handle in group)
+        return [await scorer.score(group) for group in found], [await scorer.score(group) for group in whole]
+
+    found, whole = asyncio.run(main())
+    assert [[h.header for h in group] for group in found] == [[h.header for h in group] for group in whole]
+    assert found[0][0].header.tokens == 400
 
 
 def test_weights_are_put_once_and_read_in_place(opened: Processes) -> None:

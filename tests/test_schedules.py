@@ -6,7 +6,7 @@ import asyncio
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,7 +241,7 @@ def test_a_learner_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
             await asyncio.sleep(1e9)
             return {}
 
-        async def save(self, path: Path, *, optimizer: bool = True) -> None:
+        async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
             await asyncio.sleep(1e9)
 
     said: list[str] = []
@@ -289,8 +289,8 @@ def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> N
     seen: list[tuple[float, int]] = []
 
     class Watched(SleepSampler):
-        async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-            group = await super().generate(prompt, sampling)
+        async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+            group = await super().generate(prompt, sampling, begun)
             rewarded = [Handle(replace(handle.header, rewards={"exact": 1.0}), None) for handle in group]
             if prompt.number >= 1000:
                 seen.append(group[0].header.versions[0] if len(group[0].header.versions) == 1 else (-1, -1))
@@ -319,10 +319,10 @@ def test_groups_go_to_the_sampler_with_least_to_do(tmp_path: Path) -> None:
 class Dies(SleepSampler):
     """At its twentieth prompt, with all that is in it."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if self.seated >= 20:
             raise WorkerDied("its process is gone")
-        return await super().generate(prompt, sampling)
+        return await super().generate(prompt, sampling, begun)
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         if self.seated >= 20:
@@ -336,6 +336,30 @@ def test_when_a_sampler_dies_its_groups_go_to_the_others(tmp_path: Path) -> None
     run = Simulated(tmp_path, Async(tau=1), made, updates=20)
     assert sorted(run.trained()) == list(range(80))
     assert run.lines_said == ["sampler-0 died and its groups go to others: its process is gone"]
+
+
+@pytest.mark.parametrize("schedule", [Sync(), StepOff(k=1), Async(tau=2), Async(tau=2, on_publish="restart")], ids=str)
+def test_what_a_sampler_hands_over_goes_to_another_and_nothing_is_drawn_twice(tmp_path: Path, schedule: Any) -> None:
+    """As one that leaves would, again and again: every response has the tokens that it would have had."""
+    made = engines(lambda prompt, _: 3 + prompt.number * 7 % 40, samplers=3, slots=4)
+    drawn: list[int] = []
+    with RunLog(tmp_path, []) as log:
+        run = Run(config(schedule, updates=20), made, PROMPTS, log)
+
+        async def main() -> None:
+            task, turns = asyncio.create_task(run.train()), random.Random(0)
+            while not task.done():
+                await asyncio.wait([task], timeout=turns.random() * 3)
+                await turns.choice(made.samplers).release(drawn[-2:])
+                drawn.extend(run.flow.drawing if run.flow else ())
+            await task
+
+        virtual.run(main())
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    assert sorted(entry["number"] for entry in ledger) == list(range(80))
+    assert all(entry["tokens"] == [3 + entry["number"] * 7 % 40] for entry in ledger)
+    assert all((sampler.count, len(sampler.waiting)) == (0, 0) for sampler in made.samplers)
+    assert run.flow and not (run.flow.held or run.flow.running or run.flow.drawing)
 
 
 def test_a_stuck_run_says_who_waits_for_whom(tmp_path: Path) -> None:
@@ -380,10 +404,10 @@ class ChaoticSampler(SleepSampler):
         super().__init__(*args, **options)
         self.chaos = chaos
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if self.chaos.strike():
             raise OSError("crash before")
-        group = await super().generate(prompt, sampling)
+        group = await super().generate(prompt, sampling, begun)
         if self.chaos.strike():
             raise OSError("crash after")
         if self.chaos.strike():

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,17 @@ def test_a_malformed_row_is_named_with_file_line_and_what_is_expected(tmp_path: 
     with pytest.raises(DataError, match="^" + re.escape(f"{path}:2: {message}")) as caught:
         load_rows(str(path))
     assert EXPECTED in str(caught.value)
+
+
+def test_an_answer_that_no_checkpoint_holds_is_named_and_other_columns_are_left_out(tmp_path: Path) -> None:
+    path, when = tmp_path / "a.parquet", datetime(2026, 1, 2)
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "answer": ["b"], "when": [when], "level": [3]}), path)
+    (row,) = load_rows(str(path))
+    assert row.meta == {"when": when, "level": 3}, "teachers may be chosen by it"
+    assert Prompts([row], [np.array([1])], seed=0, shuffle=False).at(0).meta == {"level": 3}
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "a"], "answer": [None, when]}), path)
+    with pytest.raises(DataError, match=re.escape(f"{path}:2: the answer is of type datetime, which no checkpoint")):
+        load_rows(str(path))
 
 
 def test_a_malformed_parquet_row_is_named_with_its_number(tmp_path: Path) -> None:

@@ -142,10 +142,10 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 class Failing(toy.ToySampler):
     """Cannot answer every fifth prompt."""
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if prompt.number % 5 == 1:
             raise GivenUp("not this one")
-        return await super().generate(prompt, sampling)
+        return await super().generate(prompt, sampling, begun)
 
 
 def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:

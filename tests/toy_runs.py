@@ -38,33 +38,39 @@ def config(schedule: Any, *, updates: int = 8, **checkpoint: float) -> Config:
     )
 
 
-def engines() -> Engines:
+def engines(*, score: float = 0.5) -> Engines:
     student = toy.random_table(VOCAB, seed=0)
     return Engines(
         samplers=(Graded(toy.ToySampler(student, seconds=0.3), toy.ToyGrader()),),
-        scorers={"": (toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: 0.5),)},
+        scorers={"": (toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: score),)},
         learner=toy.ToyLearner(student, cost=lambda _: 1.0),
         close=lambda: None,
     )
 
 
 def go(
-    path: Path, schedule: Any, *, until: float | None = None, number: int | None = None, **sizes: Any
+    path: Path,
+    schedule: Any,
+    *,
+    until: float | None = None,
+    number: int | None = None,
+    score: float = 0.5,
+    **sizes: Any,
 ) -> toy.ToyLearner:
     """Begin or go on (from this checkpoint), and stop as Ctrl-C does after so many virtual seconds."""
-    made, settings = engines(), config(schedule, **sizes)
+    made, settings = engines(score=score), config(schedule, **sizes)
 
     async def work() -> None:
         if (path / "checkpoints").exists():
             checkpoint = newest(path, number)
             standing = checkpoint.standing
-            await made.learner.restore(checkpoint.path)
+            groups = await made.learner.restore(checkpoint.path)
             Checkpoints(path / "checkpoints").forget_after(standing.version)
             log = RunLog.reopen(settings, path, checkpoint.mark)
         else:
-            standing, log = None, RunLog.create(settings, path)
+            standing, groups, log = None, [], RunLog.create(settings, path)
         with log:
-            task = asyncio.create_task(Run(settings, made, PROMPTS, log, standing=standing).train())
+            task = asyncio.create_task(Run(settings, made, PROMPTS, log, standing=standing, groups=groups).train())
             await asyncio.wait([task], timeout=until)
             if not task.done():
                 task.cancel()

@@ -20,13 +20,25 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
-Finish = Literal["eos", "length", "error"]
+Finish = Literal["eos", "length", "error", "released"]
+"""How a response ended; `released` has not, and can be gone on with where it stands."""
 
 
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed from what identifies a draw: the same on every machine and in every process."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def is_json(value: Any) -> bool:
+    """Whether JSON gives back what it was given: no dates, no bytes, no tuples."""
+    match value:
+        case dict():
+            return all(isinstance(key, str) and is_json(below) for key, below in value.items())
+        case list():
+            return all(map(is_json, value))
+        case _:
+            return value is None or isinstance(value, bool | int | float | str)
 
 
 def _rows_of(array: NDArray[Any], n: int) -> bool:
@@ -56,6 +68,7 @@ class Prompt:
     first: int = 0
     """Index of the first response in its group; one that is continued keeps its own."""
     meta: dict[str, Any] = field(default_factory=dict)
+    """The other columns of its row, but for what JSON does not hold."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) == 0:
@@ -70,6 +83,9 @@ class Kept:
     """Of all of them, one behind the other."""
     sizes: Ints
     """How many ids each has, [N]."""
+
+    def rows(self) -> list[Ints]:
+        return np.split(self.ids, np.cumsum(self.sizes)[:-1])
 
 
 def kept_of(rows: Sequence[Ints]) -> Kept:
@@ -170,6 +186,31 @@ class Rollout:
     @property
     def trained_tokens(self) -> int:
         return int(self.loss_mask.sum())
+
+
+def continued(begun: Rollout, rest: Rollout) -> Rollout:
+    """One call's response that was made in two parts, without a word of the cut."""
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(begun, name), getattr(rest, name)])
+        for name in (
+            "tokens",
+            "versions",
+            "logp",
+            "turn",
+            "loss_mask",
+            "actions",
+            "action_logp",
+            "best_ids",
+            "best_logp",
+        )
+        if getattr(begun, name) is not None
+    }
+    kept = None
+    if begun.kept is not None and rest.kept is not None:
+        kept = Kept(
+            *(np.concatenate([getattr(part.kept, name) for part in (begun, rest)]) for name in ("ids", "sizes"))
+        )
+    return replace(begun, finish=rest.finish, kept=kept, **joined)
 
 
 def one_turn(
@@ -301,6 +342,16 @@ class Handle:
 
 
 Group = Sequence[Handle]
+
+
+def handed_over(rollouts: Iterable[Rollout]) -> list[Handle]:
+    """What there is of a group that is to be gone on with: every header says so, whatever of it is complete."""
+    return [Handle(replace(header_of(rollout), finish="released"), rollout) for rollout in rollouts]
+
+
+def unfinished(group: Group) -> bool:
+    """Whether it was handed over; one of which nothing was drawn yet has no members."""
+    return not group or any(handle.header.finish == "released" for handle in group)
 
 
 def graded(handle: Handle) -> Rollout:

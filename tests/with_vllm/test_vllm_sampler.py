@@ -23,7 +23,7 @@ from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError
-from slipstream.records import Rollout
+from slipstream.records import Handle, Rollout, unfinished
 from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts
 
 DRAWS, CONTEXT = 8, SHAPE["max_position_embeddings"]
@@ -279,6 +279,53 @@ def test_a_publish_whose_caller_is_gone_holds_nothing_up(sampler: VllmSampler) -
 
     for rollout in asyncio.run(asyncio.wait_for(work(), 60)):
         assert_exact(MODELS, rollout, LONG)
+
+
+# --- handing over ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 20])
+def test_what_is_handed_over_goes_on_where_it_stands(sampler: VllmSampler, tokens: int) -> None:
+    """Old tokens stay as they are, with their versions; new ones are of the weights that draw them, and their own."""
+    sampler.stop_ids = []
+    prompts = make_prompts(4)
+
+    async def work() -> tuple[list[list[Handle]], list[list[Handle]]]:
+        running = [asyncio.create_task(sampler.generate(prompt, LONG)) for prompt in prompts]
+        await asyncio.sleep(0)
+        if tokens:
+            await grown(sampler, tokens)
+        await sampler.release([prompt.number for prompt in prompts[1:]])
+        begun = await asyncio.gather(*running[1:])
+        assert [unfinished(group) for group in begun] == [True] * 3 and not running[0].done()
+        await sampler.publish(WEIGHTS[1], "keep")
+        calls = [sampler.generate(prompt, LONG, group) for prompt, group in zip(prompts[1:], begun, strict=True)]
+        found = await asyncio.gather(*calls)
+        again = await sampler.generate(prompts[1], LONG, found[0])
+        assert [handle.body for handle in again] == [handle.body for handle in found[0]]
+        await running[0]
+        return begun, found
+
+    begun, found = asyncio.run(asyncio.wait_for(work(), 60))
+    assert not sampler.open and not sampler.core.llm.get_num_unfinished_requests()
+    drawn = list[int]()
+    for before, after in zip(begun, found, strict=True):
+        assert len(after) == LONG.group and not unfinished(after)
+        parts = {handle.header.index: handle.body for handle in before}
+        for handle in after:
+            rollout, part = handle.body, parts.get(handle.header.index)
+            assert len(rollout.tokens) == LONG.max_tokens and rollout.finish == "length"
+            at = len(part.tokens) if part else 0
+            assert rollout.versions.tolist() == [0] * at + [1] * (LONG.max_tokens - at)
+            drawn.append(at)
+            if part:
+                np.testing.assert_array_equal(rollout.actions[:at], part.actions)
+                np.testing.assert_array_equal(rollout.action_logp[:at], part.action_logp)
+                assert rollout.tokens[at : 2 * at].tolist() != part.tokens.tolist() or at < 3, (
+                    "random numbers of its own"
+                )
+            assert_exact(MODELS, rollout, LONG)
+    assert max(drawn) >= tokens - 1
 
 
 # --- failures --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.run import Run, admission_of
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, at_a_glance, plan
+from slipstream.records import Group
 from slipstream.runlog import RunLog, check_free, check_lines, check_prompts, check_unchanged, read_lines, run_path
 from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
@@ -79,12 +80,12 @@ def resume(
 def go_on(made: Plan, born: Nursery | None, path: Path, console: Console, checkpoint: Checkpoint) -> None:
     """From a checkpoint. What came later is forgotten once the learner has it."""
     with opened(made, born, console) as engines:
-        asyncio.run(engines.learner.restore(checkpoint.path))
+        groups = asyncio.run(engines.learner.restore(checkpoint.path))
         in_flight = len(checkpoint.standing.in_flight)
-        saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight start again")
+        saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight go on")
         Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)  # before the lines that they need
         with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
-            go(made, engines, log, console, name=path.name, standing=checkpoint.standing)
+            go(made, engines, log, console, name=path.name, standing=checkpoint.standing, groups=groups)
 
 
 def saying(console: Console) -> Callable[[str], None]:
@@ -145,6 +146,7 @@ def go(
     *,
     name: str,
     standing: Standing | None = None,
+    groups: Sequence[Group] = (),
 ) -> None:
     """From the first rollout to the last update, with a display, signals and a last line that says how to go on."""
     run = Run(
@@ -154,6 +156,7 @@ def go(
         log,
         held_out=made.held_out,
         standing=standing,
+        groups=groups,
         patience=made.config.runtime.patience,
         say=saying(console),
     )

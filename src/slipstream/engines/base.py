@@ -7,13 +7,13 @@ this process, or a reference to it elsewhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from slipstream.metrics import Metrics as Metrics
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
@@ -77,10 +77,19 @@ class Loaded:
 
 
 class Sampler(Protocol):
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         """The whole group: `sampling.group` responses, in the order of their index.
 
-        Cancelling the call aborts the request and frees its room.
+        `begun` is what some sampler has handed over of it: what is complete there is returned as it is, and the rest
+        goes on at its next token. Cancelling the call aborts the request and frees its room.
+        """
+        ...
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        """Hand over the groups of these prompts; all, if none are named.
+
+        Their calls answer at the next token boundary with what they have (`records.handed_over`), without members of
+        which nothing is drawn yet, and their room is free.
         """
         ...
 
@@ -140,11 +149,13 @@ class Learner(Protocol):
         """The weights as they are, whose version is the number of the last update that was made."""
         ...
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
-        """A HF directory; with `optimizer`, also what `restore` needs to go on."""
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        """A HF directory; with `optimizer`, also what `restore` needs to go on, and groups on their way here."""
         ...
 
-    async def restore(self, path: Path) -> None: ...
+    async def restore(self, path: Path) -> Sequence[Group]:
+        """Go on from there; returns the groups that were saved."""
+        ...
 
 
 class Unscored:
@@ -168,25 +179,35 @@ class Graded:
 
     With `sampling.greedy` they also come with the rewards of the greedy answer to their prompt. That answer itself ends
     here: nobody scores it or learns from it, and `Header.greedy_tokens` of the first response says what it cost.
+
+    A group that is handed over is not graded yet, and its greedy answer is asked for again where it goes on.
     """
 
     def __init__(self, sampler: Sampler, grader: Grader) -> None:
         self.sampler, self.grader, self.publish = sampler, grader, sampler.publish
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if not sampling.greedy:
-            return await self._graded(prompt, sampling)
-        drawn = replace(sampling, greedy=False)
+            return await self._graded(prompt, sampling, begun)
+        drawn, greedily = replace(sampling, greedy=False), Sampling(max_tokens=sampling.max_tokens, temperature=0)
         try:
             async with asyncio.TaskGroup() as calls:  # whoever cancels, or fails, ends both
-                members = calls.create_task(self._graded(prompt, drawn))
-                best = calls.create_task(self._graded(prompt, Sampling(max_tokens=sampling.max_tokens, temperature=0)))
+                members = calls.create_task(self._graded(prompt, drawn, begun))
+                best = calls.create_task(self._graded(prompt, greedily))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        if unfinished(members.result()) or unfinished(best.result()):
+            return [Handle(replace(h.header, finish="released", rewards={}), h.body) for h in members.result()]
         return beside(best.result()[0].header, members.result())
 
-    async def _graded(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group = await self.sampler.generate(prompt, sampling)
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        await asyncio.sleep(0)  # what was called before this has asked the sampler by then
+        await self.sampler.release(numbers)
+
+    async def _graded(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group = await self.sampler.generate(prompt, sampling, begun)
+        if unfinished(group):
+            return group
         answered = [handle for handle in group if handle.header.finish != "error"]
         graded = {handle.header.index: handle for handle in (await self.grader.grade(answered) if answered else ())}
         return [graded.get(handle.header.index, handle) for handle in group]

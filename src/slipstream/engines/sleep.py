@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, WeightsRef
+from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt, counts_of
 
 Length = Callable[[Prompt, int], int]
@@ -30,12 +32,18 @@ class Request:
     prompt: Prompt
     lengths: list[int]
     answer: asyncio.Future[list[Handle]]
+    begun: dict[int, Header] = field(default_factory=dict)
+    """What each member had when it came, if it had anything."""
     left: int = 0
     """Rows that are still running."""
     began: float = 0.0
     """The sampler's step count when it was seated."""
     versions: list[tuple[float, int]] = field(default_factory=list)
     """From which step on it ran under which version."""
+
+    def missing(self, index: int) -> int:
+        """Tokens that this member lacked when it came."""
+        return self.lengths[index] - (self.begun[index].tokens if index in self.begun else 0)
 
 
 class SleepSampler:
@@ -58,9 +66,12 @@ class SleepSampler:
         self.timer: asyncio.TimerHandle | None = None
         self.drained: asyncio.Event | None = None
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         lengths = [min(self.length(prompt, index), sampling.max_tokens) for index in range(sampling.group)]
-        request = Request(prompt, lengths, asyncio.get_running_loop().create_future())
+        known = {handle.header.index: handle.header for handle in begun}
+        request = Request(prompt, lengths, asyncio.get_running_loop().create_future(), known)
+        if not any(request.missing(index) for index in range(sampling.group)):
+            return [self._handle(request, index) for index in range(sampling.group)]
         self._catch_up()
         self.waiting.append(request)
         self._go_on()
@@ -68,6 +79,13 @@ class SleepSampler:
             return await request.answer
         finally:
             if not request.answer.done() or request.answer.cancelled():
+                self._abort(request)
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        self._catch_up()
+        for request in [*self.running, *self.waiting]:
+            if not request.answer.done() and (not numbers or request.prompt.number in numbers):
+                request.answer.set_result(self._so_far(request))
                 self._abort(request)
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
@@ -81,8 +99,10 @@ class SleepSampler:
         self._catch_up()
         stood = clock()
         if mode == "restart":
-            thrown = sum(min(int(self.steps - r.began), n) for r in self.running for n in r.lengths)
+            thrown = sum(handle.header.tokens for request in self.running for handle in self._so_far(request))
             self.waiting.extendleft(reversed(self.running))
+            for request in self.waiting:
+                request.begun = {}
             self._clear()
         if self.load:
             self.still = True
@@ -119,12 +139,13 @@ class SleepSampler:
             self.timer = asyncio.get_running_loop().call_later(seconds, self._end)
 
     def _seat(self, request: Request) -> None:
-        request.left, request.began = len(request.lengths), self.steps
+        missing = [lacks for index in range(len(request.lengths)) if (lacks := request.missing(index))]
+        request.left, request.began = len(missing), self.steps
         request.versions = [(self.steps, self.version)]
         self.running[request] = None
-        self.count += len(request.lengths)
-        for length in request.lengths:
-            heapq.heappush(self.rows, (self.steps + length, self.seated, request))
+        self.count += len(missing)
+        for tokens in missing:
+            heapq.heappush(self.rows, (self.steps + tokens, self.seated, request))
             self.seated += 1
 
     def _end(self) -> None:
@@ -161,12 +182,13 @@ class SleepSampler:
         self.rows.clear()
         self.count = 0
 
-    def _handle(self, request: Request, index: int) -> Handle:
-        length, edges = request.lengths[index], [(0, request.versions[0][1])]
-        for step, version in request.versions[1:]:
-            edges.append((min(int(step - request.began), length), version))
-        ends = [*edges, (length, -1)]
-        runs = tuple((version, after - at) for (at, version), (after, _) in pairwise(ends) if after > at)
+    def _handle(self, request: Request, index: int, steps: int | None = None) -> Handle:
+        """A member, complete; or as it is so many steps after it was seated."""
+        begun, missing = request.begun.get(index), request.missing(index)
+        drawn = missing if steps is None else min(steps, missing)
+        edges = [(min(int(step - request.began), drawn), version) for step, version in request.versions]
+        runs = [(version, after - at) for (at, version), (after, _) in pairwise([*edges, (drawn, -1)]) if after > at]
+        runs = [*(begun.versions if begun else ()), *runs]
         prompt = request.prompt
         header = Header(
             prompt=prompt.id,
@@ -175,12 +197,20 @@ class SleepSampler:
             episode=index,
             data_source=prompt.data_source,
             prompt_tokens=len(prompt.tokens),
-            tokens=length,
-            versions=runs,
-            finish="eos",
+            tokens=drawn + (begun.tokens if begun else 0),
+            versions=tuple(
+                (version, sum(count for _, count in part)) for version, part in groupby(runs, itemgetter(0))
+            ),
+            finish="eos" if steps is None else "released",
             teacher=prompt.teacher,
         )
         return Handle(header, None)
+
+    def _so_far(self, request: Request) -> list[Handle]:
+        """What there is of a group, without members that have no token."""
+        steps = int(self.steps - request.began) if request in self.running else 0
+        have = [self._handle(request, index, steps) for index in range(len(request.lengths))]
+        return [handle for handle in have if handle.header.tokens]
 
 
 class Server:
@@ -221,8 +251,10 @@ class SleepLearner(Server):
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         return WeightsRef((), None, self.steps), str(self.steps)
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         (path / "steps").write_text(str(self.steps))
+        write_groups(path, groups)
 
-    async def restore(self, path: Path) -> None:
+    async def restore(self, path: Path) -> Sequence[Group]:
         self.steps = int((path / "steps").read_text())
+        return read_groups(path)

@@ -9,7 +9,7 @@ Shapes: V vocabulary, N trained tokens, M draws.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
+from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.logprobs.kept import conditioned
@@ -29,14 +30,17 @@ from slipstream.records import (
     ONE,
     Batch,
     Counts,
+    Finish,
     Group,
     Handle,
+    Ints,
     Prompt,
     Rollout,
     Scored,
     counts_of,
     derive_seed,
     graded,
+    handed_over,
     header_of,
     kept_of,
     one_turn,
@@ -70,12 +74,29 @@ def previous(rollout: Rollout) -> Tensor:
 class Response:
     """One response as it is written, token by token."""
 
+    place: int
     last: int
     actions: list[NDArray[np.int32]] = field(default_factory=list)
     logps: list[NDArray[np.float64]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    kept: list[NDArray[np.int32]] = field(default_factory=list)
+    kept: list[Ints] = field(default_factory=list)
     """Where it is asked for."""
+
+
+def going_on(place: int, begun: Rollout) -> Response:
+    kept = begun.kept.rows() if begun.kept is not None else []
+    rows = list(begun.actions), list(begun.action_logp), begun.versions.tolist()
+    return Response(place, int(begun.tokens[-1]), *rows, kept)
+
+
+@dataclass(eq=False)
+class Open:
+    """A group that somebody waits for."""
+
+    prompt: Prompt
+    sampling: Sampling
+    rows: list[Response]
+    released: bool = False
 
 
 class ToySampler:
@@ -84,30 +105,49 @@ class ToySampler:
     def __init__(self, table_VV: Tensor, *, seconds: float = 0.0) -> None:
         """`seconds` is how long a token takes; all running responses get theirs at the same time."""
         self.table, self.seconds, self.version = table_VV.clone(), seconds, 0
-        self.running: dict[object, list[Response]] = {}
-        self.restarts = 0
+        self.waiting: set[Open] = set()
+        self.running: set[Open] = set()
         self.draining = 0
         self.changed = asyncio.Condition()
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        async with self.changed:
-            await self.changed.wait_for(lambda: not self.draining)
-        rows, restarts, key = [Response(int(prompt.tokens[-1])) for _ in range(sampling.group)], self.restarts, object()
-        self.running[key] = rows
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        known = {handle.body.index - prompt.first: handle.body for handle in begun}
+        group = Open(
+            prompt,
+            sampling,
+            [
+                going_on(place, known[place]) if place in known else Response(place, int(prompt.tokens[-1]))
+                for place in range(sampling.group)
+            ],
+        )
+        self.waiting.add(group)
         try:
-            for _ in range(sampling.max_tokens):
+            async with self.changed:
+                await self.changed.wait_for(lambda: group.released or not self.draining)
+            self.waiting.discard(group)
+            self.running.add(group)
+            while not (group.released or all(ended(row, sampling) for row in group.rows)):
                 await asyncio.sleep(self.seconds)
-                if restarts != self.restarts:
-                    return await self.generate(prompt, sampling)
-                ended = [self._write(row, prompt, index, sampling) for index, row in enumerate(rows)]
-                if all(ended):
-                    break
+                for row in group.rows:
+                    if not ended(row, sampling):
+                        self._write(row, prompt, sampling)
         finally:
-            self.running.pop(key, None)
+            self.waiting.discard(group)
+            self.running.discard(group)
             async with self.changed:
                 self.changed.notify_all()
-        rollouts = [self._read(row, prompt, index) for index, row in enumerate(rows)]
+        rollouts = [self._read(row, prompt, sampling) for row in group.rows if row.actions]
+        if not all(ended(row, sampling) for row in group.rows):
+            return handed_over(rollouts)
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        leaving = {g for g in self.waiting | self.running if not numbers or g.prompt.number in numbers}
+        for group in leaving:
+            group.released = True
+        async with self.changed:
+            self.changed.notify_all()
+            await self.changed.wait_for(lambda: not leaving & (self.waiting | self.running))
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         clock, thrown = asyncio.get_running_loop().time, 0
@@ -119,19 +159,17 @@ class ToySampler:
                 self.draining -= 1
                 self.changed.notify_all()
         elif mode == "restart":
-            thrown = sum(len(row.versions) for rows in self.running.values() for row in rows)
-            self.restarts += 1
-            self.running.clear()
+            for group in self.waiting | self.running:
+                thrown += sum(len(row.versions) for row in group.rows)
+                group.rows = [Response(row.place, int(group.prompt.tokens[-1])) for row in group.rows]
         spec = weights.manifest[0]
         self.table = view_of(spec, torch.from_numpy(weights.body.copy()))
         self.version = weights.version
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
-    def _write(self, row: Response, prompt: Prompt, index: int, sampling: Sampling) -> bool:
-        """The next token of a response, if it has not ended; returns whether it has now."""
-        if row.last == EOS and row.actions:
-            return True
-        seed_N = torch.tensor([derive_seed(prompt.seed, prompt.first + index)])
+    def _write(self, row: Response, prompt: Prompt, sampling: Sampling) -> None:
+        """The next token of a response."""
+        seed_N = torch.tensor([derive_seed(prompt.seed, prompt.first + row.place)])
         uniform_NM = uniforms(seed_N, torch.tensor([prompt.offset + len(row.actions)]), sampling.draws)
         logp_NV = process(self.table[row.last][None], sampling)
         ids_NM, logp_NM = draw(logp_NV, uniform_NM)
@@ -141,18 +179,22 @@ class ToySampler:
         row.logps.append(logp_NM[0].numpy())
         row.versions.append(self.version)
         row.last = int(ids_NM[0, 0])
-        return row.last == EOS
 
-    def _read(self, row: Response, prompt: Prompt, index: int) -> Rollout:
+    def _read(self, row: Response, prompt: Prompt, sampling: Sampling) -> Rollout:
+        finish: Finish = "eos" if row.last == EOS else "length"
         return one_turn(
             prompt,
-            prompt.first + index,
+            prompt.first + row.place,
             actions=np.stack(row.actions),
             action_logp=np.stack(row.logps),
             versions=np.array(row.versions, np.int32),
-            finish="eos" if row.last == EOS else "length",
+            finish=finish if ended(row, sampling) else "released",
             kept=kept_of(row.kept) if row.kept else None,
         )
+
+
+def ended(row: Response, sampling: Sampling) -> bool:
+    return len(row.actions) == sampling.max_tokens or (row.last == EOS and len(row.actions) > 0)
 
 
 class ToyScorer:
@@ -236,13 +278,15 @@ class ToyLearner:
         spec = TensorSpec("table", "float64", tuple(self.table.shape), 0, body.nbytes)
         return WeightsRef((spec,), body, self.made), fingerprint(self.table)
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         np.save(path / "table.npy", self.table.detach().numpy())
         (path / "update").write_text(str(self.made))
+        write_groups(path, groups)
 
-    async def restore(self, path: Path) -> None:
+    async def restore(self, path: Path) -> Sequence[Group]:
         self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
         self.made = int((path / "update").read_text())
+        return read_groups(path)
 
 
 class ToyGrader:

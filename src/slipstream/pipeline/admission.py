@@ -14,7 +14,7 @@ exactly once, trained or dropped, and admission ends when submitted − dropped 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from slipstream.errors import ConfigError
@@ -44,6 +44,12 @@ class Standing:
     restarted: int
     in_flight: dict[int, int]
     """Groups that had not ended, and the batch each was submitted with."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Of each of them, what its oldest token cannot be older than."""
+    waiting: list[int] = field(default_factory=list)
+    """Those of them that are rolled out, in the order in which they are scored."""
+    ready: list[int] = field(default_factory=list)
+    """And those that are scored, in the order in which they came."""
 
 
 class Admission:
@@ -55,15 +61,15 @@ class Admission:
         self.submitted = standing.submitted if standing else 0
         self.dropped = Counter[str](standing.dropped if standing else {})
         self.restarted = standing.restarted if standing else 0
-        in_flight = standing.in_flight if standing else {}
-        self.live = {number: Ticket(batch, self.version) for number, batch in in_flight.items()}
+        in_flight, versions = (standing.in_flight, standing.versions) if standing else ({}, {})
+        self.live = {n: Ticket(batch, versions.get(n, self.version)) for n, batch in in_flight.items()}
         """Groups between submission and training, in the order of submission."""
         self.batches = Counter(in_flight.values())
         """How many groups are live of those that were submitted together; oldest first."""
-        self.rolling: Line = dict.fromkeys(in_flight)
-        self.waiting: Line = {}
+        self.waiting: Line = dict.fromkeys(standing.waiting if standing else ())
+        self.ready: Line = dict.fromkeys(standing.ready if standing else ())
+        self.rolling: Line = {n: None for n in in_flight if n not in self.waiting and n not in self.ready}
         self.scoring: Line = {}
-        self.ready: Line = {}
         self.learning: Line = {}
         self.trained: Line = {}
         self.published = self.submitted - self.dropped.total() - len(self.live)
@@ -150,12 +156,16 @@ class Admission:
 
     @property
     def standing(self) -> Standing:
+        """What is being scored, or learned from, is so anew where this is gone on with."""
         return Standing(
             version=self.version,
             submitted=self.submitted,
             dropped=dict(self.dropped),
             restarted=self.restarted,
             in_flight={number: ticket.batch for number, ticket in self.live.items()},
+            versions={number: ticket.version for number, ticket in self.live.items()},
+            waiting=[*self.scoring, *self.waiting],
+            ready=[*self.learning, *self.ready],
         )
 
     # --- what happens ----------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Checkpoints: written beside, synced, then renamed, so that what has a name is whole; and found out if it is not.
 
-checkpoints/N holds the learner after update N (a HF directory, and its optimizer), where admission and the run's files
-stood then (`standing.json`), and a manifest of every byte (`durable.seal`). A run that goes on from it forgets whatever
-came later and submits what was in flight again, with the same seeds: every group still ends exactly once.
+checkpoints/N holds the learner after update N (a HF directory, and its optimizer), what was rolled out, scored and half
+rolled out then, where admission and the run's files stood (`standing.json`), and a manifest of every byte
+(`durable.seal`). A run that goes on from it forgets whatever came later and goes on with what was in flight: every
+group still ends exactly once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from slipstream.durable import beside_of, damage, remove, remove_unfinished, sea
 from slipstream.engines.base import Learner
 from slipstream.errors import RunDirError
 from slipstream.pipeline.admission import Standing
+from slipstream.records import Group
 from slipstream.runlog import Mark
 
 STANDING = "standing.json"
@@ -49,15 +51,15 @@ class Checkpoints:
     def at_end(self) -> bool:
         return self.every > 0 or self.minutes > 0
 
-    async def save(self, learner: Learner, standing: Standing, mark: Mark) -> Path:
-        """Nothing may happen between the standing, the mark and this call: they are of one moment."""
+    async def save(self, learner: Learner, standing: Standing, groups: Sequence[Group], mark: Mark) -> Path:
+        """Nothing may happen between the standing, the groups, the mark and this call: they are of one moment."""
         path = self.directory / str(standing.version)
-        if not path.exists():
+        if standing.in_flight or not path.exists():  # what is in flight has gone on since
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
             state = {"admission": asdict(standing), "log": mark}
-            await save_whole(learner, path, {STANDING: json.dumps(state).encode()}, optimizer=True)
+            await save_whole(learner, path, {STANDING: json.dumps(state).encode()}, groups, optimizer=True)
         with writing(path):
             for old in self.existing()[: -self.keep]:
                 remove(self.directory / str(old))
@@ -77,22 +79,32 @@ class Checkpoints:
 
 
 async def save_whole(
-    learner: Learner, path: Path, files: Mapping[str, bytes] | None = None, *, optimizer: bool = False
+    learner: Learner,
+    path: Path,
+    files: Mapping[str, bytes] | None = None,
+    groups: Sequence[Group] = (),
+    *,
+    optimizer: bool = False,
 ) -> None:
     """The student; with `optimizer`, also what the learner needs to go on; and files by their names."""
-    beside = beside_of(path)
+    beside, before = beside_of(path), beside_of(path.with_name(f"{path.name}.old"))
     shutil.rmtree(beside, ignore_errors=True)
     try:
         with writing(path):
             beside.mkdir()
-            await learner.save(beside, optimizer=optimizer)
+            await learner.save(beside, groups, optimizer=optimizer)
             for name, data in (files or {}).items():
                 (beside / name).write_bytes(data)
             await _sealed(beside)
+            if path.exists():
+                path.rename(before)
             beside.rename(path)
             sync(path.parent)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        if before.exists() and not path.exists():
+            before.rename(path)
+        for left in (beside, before):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 async def _sealed(path: Path) -> None:
@@ -128,8 +140,9 @@ def newest(run: Path, number: int | None = None, *, say: Callable[[str], None] =
 def read(path: Path) -> Checkpoint:
     state = json.loads((path / STANDING).read_text("utf-8"))
     saved = state["admission"]
-    in_flight = {int(group): batch for group, batch in saved.pop("in_flight").items()}
-    return Checkpoint(path, Standing(**saved, in_flight=in_flight), state["log"])
+    for by_number in ("in_flight", "versions"):
+        saved[by_number] = {int(number): value for number, value in saved[by_number].items()}
+    return Checkpoint(path, Standing(**saved), state["log"])
 
 
 def _wrong(path: Path) -> str | None:

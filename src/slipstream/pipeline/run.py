@@ -17,7 +17,7 @@ from typing import NoReturn
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
-from slipstream.errors import NonFiniteError, RunDirError, Stalled
+from slipstream.errors import NonFiniteError, RunDirError, Stalled, first_line
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
@@ -25,12 +25,14 @@ from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.pipeline.stages import Flow, Steps, answered, learn, roll, watch
+from slipstream.pipeline.stages import Flow, Save, Steps, answered, go_on, hand_over, learn, watch
 from slipstream.pipeline.trace import Trace
-from slipstream.records import Handle, Prompt
+from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.runlog import Mark, RunLog
 from slipstream.tasks.data import Prompts
 
+HANDING_OVER = 30.0
+"""Seconds for samplers to hand over what they have, when a run is stopped; an answer may have to be graded first."""
 STALLED_SAVE = 60.0
 """Seconds for a checkpoint when nothing moves any more: the learner may be what hangs."""
 
@@ -45,13 +47,17 @@ class Run:
         *,
         held_out: Sequence[Prompt] = (),
         standing: Standing | None = None,
+        groups: Sequence[Group] = (),
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """`standing` is where an earlier part of the run ended; `patience` is not for virtual clocks."""
+        """`standing` is where an earlier part of the run ended, with these `groups` on their way; `patience` is not for
+        virtual clocks."""
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
         self.patience, self.say = patience, say
         self.admission = admission_of(config, standing)
+        self.held = {group[0].header.number: group for group in groups}
+        assert self.held.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
         self.checkpoints = Checkpoints(
             log.path / "checkpoints",
             every=config.checkpoint.every,
@@ -66,7 +72,7 @@ class Run:
             with rare_collections():
                 await self._update_all()
             if self.checkpoints.at_end:
-                await self._save()
+                await self._checkpoint()()
             final = self.log.path / "final"
             await save_whole(self.engines.learner, final)
             return final
@@ -83,10 +89,13 @@ class Run:
             weights, expected = await self.engines.learner.export()
             await publish.publish(flow.samplers, weights, expected, version=self.admission.version, mode="drain")
             await self._evaluate()
-            for number in list(self.admission.rolling):
-                flow.start(number, roll(flow, number))
+            go_on(flow, self.admission.version)
             flow.advance()
-            await learn(flow)
+            try:
+                await learn(flow)
+            except BaseException:
+                await self._hand_over(flow)
+                raise
             if watchdog:
                 watchdog.cancel()
 
@@ -121,9 +130,24 @@ class Run:
             trace=trace,
             tasks=tasks,
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
-            after_step=self._checkpoint,
+            due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
+            checkpoint=self._checkpoint,
             after_publish=self._evaluate,
+            held=self.held,
         )
+
+    async def _hand_over(self, flow: Flow) -> None:
+        """For the checkpoint of a run that stops; whoever cannot hand over does not hold it up."""
+        flow.ending = True
+        try:
+            await asyncio.wait_for(hand_over(flow), HANDING_OVER)
+        except Exception as error:  # the cause of the stop is what matters
+            why = (
+                f"{HANDING_OVER:.0f} s were not enough"
+                if isinstance(error, TimeoutError)
+                else first_line(_cause(error))
+            )
+            self.say(f"what was half rolled out begins again: {why}")
 
     async def _stopped(self, cause: BaseException) -> NoReturn:
         """Save what can be gone on from, account for what was in flight, and raise one cause instead of a group.
@@ -143,7 +167,7 @@ class Run:
             raise cause from cause.__cause__
         limit = STALLED_SAVE if isinstance(cause, Stalled) else None
         try:
-            path = await asyncio.wait_for(self._save(mark), limit)
+            path = await asyncio.wait_for(self._checkpoint(mark)(), limit)
         except Exception as error:  # the learner itself may be what failed: the cause is what matters
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
@@ -151,16 +175,17 @@ class Run:
                 raise NonFiniteError(f"{cause}; the weights of update {self.admission.version} are in {path}") from None
         raise cause from cause.__cause__
 
-    async def _checkpoint(self) -> None:
-        if self.flow and self.checkpoints.due(self.admission.version, self.flow.trace.now()):
-            with self.flow.learning.busy("checkpoint", "other"):
-                await self._save()
-
     def _mark(self) -> Mark:
         return self.log.mark(time=self.flow.trace.now() if self.flow else self.log.time)
 
-    async def _save(self, mark: Mark | None = None) -> Path:
-        return await self.checkpoints.save(self.engines.learner, self.admission.standing, mark or self._mark())
+    def _checkpoint(self, mark: Mark | None = None) -> Save:
+        groups = [self.held[number] for number in self.admission.live if self.held.get(number)]
+        standing, mark = self.admission.standing, mark or self._mark()
+
+        async def save() -> Path:
+            return await self.checkpoints.save(self.engines.learner, standing, groups, mark)
+
+        return save
 
     async def _evaluate(self) -> None:
         every, rewards, update = self.config.eval.every, self.config.task.reward, self.admission.version
@@ -169,12 +194,15 @@ class Run:
             return
 
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
-            async def answer(worker: Worker[Sampler]) -> list[Handle]:
-                return answered(await worker.engine.generate(prompt, sampling))
+            async def answer(worker: Worker[Sampler]) -> Group:
+                found = await worker.engine.generate(prompt, sampling, group)
+                return found if unfinished(found) else answered(found)
 
-            group = await flow.samplers.call(f"held-out prompt {prompt.number}", answer)
+            group: Group = ()
+            while unfinished(group):
+                group = await flow.samplers.call(f"held-out prompt {prompt.number}", answer)
             flow.moved = flow.trace.now()
-            return group
+            return list(group)
 
         groups = await answers(generate, self.held_out, eval_sampling(self.config))
         self.log.metrics("eval", summary(groups, rewards[0]), update=update)

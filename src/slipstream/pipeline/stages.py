@@ -7,20 +7,22 @@
 | learn     | scored groups    | updates         | a batch, its turn, the publish  | mark, drop, deliver     |
 | deliver   | one update       | new weights     | samplers                        | –                       |
 
-`advance` starts every roll and mark that may start; it is called wherever something has changed.
+`advance` starts every roll and mark that may start; it is called wherever something has changed. Before a checkpoint,
+`hand_over` takes what rolls out back from the samplers, and `go_on` gives it to them again under the new weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
-from slipstream.errors import Stalled
+from slipstream.errors import Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
@@ -28,7 +30,7 @@ from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.tries import GivenUp
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, total
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, total, unfinished
 
 T = TypeVar("T")
 
@@ -44,6 +46,9 @@ class Steps:
         parts = batch.parts(self.minibatches)
         of_group = iter(counts)
         return [(part, total(islice(of_group, len(part.groups)))) for part in parts] * self.epochs
+
+
+Save = Callable[[], Coroutine[Any, Any, Path]]
 
 
 @dataclass
@@ -62,14 +67,22 @@ class Flow:
     trace: Trace
     tasks: asyncio.TaskGroup
     passes: Steps
-    after_step: Callable[[], Coroutine[Any, Any, None]]
-    """With the learner at rest at the end of an update."""
+    due: Callable[[], bool]
+    """Whether there is to be a checkpoint at the end of this update."""
+    checkpoint: Callable[[], Save]
+    """How to save what there is at this moment, later."""
     after_publish: Callable[[], Awaitable[None]]
     """With the newest weights in every sampler, before anything starts under them."""
     held: dict[int, Group] = field(default_factory=dict)
-    """The newest handles of every group that has any."""
+    """The newest handles of every group that has any: half rolled out, too, when it was handed over."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """The task that a group is in, if it is in one."""
+    drawing: set[int] = field(default_factory=set)
+    """Groups that a sampler has."""
+    still: bool = True
+    """Nothing rolls out until `go_on`."""
+    ending: bool = False
+    """Nor ever again."""
     moved: float = 0.0
     """When something last changed."""
     torn: bool = False
@@ -80,17 +93,21 @@ class Flow:
     """What the learner waits for, and since when."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def start(self, number: int, work: Coroutine[Any, Any, None]) -> None:
-        self.running[number] = self.tasks.create_task(work)
+    def start(self, number: int, work: Callable[[Flow, int], Coroutine[Any, Any, None]]) -> None:
+        self.running[number] = self.tasks.create_task(work(self, number))
+
+    def begin(self, numbers: Iterable[int]) -> None:
+        """Roll them out, as soon as anything may."""
+        for number in () if self.still else numbers:
+            self.start(number, roll)
 
     def advance(self) -> None:
         """Something has changed: start all that may start now, and let those who wait look again."""
         for number in self.admission.outdated():
             self.renew(number)
-        for number in self.admission.submit():
-            self.start(number, roll(self, number))
+        self.begin(self.admission.submit())
         for number in self.admission.take():
-            self.start(number, mark(self, number))
+            self.start(number, mark)
         self.moved = self.trace.now()
         self.changed.set()
 
@@ -112,7 +129,7 @@ class Flow:
 
     def forget(self, number: int) -> None:
         """Throw away what a group has so far, and cancel what it is in."""
-        self.account.thrown += sum(handle.header.tokens for handle in self.held.pop(number, ()))
+        self.account.thrown += tokens_of(self.held.pop(number, ()))
         task = self.running.pop(number, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -124,7 +141,7 @@ class Flow:
         else:
             self.forget(number)
             self.admission.restart(number)
-            self.start(number, roll(self, number))
+            self.begin([number])
 
     def report(self) -> str:
         """Who waits for whom, and since when."""
@@ -145,20 +162,37 @@ class Flow:
 
 
 async def roll(flow: Flow, number: int) -> None:
+    """To its end, wherever it has come to: a sampler may hand it over, and the next one goes on with it."""
     prompt = flow.prompt(number)
 
-    async def generate(worker: Worker[Sampler]) -> list[Handle]:
-        rolled = await worker.engine.generate(prompt, flow.sampling)
+    async def generate(worker: Worker[Sampler]) -> Group:
+        begun = flow.held.get(number, ())
+        if flow.still:
+            return begun
+        flow.drawing.add(number)
+        try:
+            rolled = await worker.engine.generate(prompt, flow.sampling, begun)
+        finally:
+            flow.drawing.discard(number)
+            flow.changed.set()
+        worker.track.tokens -= tokens_of(begun)
+        if unfinished(rolled):
+            worker.track.tokens += tokens_of(rolled)
+            return rolled
         group = answered(rolled)
         flow.account.failed(len(rolled) - len(group))
         beside = sum(handle.header.greedy_tokens for handle in rolled)
         flow.account.greedy_tokens += beside
-        worker.track.tokens += beside + sum(handle.header.tokens for handle in group)
+        worker.track.tokens += beside + tokens_of(group)
         flow.trace.leaves(worker.track, number)
         return group
 
     try:
-        group = await flow.samplers.call(number, generate)
+        while unfinished(group := await flow.samplers.call(number, generate)):
+            flow.held[number] = group
+            if flow.still:
+                flow.running.pop(number, None)
+                return
     except GivenUp as failure:
         flow.drop(number, "rollout failed", str(failure))
     else:
@@ -167,6 +201,39 @@ async def roll(flow: Flow, number: int) -> None:
         flow.admission.rolled(number, min(trained, default=flow.admission.live[number].version))
     flow.running.pop(number, None)
     flow.advance()
+
+
+def tokens_of(group: Group) -> int:
+    return sum(handle.header.tokens for handle in group)
+
+
+async def hand_over(flow: Flow) -> None:
+    """What rolls out comes back as it is, at the next token boundary, and waits for `go_on`."""
+    flow.still = True
+
+    async def release(worker: Worker[Sampler]) -> None:
+        try:
+            await worker.engine.release()
+        except WorkerDied as error:
+            flow.samplers.bury(worker, error)
+
+    async with asyncio.TaskGroup() as tasks:
+        for worker in list(flow.samplers.workers):
+            tasks.create_task(release(worker))
+    await flow.until("rollouts that are handed over", lambda: not flow.drawing)
+
+
+def go_on(flow: Flow, version: int) -> None:
+    """With what was handed over, in the order of submission, by samplers that have the weights of this version."""
+    if not flow.still or flow.ending:
+        return
+    flow.still = False
+    rolling = [number for number in flow.admission.live if number in flow.admission.rolling]
+    if flow.admission.schedule.publish == "restart":
+        for number in rolling:
+            if any(handle.header.oldest < version for handle in flow.held.get(number, ())):
+                flow.account.thrown += tokens_of(flow.held.pop(number))
+    flow.begin(number for number in rolling if number not in flow.running)
 
 
 def answered(group: Group) -> list[Handle]:
@@ -182,7 +249,7 @@ async def mark(flow: Flow, number: int) -> None:
 
     async def score(worker: Worker[Scorer]) -> list[Handle]:
         group = await worker.engine.score(flow.held[number])
-        worker.track.tokens += sum(handle.header.tokens for handle in group)
+        worker.track.tokens += tokens_of(group)
         return group
 
     try:
@@ -225,7 +292,10 @@ async def learn(flow: Flow) -> None:
             await gather(flow, update, admission.learn())
         update.seconds["weights"] += await flow.until("weights in the samplers", lambda: not admission.gated)
         await unbroken(flow, finish(flow, update))
-        await unbroken(flow, flow.after_step())
+        save = None
+        if flow.due():
+            await unbroken(flow, hand_over(flow))
+            save = flow.checkpoint()
         if admission.gated:
             with flow.learning.busy("export", "other"):
                 weights, expected = await flow.learner.export()
@@ -234,7 +304,11 @@ async def learn(flow: Flow) -> None:
             )
             flow.tasks.create_task(deliver(flow, publishing))
         else:
+            go_on(flow, admission.published_version)
             flow.advance()
+        if save is not None:  # the learner stays at rest; the samplers do not wait for it
+            with flow.learning.busy("checkpoint", "other"):
+                await unbroken(flow, save())
 
 
 async def until_enough(flow: Flow, update: Update) -> None:
@@ -251,7 +325,7 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
 
     A part of a batch cannot know the counts of the whole: it is a plain sum, which the step divides.
     """
-    groups = tuple(flow.held.pop(number) for number in numbers)
+    groups = tuple(flow.held[number] for number in numbers)
     batch, began = Batch(groups, update.number), flow.trace.now()
     with flow.learning.busy(f"update {update.number}"):
         for number in numbers:
@@ -279,6 +353,8 @@ async def finish(flow: Flow, update: Update) -> None:
         flow.torn = False
     update.seconds["learn"] += flow.trace.now() - began
     version = flow.admission.version
+    for number in flow.admission.learning:
+        del flow.held[number]
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
     flow.account.trained(update.groups, update=update.number, version=version, size=flow.sampling.group)
@@ -292,6 +368,7 @@ async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
     flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
     await flow.after_publish()
     flow.admission.publish()
+    go_on(flow, flow.admission.version)
     flow.advance()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,12 @@ Say = Callable[[str], None]
 
 
 class RemoteSampler(RemoteWorker):
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group: list[Handle] = await self.call("generate", prompt, sampling)
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group: list[Handle] = await self.call("generate", prompt, sampling, begun)
         return group
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        await self.call("release", tuple(numbers))
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         loaded: Loaded = await self.call("publish", weights, mode)
@@ -58,11 +61,12 @@ class RemoteLearner(RemoteWorker):
         weights, fingerprint = await self.call("export")
         return weights, fingerprint
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
-        await self.call("save", path.absolute(), optimizer=optimizer)
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        await self.call("save", path.absolute(), list(groups), optimizer=optimizer)
 
-    async def restore(self, path: Path) -> None:
-        await self.call("restore", path.absolute())
+    async def restore(self, path: Path) -> Sequence[Group]:
+        groups: Sequence[Group] = await self.call("restore", path.absolute())
+        return groups
 
 
 @dataclass(frozen=True)

@@ -63,11 +63,12 @@ class RankedLearner:
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         return (await self._all(lambda rank: self.ranks[rank].export()))[0]
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
-        await self._all(lambda rank: self.ranks[rank].save(path, optimizer=optimizer))
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        """The first rank writes."""
+        await self._all(lambda rank: self.ranks[rank].save(path, () if rank else groups, optimizer=optimizer))
 
-    async def restore(self, path: Path) -> None:
-        await self._all(lambda rank: self.ranks[rank].restore(path))
+    async def restore(self, path: Path) -> Sequence[Group]:
+        return (await self._all(lambda rank: self.ranks[rank].restore(path)))[0]
 
     # --- who gets what ---------------------------------------------------------------------------------------
 

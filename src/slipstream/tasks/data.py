@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import DataError, did_you_mean, first_line
-from slipstream.records import Ints, Prompt, derive_seed
+from slipstream.records import Ints, Prompt, derive_seed, is_json
 from slipstream.tasks import arithmetic
 
 Messages = list[dict[str, Any]]
@@ -167,6 +167,11 @@ def _row(where: str, fields: Any) -> Row:
         raise DataError(f"{where}: 'tools' are for a chat template: write the prompt as a list of messages")
     known = ("prompt", "messages", "data_source", "ground_truth", "answer", "id", "tools")
     truth = fields.get("ground_truth") if fields.get("ground_truth") is not None else fields.get("answer")
+    if not is_json(truth):
+        raise DataError(
+            f"{where}: the answer is of type {type(truth).__name__}, which no checkpoint holds: write it as text, a "
+            "number, or lists and objects of those"
+        )
     return Row(
         id=str(fields["id"]) if fields.get("id") is not None else where,
         prompt=prompt,
@@ -245,7 +250,7 @@ class Prompts:
             ground_truth=row.ground_truth,
             teacher=self.teachers[index],
             seed=derive_seed(self.seed, number),
-            meta=row.meta,
+            meta={name: value for name, value in row.meta.items() if is_json(value)},
         )
 
 

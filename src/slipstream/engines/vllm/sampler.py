@@ -14,6 +14,7 @@ import asyncio
 import re
 import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -26,10 +27,24 @@ from slipstream.engines.native.model import empty_model
 from slipstream.engines.vllm.core import COLDEST, Core, Settings, failed, known, version
 from slipstream.engines.weights import check_fits, combined, fingerprinted
 from slipstream.errors import EngineError, ModelError, NonFiniteError
-from slipstream.records import Finish, Handle, Prompt, Rollout, derive_seed, header_of, one_turn
+from slipstream.records import (
+    Finish,
+    Group,
+    Handle,
+    Prompt,
+    Rollout,
+    continued,
+    derive_seed,
+    handed_over,
+    header_of,
+    one_turn,
+)
 
 EXTENSION = "slipstream.engines.vllm.worker.Extension"
 SHARED_MEMORY = Path("/dev/shm")
+ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
+AGAIN = 0.01
+"""Seconds after which a request is aborted again that had not come to vLLM."""
 PAUSES: dict[Mode, str] = {"keep": "keep", "drain": "wait", "restart": "abort"}
 
 
@@ -39,7 +54,18 @@ class Open:
 
     prompt: Prompt
     sampling: Sampling
+    begun: dict[int, Rollout] = field(default_factory=dict)
+    """What other calls left of its members, by their place."""
     done: dict[int, Any] = field(default_factory=dict)
+    calls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """The requests to vLLM, by their names."""
+    released: bool = False
+
+    @property
+    def left(self) -> list[int]:
+        """The members that are still to be drawn."""
+        found = self.begun
+        return [i for i in range(self.sampling.group) if i not in found or found[i].finish == "released"]
 
     @property
     def aborted(self) -> bool:
@@ -47,7 +73,16 @@ class Open:
 
     @property
     def tokens(self) -> int:
-        return sum(len(output.token_ids) for output in self.done.values())
+        begun = sum(len(rollout.tokens) for rollout in self.begun.values())
+        return begun + sum(len(output.token_ids) for output in self.done.values())
+
+    def so_far(self, index: int) -> Rollout | None:
+        """A member, with what earlier calls drew of it."""
+        begun, output = self.begun.get(index), self.done.get(index)
+        if output is None or not output.token_ids:
+            return begun
+        rest = rollout_of(self.prompt, index, output, self.sampling)
+        return continued(begun, rest) if begun else rest
 
 
 class VllmSampler:
@@ -98,7 +133,7 @@ class VllmSampler:
 
     # --- generating ------------------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if len(prompt.tokens) + sampling.max_tokens > self.core.context:
             raise ModelError(
                 f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
@@ -118,39 +153,63 @@ class VllmSampler:
                 f"prompt {prompt.id} continues a response, whose draws vLLM would begin again: write "
                 "sampler.engine = 'native'"
             )
-        return await self.core.call(self._group(prompt, sampling))
+        return await self.core.call(self._group(prompt, sampling, begun))
 
-    async def _group(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group = Open(prompt, sampling)
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        await self.core.call(self._release(numbers))
+
+    async def _release(self, numbers: Collection[int]) -> None:
+        for group in [group for group in self.open if not numbers or group.prompt.number in numbers]:
+            group.released = True
+            while running := [call for call in group.calls.values() if not call.done()]:
+                await self.core.llm.abort(list(group.calls))  # those that have come to it by now
+                await asyncio.wait(running, timeout=AGAIN)
+
+    async def _group(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group = Open(prompt, sampling, {handle.body.index: handle.body for handle in begun})
         self.open.add(group)
         try:
-            while not group.done or group.aborted:
+            while not group.released and group.left and (not group.done or group.aborted):
                 await self.counted.wait()
+                if group.aborted:
+                    group.begun.clear()
                 group.done.clear()
+                if group.released:
+                    break
                 async with asyncio.TaskGroup() as members:  # whoever cancels, or fails, aborts them all
-                    for index in range(sampling.group):
-                        members.create_task(self._member(group, index))
+                    group.calls = {
+                        name: members.create_task(self._member(group, index, name))
+                        for index, name in zip(group.left, map(str, self.numbers), strict=False)
+                    }
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
             self.open.discard(group)
-        rollouts = [rollout_of(prompt, index, group.done[index], sampling) for index in range(sampling.group)]
+        rollouts = [rollout for index in range(sampling.group) if (rollout := group.so_far(index))]
+        if len(rollouts) < sampling.group or any(rollout.finish == "released" for rollout in rollouts):
+            return handed_over(rollouts)
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
 
-    async def _member(self, group: Open, index: int) -> None:
+    async def _member(self, group: Open, index: int, name: str) -> None:
+        """The rest of a response: what was drawn of it before is read with the prompt.
+
+        vLLM draws from one stream of random numbers per request, so the rest has a stream of its own.
+        """
         from vllm.inputs import TokensPrompt
 
         if self.failure is not None:
             raise self.failure
-        tokens = TokensPrompt(prompt_token_ids=group.prompt.tokens.tolist())
-        params = self._params(group.sampling, derive_seed(group.prompt.seed, index))
-        (output,) = [out async for out in self.core.llm.generate(tokens, params, str(next(self.numbers)))]
+        begun = group.begun[index].tokens if index in group.begun else group.prompt.tokens[:0]
+        cut = (len(begun),) if len(begun) else ()
+        tokens = TokensPrompt(prompt_token_ids=[*group.prompt.tokens.tolist(), *begun.tolist()])
+        params = self._params(group.sampling, derive_seed(group.prompt.seed, index, *cut), drawn=len(begun))
+        (output,) = [out async for out in self.core.llm.generate(tokens, params, name)]
         (answer,) = output.outputs
         if answer.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"vLLM ended a response to prompt {group.prompt.id} with {answer.finish_reason!r}")
         group.done[index] = answer
 
-    def _params(self, sampling: Sampling, seed: int) -> Any:
+    def _params(self, sampling: Sampling, seed: int, *, drawn: int) -> Any:
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         greedy = sampling.temperature == 0
@@ -160,7 +219,7 @@ class VllmSampler:
             top_k=sampling.top_k,
             min_p=sampling.min_p,
             seed=seed,
-            max_tokens=sampling.max_tokens,
+            max_tokens=sampling.max_tokens - drawn,
             stop_token_ids=self.stop_ids,
             ignore_eos=True,  # it ends where our stop ids say, and those hold it
             logprobs=0 if greedy else sampling.best or sampling.draws - 1,
@@ -265,7 +324,7 @@ def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> R
     versions = np.empty(len(tokens), np.int32)
     for span in output.weight_versions:
         versions[span.start : span.end] = -1 if span.version == "default" else int(span.version)
-    finish: Finish = "eos" if output.finish_reason == "stop" else "length"
+    finish = ENDS[output.finish_reason]
     drawn, best = slice(sampling.draws), slice(sampling.draws, None)
     return one_turn(
         prompt,

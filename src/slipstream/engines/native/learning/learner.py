@@ -110,11 +110,11 @@ class NativeLearner:
     async def export(self) -> tuple[WeightsRef, Fingerprint]:
         return await self._run(self._export)
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
-        await self._run(lambda: self._save(path, optimizer))
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        await self._run(lambda: self._save(path, groups, optimizer))
 
-    async def restore(self, path: Path) -> None:
-        await self._run(lambda: self._restore(path))
+    async def restore(self, path: Path) -> Sequence[Group]:
+        return await self._run(lambda: self._restore(path))
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.thread, work)
@@ -250,13 +250,26 @@ class NativeLearner:
 
     # --- weights ---------------------------------------------------------------------------------------------
 
-    def _save(self, path: Path, optimizer: bool) -> None:
+    def _save(self, path: Path, groups: Sequence[Group], optimizer: bool) -> None:
         own = self.optimizer if optimizer else None
         before = self.snapshots.state(PREVIOUS) if self.method.previous else {}
         beta = self._next_beta() if self.method.steers else None
-        save(path, self.lm, self.tokenizer, self.ranks, update=self.made, optimizer=own, previous=before, beta=beta)
+        drew = {version for group in groups for handle in group for version, _ in handle.header.versions}
+        asked = sorted(set().union(*self.ranks.gathered(drew)) - {self.made}) if optimizer else []
+        save(
+            path,
+            self.lm,
+            self.tokenizer,
+            self.ranks,
+            update=self.made,
+            optimizer=own,
+            previous=before,
+            beta=beta,
+            groups=groups,
+            versions={version: self.snapshots.state(version) for version in asked if version in self.snapshots},
+        )
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, path: Path) -> Sequence[Group]:
         found = restore(path, self.lm, self.optimizer, self.ranks, lora=self.config.lora is not None)
         if self.method.previous:
             if not found.previous:
@@ -273,6 +286,10 @@ class NativeLearner:
                 )
             self.beta, self.kl = found.beta, []
         self.update, self.made = 0, found.update
+        if self.snapshots.keep:
+            for version, state in found.versions.items():
+                self.snapshots.put(version, state, host=True)
+        return found.groups
 
     def _export(self) -> tuple[WeightsRef, Fingerprint]:
         if self.snapshots.keep:

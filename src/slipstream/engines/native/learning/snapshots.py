@@ -43,10 +43,13 @@ class Snapshots:
         held = zip(self.trained.items(), self.held[version], strict=True)
         return {name: part_of(tensor, own) for (name, own), tensor in held}
 
-    def put(self, version: Version, state: Mapping[str, Tensor]) -> None:
-        """A version from a state dict of whole weights, to where the weights are."""
+    def put(self, version: Version, state: Mapping[str, Tensor], *, host: bool = False) -> None:
+        """A version from a state dict of whole weights, to where the weights are unless to the host."""
         slices = [local(slice_of(state[name], own)) for name, own in self.trained.items()]
-        self.held[version] = [tensor.to(own, copy=True) for tensor, own in zip(slices, self.parameters, strict=True)]
+        self.held[version] = [
+            tensor.to("cpu" if host else own.device, own.dtype, copy=True)
+            for tensor, own in zip(slices, self.parameters, strict=True)
+        ]
 
     @contextmanager
     def under(self, version: Version) -> Iterator[None]:

@@ -1,12 +1,13 @@
 """The learner on disk: an ordinary model directory, and what it takes to go on, whatever the number of ranks then.
 
-Beside the model lie `learner.safetensors` (moments, adapters, the weights before the last update) and `learner.json`.
+Beside the model lie `learner.safetensors` (moments, adapters, the weights before the last update, and those of versions
+that drew what is on its way), `learner.json`, and the groups that are on their way (`recordfile`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +20,10 @@ from torch import Tensor
 from slipstream.engines.native.lora import merged
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.ranks import Ranks, slice_of
+from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.engines.weights import is_adapter
 from slipstream.errors import RunDirError, first_line
+from slipstream.records import Group
 
 TENSORS, NUMBERS = "learner.safetensors", "learner.json"
 Moments = dict[int, dict[str, Tensor]]
@@ -37,15 +40,19 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     previous: Mapping[str, Tensor],
     beta: float | None,
+    groups: Sequence[Group] = (),
+    versions: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """The first rank writes; all take part. Without an optimizer, only the model.
 
     `previous`: the weights before the last update, of what is trained, if the method compares with them. `beta`: what
-    the KL to the reference will count, if it is steered.
+    the KL to the reference will count, if it is steered. `versions`: weights that drew tokens of the `groups`, as far
+    as they are kept; the first rank has the groups.
     """
     state = ranks.on_first(lm.model.state_dict(keep_vars=True))
     moments: Moments = ranks.on_first(optimizer.state_dict())["state"] if optimizer else {}
     before = ranks.on_first(dict(previous)) if optimizer else {}
+    drew = {f"version {version}": ranks.on_first(dict(held)) for version, held in versions.items()}
     if ranks.index > 0:
         return
     with said_by_libraries(path):
@@ -55,10 +62,13 @@ def save(
         if optimizer:
             adapters = {name: value for name, value in state.items() if is_adapter(name)}
             of_weights = {f"{index}.{name}": value for index, own in moments.items() for name, value in own.items()}
-            parts = {"moments": of_weights, "adapters": adapters, "previous": before}
+            parts = {"moments": of_weights, "adapters": adapters, "previous": before, **drew}
             tensors = {f"{part}/{name}": value for part, held in parts.items() for name, value in held.items()}
             save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / TENSORS)
-            (path / NUMBERS).write_text(json.dumps({"update": update, "beta": beta}))
+            numbers = {"update": update, "beta": beta, "versions": list(versions)}
+            (path / NUMBERS).write_text(json.dumps(numbers))
+    if optimizer:
+        write_groups(path, groups)
 
 
 @contextmanager
@@ -75,10 +85,13 @@ class Restored(NamedTuple):
     update: int
     previous: dict[str, Tensor]
     beta: float | None
+    versions: dict[int, dict[str, Tensor]]
+    groups: Sequence[Group]
 
 
 def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> Restored:
-    """Every rank reads for itself; how many there were does not matter."""
+    """Every rank reads for itself; how many there were does not matter. The first one has the groups."""
+    saved = json.loads((path / NUMBERS).read_text())
     with safe_open(path / TENSORS, framework="pt") as file:
 
         def part(name: str) -> dict[str, Tensor]:
@@ -91,6 +104,7 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
             index, _, kind = name.partition(".")
             moments.setdefault(int(index), {})[kind] = value
         previous = part("previous")
+        versions = {version: part(f"version {version}") for version in saved["versions"]}
     if not lora:
         dtype, device = str(lm.head.weight.dtype).removeprefix("torch."), "cpu" if ranks.size > 1 else str(lm.device)
         weights = load_model(str(path), dtype=dtype, device=device).model.state_dict()
@@ -98,8 +112,8 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     weights = {name: slice_of(weights[name], own[name]) for name in weights}
     lm.model.load_state_dict(weights, strict=not lora)
     restore_moments(optimizer, moments)
-    saved = json.loads((path / NUMBERS).read_text())
-    return Restored(int(saved["update"]), previous, saved["beta"])
+    groups = [] if ranks.index else read_groups(path)
+    return Restored(int(saved["update"]), previous, saved["beta"], versions, groups)
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
-from slipstream.records import Handle, Ints, Prompt, Rollout
+from slipstream.records import Group, Handle, Ints, Prompt, Rollout, handed_over, header_of
 
 Told = tuple[asyncio.Future[Any], Any]
 """Whose future, and the answer."""
@@ -19,11 +19,42 @@ class Request:
     sampling: Sampling
     answer: asyncio.Future[list[Handle]]
     done: dict[int, Rollout] = field(default_factory=dict)
+    """Members that are complete, by their place in the group."""
+    begun: dict[int, Rollout] = field(default_factory=dict)
+    """Those that are to be gone on with, or were until they left; not while they run."""
+    released: bool = False
 
     @property
     def aborted(self) -> bool:
         """Nobody waits any more: whoever cancels `generate` cancels the future that it awaits."""
         return self.answer.cancelled()
+
+    @property
+    def left(self) -> list[int]:
+        """The members that are still to be drawn."""
+        return [place for place in range(self.sampling.group) if place not in self.done]
+
+    def group(self) -> list[Handle]:
+        """The answer: all members, or what there is of them."""
+        if self.left:
+            have = self.done | self.begun
+            return handed_over(have[place] for place in sorted(have))
+        return [Handle(header_of(self.done[place]), self.done[place]) for place in range(self.sampling.group)]
+
+    def forget(self) -> int:
+        """Begin again; returns how many tokens that costs."""
+        thrown = sum(len(rollout.tokens) for rollout in (self.done | self.begun).values())
+        self.done.clear()
+        self.begun.clear()
+        return thrown
+
+
+def requested(prompt: Prompt, sampling: Sampling, answer: asyncio.Future[list[Handle]], begun: Group = ()) -> Request:
+    members = {handle.body.index - prompt.first: handle.body for handle in begun}
+    request = Request(prompt, sampling, answer)
+    for place, rollout in members.items():
+        (request.begun if rollout.finish == "released" else request.done)[place] = rollout
+    return request
 
 
 @dataclass(eq=False)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -24,11 +25,11 @@ from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, filled, prove
-from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told
+from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told, requested
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
-from slipstream.records import Handle, Prompt, header_of, kept_of
+from slipstream.records import Finish, Group, Handle, Prompt, Rollout, kept_of
 
 GATHERED = 8
 """This part of the slots must be free before some are filled."""
@@ -61,7 +62,7 @@ class NativeSampler:
 
     # --- on the event loop -----------------------------------------------------------------------------------
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if sampling.group > self.count:
             raise ValueError(f"a group of {sampling.group} does not fit into {self.count} slots")
         if len(prompt.tokens) + sampling.max_tokens > self.lm.longest:
@@ -69,10 +70,20 @@ class NativeSampler:
                 f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
                 f"exceeds the context of {self.lm.longest}"
             )
-        request = Request(prompt, sampling, asyncio.get_running_loop().create_future())
+        request = requested(prompt, sampling, asyncio.get_running_loop().create_future(), begun)
+        if not request.left:
+            return request.group()
         self.waiting.append(request)
         await self._answered(request)
         return request.answer.result()
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        asked = [item for item in self.open if isinstance(item, Request)]
+        leaving = [request for request in asked if not numbers or request.prompt.number in numbers]
+        for request in leaving:
+            request.released = True
+        if leaving:
+            await asyncio.wait([request.answer for request in leaving])
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         answer: asyncio.Future[Loaded] = asyncio.get_running_loop().create_future()
@@ -122,10 +133,22 @@ class NativeSampler:
     def _step(self) -> list[Told]:
         """New weights, or one token for every running row and the first one for those that find room now."""
         self._abort()
-        return self._publish() or self._draw()
+        return self._release() or self._publish() or self._draw()
 
     def _abort(self) -> None:
         self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
+
+    def _release(self) -> list[Told]:
+        """Groups that are handed over leave, wherever they are, with what has been drawn of them."""
+        running = {row.request: None for row in self.rows}
+        leaving = [request for request in [*running, *list(self.waiting)] if request.released]
+        for slot in (slots := [slot for slot, row in enumerate(self.rows) if row.request.released]):
+            self.rows[slot].request.begun[self.rows[slot].index] = self._read(slot, "released")
+        self._vacate(slots)
+        for request in leaving:
+            if request not in running:
+                self.waiting.remove(request)
+        return [(request.answer, request.group()) for request in leaving]
 
     def _publish(self) -> list[Told]:
         """Every publish whose turn it is; one that drains waits for running rows, and holds up those behind it."""
@@ -144,36 +167,34 @@ class NativeSampler:
         found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
         loaded = time.perf_counter()
         if self.rows and self.rebuilds:
-            self._rebuild()
+            self._read_again(range(len(self.rows)))
         rebuilt = time.perf_counter()
         return Loaded(found, wait=still - publish.called, load=loaded - still, rebuild=rebuilt - loaded, thrown=thrown)
 
     def _restart(self) -> int:
         """Send running requests back to the head of the queue, in their order; returns how many tokens that costs."""
-        requests = list(dict.fromkeys(row.request for row in self.rows))
         thrown = sum(row.tokens for row in self.rows)
-        for request in reversed(requests):
-            thrown += sum(len(rollout.tokens) for rollout in request.done.values())
-            request.done.clear()
-            self.waiting.appendleft(request)
+        self.waiting.extendleft(reversed(dict.fromkeys(row.request for row in self.rows)))
         self.rows.clear()
-        return thrown
+        return thrown + sum(request.forget() for request in list(self.waiting))
 
-    def _rebuild(self) -> None:
-        """The prefixes of all running rows under the new weights. Their newest token has not been through the model.
+    def _read_again(self, slots: Iterable[int]) -> None:
+        """The prefixes of running rows, under the weights as they are. Their newest token has not been through them.
 
         What members of a group share, their prompt, is read once; not by a model with recurrent states.
         """
         groups, reads = dict[Request, list[int]](), list[Read]()
-        for slot, row in enumerate(self.rows):
-            groups.setdefault(row.request, []).append(slot)
-        for request, slots in groups.items():
-            shared = 0 if len(slots) == 1 or self.decoder.slots.recurrent else len(request.prompt.tokens)
+        for slot in slots:
+            groups.setdefault(self.rows[slot].request, []).append(slot)
+        for request, members in groups.items():
+            shared = 0 if len(members) == 1 or self.decoder.slots.recurrent else len(request.prompt.tokens)
             if shared:
-                reads.append(Read(slots, 0, shared))
-            rests = [Read((slot,), shared, self.rows[slot].length - 1) for slot in slots]
+                reads.append(Read(members, 0, shared))
+            rests = [Read((slot,), shared, self.rows[slot].length - 1) for slot in members]
             reads += [rest for rest in rests if rest.count]
         reads.sort(key=lambda read: (read.first > 0, read.count))
+        if not reads:
+            return
         self.decoder.step(self.tape.ids_SL, (), reads)
         if self.lm.device.type == "cuda":
             torch.cuda.synchronize(self.lm.device)  # so that the time this takes is seen
@@ -192,27 +213,41 @@ class NativeSampler:
             if request.aborted:
                 self.waiting.popleft()
                 continue
-            free, room = free - request.sampling.group, room - len(request.prompt.tokens)
+            free, room = free - len(request.left), room - len(request.prompt.tokens)
             if free < 0 or (admitted and room < 0):
                 break
             admitted.append(self.waiting.popleft())
         admitted.sort(key=lambda request: len(request.prompt.tokens))
-        return [self._seat(request) for request in admitted]
+        fresh = [(request, [place for place in request.left if place not in request.begun]) for request in admitted]
+        self._read_again([slot for request in admitted for slot in self._go_on(request)])
+        return [
+            Read(self._seat(request, members), 0, len(request.prompt.tokens)) for request, members in fresh if members
+        ]
 
-    def _seat(self, request: Request) -> Read:
-        sampling, start = request.sampling, len(self.rows)
+    def _seat(self, request: Request, members: Sequence[int]) -> Sequence[int]:
+        """In the first slots that are free, with their prompt; returns which."""
+        start, length = len(self.rows), len(request.prompt.tokens)
         dtype = torch.promote_types(self.lm.head.weight.dtype, torch.float32)
-        self.tape.seat(start, request.prompt, sampling, dtype)
-        length = len(request.prompt.tokens)
-        self.rows += [Row(request, index, length) for index in range(sampling.group)]
-        return Read(range(start, len(self.rows)), 0, length)
+        self.tape.seat(start, request.prompt, members, request.sampling, dtype)
+        self.rows += [Row(request, index, length) for index in members]
+        return range(start, len(self.rows))
+
+    def _go_on(self, request: Request) -> Sequence[int]:
+        """Seat the members that were handed over to here as if they had been running all the time."""
+        begun, request.begun = request.begun, {}
+        slots = self._seat(request, list(begun)) if begun else ()
+        for slot, rollout in zip(slots, begun.values(), strict=True):
+            self.tape.write(slot, rollout)
+            self.rows[slot].length += len(rollout.tokens)
+            self.rows[slot].kept = list(rollout.kept.rows()) if rollout.kept is not None else []
+        return slots
 
     def _draw(self) -> list[Told]:
         """One pass for the next token of every running row and the first one of those that come in now."""
-        at = [row.length - 1 for row in self.rows]
         reads = self._admit()
         if not self.rows:
             return []
+        at = [row.length - 1 for row in self.rows[: len(self.rows) - sum(len(read.slots) for read in reads)]]
         hidden_NH = self.decoder.step(self.tape.ids_SL, at, reads)
         logits_NV = self.lm.head(hidden_NH)
         if len(logits_NV) < len(self.rows):  # members of a group share the logits of their first token
@@ -263,20 +298,23 @@ class NativeSampler:
         for slot in ended:
             row = self.rows[slot]
             request = row.request
-            request.done[row.index] = self.tape.read(
-                slot,
-                request.prompt,
-                row.index,
-                tokens=row.tokens,
-                sampling=request.sampling,
-                finish="eos" if stopped[slot] else "length",
-                kept=kept_of(row.kept) if row.kept else None,
-            )
-            if len(request.done) == request.sampling.group:
-                rollouts = [request.done[index] for index in range(request.sampling.group)]
-                told.append((request.answer, [Handle(header_of(rollout), rollout) for rollout in rollouts]))
+            request.done[row.index] = self._read(slot, "eos" if stopped[slot] else "length")
+            if not request.left:
+                told.append((request.answer, request.group()))
         self._vacate(ended)
         return told
+
+    def _read(self, slot: int, finish: Finish) -> Rollout:
+        row = self.rows[slot]
+        return self.tape.read(
+            slot,
+            row.request.prompt,
+            row.index,
+            tokens=row.tokens,
+            sampling=row.request.sampling,
+            finish=finish,
+            kept=kept_of(row.kept) if row.kept else None,
+        )
 
     def _vacate(self, ended: list[int]) -> None:
         """Rows leave; some of those that stay move, so that the first slots are filled again."""

@@ -5,6 +5,8 @@ Shapes: S slots, L positions, T response positions, M draws, K best ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,15 +33,31 @@ class Tape:
         self.best_STK = torch.zeros(slots, 0, 0, dtype=torch.int64, device=device)
         self.best_logp_STK = torch.zeros(slots, 0, 0, device=device)
 
-    def seat(self, start: int, prompt: Prompt, sampling: Sampling, dtype: torch.dtype) -> None:
-        """Write a group's prompt, seeds and limits to the slots from `start` on; log-probs will be of `dtype`."""
+    def seat(self, start: int, prompt: Prompt, members: Sequence[int], sampling: Sampling, dtype: torch.dtype) -> None:
+        """Write prompt, seeds and limits of members of a group to the slots from `start` on.
+
+        Log-probs will be of `dtype`.
+        """
         q, device = len(prompt.tokens), self.seed_S.device
         self._widen(q + sampling.max_tokens, sampling, dtype)
-        at = slice(start, start + sampling.group)
+        at = slice(start, start + len(members))
         self.ids_SL[at, :q] = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
         self.prompt_S[at], self.last_S[at], self.limit_S[at] = q, q - 1, q - 1 + sampling.max_tokens
-        seeds = [derive_seed(prompt.seed, prompt.first + index) for index in range(sampling.group)]
+        seeds = [derive_seed(prompt.seed, prompt.first + index) for index in members]
         self.seed_S[at], self.offset_S[at] = torch.tensor(seeds, device=device), prompt.offset
+
+    def write(self, slot: int, begun: Rollout) -> None:
+        """What was drawn of a response that goes on in this slot: `read` gives it back."""
+        t, q, (_, m) = len(begun.tokens), int(self.prompt_S[slot]), begun.actions.shape
+        self.ids_SL[slot, q : q + t] = torch.from_numpy(begun.tokens.astype(np.int64))
+        self.last_S[slot] = q + t - 1
+        self.version_ST[slot, :t] = torch.from_numpy(begun.versions.astype(np.int64))
+        self.action_STM[slot, :t, :m] = torch.from_numpy(begun.actions.astype(np.int64))
+        self.logp_STM[slot, :t, :m] = torch.from_numpy(begun.action_logp)
+        if begun.best_ids is not None and begun.best_logp is not None:
+            k = begun.best_ids.shape[1]
+            self.best_STK[slot, :t, :k] = torch.from_numpy(begun.best_ids.astype(np.int64))
+            self.best_logp_STK[slot, :t, :k] = torch.from_numpy(begun.best_logp)
 
     def _widen(self, length: int, sampling: Sampling, dtype: torch.dtype) -> None:
         tokens, draws, best = sampling.max_tokens, sampling.draws, sampling.best
