@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -55,6 +55,7 @@ class NativeSampler:
         self.rows: list[Row] = []
         self.waiting: deque[Request] = deque()
         self.publishing: deque[Publish] = deque()
+        self.releasing = False
         self.open: set[Request | Publish] = set()
         """All that somebody waits for, wherever the engine has put it."""
         self.thread = ThreadPoolExecutor(1, "sampler", initializer=torch.set_num_threads, initargs=(threads,))
@@ -83,6 +84,7 @@ class NativeSampler:
         for request in leaving:
             request.released = True
         if leaving:
+            self.releasing = True
             await asyncio.wait([request.answer for request in leaving])
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
@@ -140,10 +142,14 @@ class NativeSampler:
 
     def _release(self) -> list[Told]:
         """Groups that are handed over leave, wherever they are, with what has been drawn of them."""
+        if not self.releasing:
+            return []
+        self.releasing = False
         running = {row.request: None for row in self.rows}
         leaving = [request for request in [*running, *list(self.waiting)] if request.released]
-        for slot in (slots := [slot for slot, row in enumerate(self.rows) if row.request.released]):
-            self.rows[slot].request.begun[self.rows[slot].index] = self._read(slot, "released")
+        slots = [slot for slot, row in enumerate(self.rows) if row.request.released]
+        for row, rollout in self._read(dict.fromkeys(slots, "released")):
+            row.request.begun[row.index] = rollout
         self._vacate(slots)
         for request in leaving:
             if request not in running:
@@ -261,13 +267,14 @@ class NativeSampler:
         next_N = tape.last_S[:n] + 1
         t_N = next_N - tape.prompt_S[:n]
         token_N = torch.empty_like(t_N)
+        row_N = torch.arange(n, device=t_N.device)
         asked = [row.request.sampling for row in rows]
         kinds = set(asked) if asked.count(asked[0]) < n else asked[:1]
         for sampling in kinds:
             pick: slice | Tensor = slice(None)
             if len(kinds) > 1:
                 pick = torch.tensor([i for i, other in enumerate(asked) if other == sampling])
-            at = torch.arange(n, device=t_N.device)[pick]
+            at = row_N[pick]
             uniform_NM = uniforms(tape.seed_S[at], tape.offset_S[at] + t_N[pick], sampling.draws)
             logp_NV = process(logits_NV[pick], sampling)
             ids_NM, logp_NM = draw(logp_NV, uniform_NM)
@@ -275,16 +282,15 @@ class NativeSampler:
                 asking = [row for row in rows if row.request.sampling == sampling]
                 for row, ids in zip(asking, kept_ids(logp_NV), strict=True):
                     row.kept.append(ids)
-            tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM
+            tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM.int()
             tape.logp_STM[at, t_N[pick], : sampling.draws] = logp_NM
             if sampling.best:
                 best = logp_NV.topk(sampling.best, -1)
-                tape.best_STK[at, t_N[pick], : sampling.best] = best.indices
+                tape.best_STK[at, t_N[pick], : sampling.best] = best.indices.int()
                 tape.best_logp_STK[at, t_N[pick], : sampling.best] = best.values
             token_N[pick] = ids_NM[:, 0]
-        at = torch.arange(n, device=t_N.device)
-        tape.version_ST[at, t_N] = self.version
-        tape.ids_SL[at, next_N] = token_N
+        tape.version_ST[row_N, t_N] = self.version
+        tape.ids_SL[row_N, next_N] = token_N
         tape.last_S[:n] = next_N
         for row in rows:
             row.length += 1
@@ -295,26 +301,26 @@ class NativeSampler:
     def _end(self, ended: list[int], stopped: list[bool]) -> list[Told]:
         """Read finished rows off the tape, and tell of groups that are complete."""
         told: list[Told] = []
-        for slot in ended:
-            row = self.rows[slot]
-            request = row.request
-            request.done[row.index] = self._read(slot, "eos" if stopped[slot] else "length")
-            if not request.left:
-                told.append((request.answer, request.group()))
+        for row, rollout in self._read({slot: "eos" if stopped[slot] else "length" for slot in ended}):
+            row.request.done[row.index] = rollout
+            if not row.request.left:
+                told.append((row.request.answer, row.request.group()))
         self._vacate(ended)
         return told
 
-    def _read(self, slot: int, finish: Finish) -> Rollout:
-        row = self.rows[slot]
-        return self.tape.read(
-            slot,
-            row.request.prompt,
-            row.index,
-            tokens=row.tokens,
-            sampling=row.request.sampling,
-            finish=finish,
-            kept=kept_of(row.kept) if row.kept else None,
-        )
+    def _read(self, finishes: Mapping[int, Finish]) -> Iterator[tuple[Row, Rollout]]:
+        """The rows in these slots, which end so."""
+        rows = [self.rows[slot] for slot in finishes]
+        columns = self.tape.read(list(finishes), max((row.tokens for row in rows), default=0))
+        for at, (row, finish) in enumerate(zip(rows, finishes.values(), strict=True)):
+            kept = kept_of(row.kept) if row.kept else None
+            request, tokens = row.request, row.tokens
+            yield (
+                row,
+                columns.response(
+                    at, request.prompt, row.index, request.sampling, tokens=tokens, finish=finish, kept=kept
+                ),
+            )
 
     def _vacate(self, ended: list[int]) -> None:
         """Rows leave; some of those that stay move, so that the first slots are filled again."""

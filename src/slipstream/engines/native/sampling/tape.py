@@ -6,31 +6,29 @@ Shapes: S slots, L positions, T response positions, M draws, K best ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engines.base import Sampling
-from slipstream.records import Finish, Kept, Prompt, Rollout, derive_seed, one_turn
+from slipstream.records import Finish, Floats, Ints, Kept, Prompt, Rollout, derive_seed, one_turn
 
 
 class Tape:
     """Tensors with S rows, widened when a request needs more room."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        self.seed_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.offset_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        """Tokens of the response that earlier calls drew."""
-        self.prompt_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        self.last_S = torch.zeros(slots, dtype=torch.int64, device=device)
-        """Position of the newest token, which no forward pass has seen yet."""
-        self.limit_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.known_S5 = torch.zeros(slots, 5, dtype=torch.int64, device=device)
+        self.seed_S, self.offset_S, self.prompt_S, self.last_S, self.limit_S = self.known_S5.unbind(1)
+        """Of the random numbers; tokens of the response that earlier calls drew; tokens of the prompt; position of the
+        newest token, which no forward pass has seen yet, and of the last that there may be."""
         self.ids_SL = torch.zeros(slots, 0, dtype=torch.int64, device=device)
-        self.version_ST = torch.zeros(slots, 0, dtype=torch.int64, device=device)
-        self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int64, device=device)
+        self.version_ST = torch.zeros(slots, 0, dtype=torch.int32, device=device)
+        self.action_STM = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
         self.logp_STM = torch.zeros(slots, 0, 0, device=device)
-        self.best_STK = torch.zeros(slots, 0, 0, dtype=torch.int64, device=device)
+        self.best_STK = torch.zeros(slots, 0, 0, dtype=torch.int32, device=device)
         self.best_logp_STK = torch.zeros(slots, 0, 0, device=device)
 
     def seat(self, start: int, prompt: Prompt, members: Sequence[int], sampling: Sampling, dtype: torch.dtype) -> None:
@@ -51,12 +49,12 @@ class Tape:
         t, q, (_, m) = len(begun.tokens), int(self.prompt_S[slot]), begun.actions.shape
         self.ids_SL[slot, q : q + t] = torch.from_numpy(begun.tokens.astype(np.int64))
         self.last_S[slot] = q + t - 1
-        self.version_ST[slot, :t] = torch.from_numpy(begun.versions.astype(np.int64))
-        self.action_STM[slot, :t, :m] = torch.from_numpy(begun.actions.astype(np.int64))
+        self.version_ST[slot, :t] = torch.from_numpy(begun.versions)
+        self.action_STM[slot, :t, :m] = torch.from_numpy(begun.actions)
         self.logp_STM[slot, :t, :m] = torch.from_numpy(begun.action_logp)
         if begun.best_ids is not None and begun.best_logp is not None:
             k = begun.best_ids.shape[1]
-            self.best_STK[slot, :t, :k] = torch.from_numpy(begun.best_ids.astype(np.int64))
+            self.best_STK[slot, :t, :k] = torch.from_numpy(begun.best_ids)
             self.best_logp_STK[slot, :t, :k] = torch.from_numpy(begun.best_logp)
 
     def _widen(self, length: int, sampling: Sampling, dtype: torch.dtype) -> None:
@@ -70,30 +68,41 @@ class Tape:
             self.best_logp_STK = _grown(self.best_logp_STK.to(dtype), tokens, best)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        for name, tensor in vars(self).items():
-            assert isinstance(tensor, Tensor), name
-            tensor[target] = tensor[source]
+        for tensor in (self.known_S5, self.ids_SL, *self._of_responses()):
+            if tensor[0].numel():
+                tensor[target] = tensor[source]
 
-    def read(
-        self,
-        slot: int,
-        prompt: Prompt,
-        index: int,
-        *,
-        tokens: int,
-        sampling: Sampling,
-        finish: Finish,
-        kept: Kept | None,
+    def _of_responses(self) -> tuple[Tensor, ...]:
+        return self.version_ST, self.action_STM, self.logp_STM, self.best_STK, self.best_logp_STK
+
+    def read(self, slots: Sequence[int], longest: int) -> Columns:
+        """What was drawn in these slots, up to the longest of them, off the device at once."""
+        at = torch.tensor(slots, dtype=torch.int64, device=self.ids_SL.device)
+        return Columns(*(tensor[at, :longest].cpu().numpy() for tensor in self._of_responses()))
+
+
+class Columns(NamedTuple):
+    """N slots instead of S."""
+
+    version_NT: Ints
+    action_NTM: Ints
+    logp_NTM: Floats
+    best_NTK: Ints
+    best_logp_NTK: Floats
+
+    def response(
+        self, at: int, prompt: Prompt, place: int, sampling: Sampling, *, tokens: int, finish: Finish, kept: Kept | None
     ) -> Rollout:
+        """Row `at`, which is this place of its group."""
         draws, best = sampling.draws, sampling.best
         return one_turn(
             prompt,
-            prompt.first + index,
-            actions=self.action_STM[slot, :tokens, :draws].cpu().numpy().astype(np.int32),
-            action_logp=self.logp_STM[slot, :tokens, :draws].cpu().numpy().copy(),
-            best_ids=self.best_STK[slot, :tokens, :best].cpu().numpy().astype(np.int32) if best else None,
-            best_logp=self.best_logp_STK[slot, :tokens, :best].cpu().numpy().copy() if best else None,
-            versions=self.version_ST[slot, :tokens].cpu().numpy().astype(np.int32),
+            prompt.first + place,
+            actions=self.action_NTM[at, :tokens, :draws].copy(),
+            action_logp=self.logp_NTM[at, :tokens, :draws].copy(),
+            best_ids=self.best_NTK[at, :tokens, :best].copy() if best else None,
+            best_logp=self.best_logp_NTK[at, :tokens, :best].copy() if best else None,
+            versions=self.version_NT[at, :tokens].copy(),
             finish=finish,
             kept=kept,
         )
