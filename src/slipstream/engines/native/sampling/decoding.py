@@ -102,9 +102,9 @@ class Decoder:
         hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
         if not reads:
             return hidden_TH
-        if recurrent:
-            for i, other in others:
-                self.slots.copy(reads[i].slots[0], other, reads[i].stop)
+        if recurrent and others:
+            pairs_M2 = torch.tensor([(reads[i].slots[0], other) for i, other in others], device=device)
+            self.slots.copy(*pairs_M2.T, length=max(read.stop for read in reads))
         last = np.concatenate([np.arange(n), ends[1:] - 1])
         return hidden_TH[torch.from_numpy(last).to(device)]
 

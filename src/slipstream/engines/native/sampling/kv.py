@@ -51,14 +51,14 @@ class Slots:
             self.layers.append(Layer(self, 0))
         return self.layers[index]
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Slot `target` becomes what slot `source` is, up to `length` positions."""
+    def copy(self, source_M: Tensor, target_M: Tensor, *, length: int) -> None:
+        """Slots `target` become what slots `source` were, up to `length` positions."""
         for layer in self.layers:
             for buffer in (layer.keys, layer.values):
                 if buffer is not None:
-                    buffer[target, :, :length] = buffer[source, :, :length]
+                    buffer[target_M, :, :length] = buffer[source_M, :, :length]
             for state in layer.states.values():
-                state[target] = state[source]
+                state[target_M] = state[source_M]
 
 
 class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]

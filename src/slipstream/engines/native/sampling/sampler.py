@@ -275,7 +275,7 @@ class NativeSampler:
             if len(kinds) > 1:
                 pick = torch.tensor([i for i, other in enumerate(asked) if other == sampling])
             at = row_N[pick]
-            uniform_NM = uniforms(tape.seed_S[at], tape.offset_S[at] + t_N[pick], sampling.draws)
+            uniform_NM = uniforms(tape.seed_S[:n][pick], (tape.offset_S[:n] + t_N)[pick], sampling.draws)
             logp_NV = process(logits_NV[pick], sampling)
             ids_NM, logp_NM = draw(logp_NV, uniform_NM)
             if sampling.keep_mask:
@@ -294,7 +294,7 @@ class NativeSampler:
         tape.last_S[:n] = next_N
         for row in rows:
             row.length += 1
-        stopped_N = torch.isin(token_N, self.stop_ids)
+        stopped_N = (token_N[:, None] == self.stop_ids).any(-1)
         ended = (stopped_N | (next_N >= tape.limit_S[:n])).nonzero()[:, 0].tolist()
         return self._end(ended, stopped_N.tolist()) if ended else []
 
@@ -329,7 +329,7 @@ class NativeSampler:
         order = filled(ended, [row.length for row in self.rows])
         moved = [(source, target) for target, source in enumerate(order) if source != target]
         if moved:
-            self.tape.move(*torch.tensor(moved, device=self.lm.device).T)
-        for source, target in moved:  # from behind to the front: none is overwritten before it has moved
-            self.decoder.slots.copy(source, target, self.rows[source].length)
+            pairs_M2 = torch.tensor(moved, device=self.lm.device)
+            self.tape.move(*pairs_M2.T)
+            self.decoder.slots.copy(*pairs_M2.T, length=max(self.rows[source].length for source, _ in moved))
         self.rows = [self.rows[slot] for slot in order]
