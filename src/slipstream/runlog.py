@@ -42,6 +42,8 @@ class RunLog:
     ) -> None:
         """`before` are the lines that metrics.jsonl has already, if this goes on with a run."""
         self.path, self.sinks = path, sinks
+        self.say: Callable[[str], None] = print
+        """Told what the run survives."""
         self.last: Mapping[str, Any] = next((line for line in reversed(before) if line["kind"] == "train"), {})
         """The metrics of the last update."""
         self.evaluated = {line["update"] for line in before if line["kind"] == "eval"}
@@ -91,8 +93,17 @@ class RunLog:
         names = {
             name if kind == "train" and "/" in name else f"{kind}/{name}": value for name, value in numbers.items()
         }
-        for sink in self.sinks:
-            sink.log(names, update)
+        for sink in list(self.sinks):
+            try:
+                sink.log(names, update)
+            except Exception as error:  # a tracker fails in ways of its own, and none of them ends a run
+                self.sinks.remove(sink)
+                self._left_out(sink, error)
+
+    def _left_out(self, sink: Sink, error: Exception) -> None:
+        self.say(
+            f"{type(sink).__name__} failed and is left out from now on, metrics.jsonl has it all: {first_line(error)}"
+        )
 
     def ledger(self, *entries: Mapping[str, Any]) -> None:
         self._ledger.write(as_lines(entries))
@@ -103,7 +114,10 @@ class RunLog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for sink in self.sinks:
-            sink.close()
+            try:
+                sink.close()
+            except Exception as error:
+                self._left_out(sink, error)
         self._metrics.close()
         self._ledger.close()
         if self.trace is not None:

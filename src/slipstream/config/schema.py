@@ -187,6 +187,28 @@ class CheckpointConfig(Section):
     """How many checkpoints to keep."""
 
 
+class HealthConfig(Section):
+    stop: bool = True
+    """Stop at a finding that no run recovers from; without it, findings are only said."""
+    updates: int = Field(3, ge=1)
+    """So many updates in a row make a finding."""
+    window: int = Field(50, ge=5)
+    """The updates before, by which it is judged what is usual."""
+    kl: float = Field(0.05, ge=0)
+    """How far below 0 the mean reverse KL to a teacher may be, in nats, beyond what chance allows."""
+    invalid: float = Field(0.1, ge=0, le=1)
+    """Share of responses whose scores cannot be used, and of rechecked groups whose scores were others, from which on
+    a teacher is given up."""
+    grad_norm: float = Field(100.0, gt=1)
+    """How many times its median the gradient norm may be."""
+    collapse: float = Field(0.05, ge=0, lt=1)
+    """Share of what they were at the start to which entropy and length may fall where neither KL nor reward gains."""
+    idle: int = Field(50, ge=1)
+    """Updates in a row without any gradient."""
+    reward: int = Field(100, ge=2)
+    """Updates in a row in which a reward is the same, which is said and stops nothing."""
+
+
 class LogConfig(Section):
     to: tuple[Tracker, ...] = ()
     """Also send the metrics there: any of tensorboard, wandb, mlflow, trackio; one name or a list."""
@@ -246,6 +268,7 @@ class Config(Section):
     schedule: ScheduleConfig = Async()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 

@@ -20,18 +20,26 @@ STANDING = "standing.json"
 
 
 class Checkpoints:
-    def __init__(self, directory: Path, *, every: int, keep: int) -> None:
-        self.directory, self.every, self.keep = directory, every, keep
+    def __init__(self, directory: Path, *, every: int, keep: int, proof: int = 0) -> None:
+        """`proof` is how many updates it takes to see that weights are sound."""
+        self.directory, self.every, self.keep, self.proof = directory, every, keep, proof
 
     def due(self, update: int) -> bool:
         return self.every > 0 and update % self.every == 0
 
     async def save(self, learner: Learner, standing: Standing) -> Path:
-        path = self.directory / str(standing.version)
+        """And remove older ones; never the last that has proven sound."""
+        path, existing = await self.keep_all(learner, standing), self.existing()
+        proven = [number for number in existing if number <= standing.version - self.proof]
+        for old in set(existing[: -self.keep]) - set(proven[-1:]):
+            shutil.rmtree(self.directory / str(old))
+        return path
+
+    async def keep_all(self, learner: Learner, standing: Standing, *, suspect: bool = False) -> Path:
+        """At a stop: what is older stays, as these weights may be worse. No run goes on from suspect ones by itself."""
+        path = self.directory / (f"{standing.version}.suspect" if suspect else str(standing.version))
         if not path.exists():
             await save_whole(learner, path, standing=standing)
-            for old in self.existing()[: -self.keep]:
-                shutil.rmtree(self.directory / str(old))
         return path
 
     def existing(self) -> list[int]:

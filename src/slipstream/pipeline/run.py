@@ -17,15 +17,17 @@ from typing import NoReturn
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
-from slipstream.errors import NonFiniteError, Stalled
+from slipstream.errors import NonFiniteError, Stalled, Unhealthy
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
+from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.pipeline.stages import Flow, Steps, answered, learn, roll, watch
+from slipstream.pipeline.silence import Silence
+from slipstream.pipeline.stages import Flow, Recheck, Steps, answered, learn, roll, watch
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Handle, Prompt
 from slipstream.runlog import RunLog
@@ -50,12 +52,15 @@ class Run:
     ) -> None:
         """`standing` is where an earlier part of the run ended; `patience` is not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
-        self.patience, self.say = patience, say
+        self.patience, self.say, log.say = patience, say, say
         self.admission = Admission(
             schedule_of(config.schedule, config.groups_per_update), updates=config.updates, standing=standing
         )
         self.checkpoints = Checkpoints(
-            log.path / "checkpoints", every=config.checkpoint.every, keep=config.checkpoint.keep
+            log.path / "checkpoints",
+            every=config.checkpoint.every,
+            keep=config.checkpoint.keep,
+            proof=config.health.updates,
         )
         self.flow: Flow | None = None
 
@@ -116,6 +121,17 @@ class Run:
             account=Account(self.log, trace, self.admission),
             trace=trace,
             tasks=tasks,
+            health=Health(self.config.health, self.say),
+            recheck={
+                name: Recheck(teacher.recheck, teacher.promised, self.config.seed)
+                for name, teacher in self.config.teachers.items()
+                if teacher.recheck
+            },
+            silence={
+                name: Silence(f"teacher {name}", self.say)
+                for name, teacher in self.config.teachers.items()
+                if teacher.base_url is not None
+            },
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
             after_step=self._checkpoint,
             after_publish=self._evaluate,
@@ -134,13 +150,15 @@ class Run:
             self.say("nothing is saved: the update in hand has made some of its optimizer steps and not the others")
             raise cause from cause.__cause__
         limit = STALLED_SAVE if isinstance(cause, Stalled) else None
+        suspect = isinstance(cause, Unhealthy) and cause.harmful
+        saving = self.checkpoints.keep_all(self.engines.learner, self.admission.standing, suspect=suspect)
         try:
-            path = await asyncio.wait_for(self.checkpoints.save(self.engines.learner, self.admission.standing), limit)
+            path = await asyncio.wait_for(saving, limit)
         except Exception as error:  # the learner itself may be what failed: the cause is what matters
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
-            if isinstance(cause, NonFiniteError):
-                raise NonFiniteError(f"{cause}; the weights of update {self.admission.version} are in {path}") from None
+            if isinstance(cause, NonFiniteError | Unhealthy):
+                raise type(cause)(f"{cause}; the weights of update {self.admission.version} are in {path}") from None
         raise cause from cause.__cause__
 
     async def _checkpoint(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -25,10 +26,12 @@ from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
+from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.tries import GivenUp
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, total
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, derive_seed, total
 
 T = TypeVar("T")
 
@@ -44,6 +47,18 @@ class Steps:
         parts = batch.parts(self.minibatches)
         of_group = iter(counts)
         return [(part, total(islice(of_group, len(part.groups)))) for part in parts] * self.epochs
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Which groups of a teacher are scored twice, and how much the two answers may be apart."""
+
+    share: float
+    promised: float
+    seed: int
+
+    def chooses(self, number: int) -> bool:
+        return derive_seed("recheck", self.seed, number) < self.share * 2**63
 
 
 @dataclass
@@ -62,6 +77,11 @@ class Flow:
     trace: Trace
     tasks: asyncio.TaskGroup
     passes: Steps
+    health: Health
+    recheck: Mapping[str, Recheck]
+    """Of each teacher."""
+    silence: Mapping[str, Silence]
+    """Of each teacher that is somewhere else."""
     after_step: Callable[[], Coroutine[Any, Any, None]]
     """With the learner at rest at the end of an update."""
     after_publish: Callable[[], Awaitable[None]]
@@ -173,20 +193,30 @@ def answered(group: Group) -> list[Handle]:
     """Without the members that the engine could not answer: they end here, and the others go on. GivenUp if all are."""
     found = [handle for handle in group if handle.header.finish != "error"]
     if not found:
-        raise GivenUp("the engine could not answer it")
+        raise GivenUp(group[0].header.cause or "the engine could not answer it")
     return found
 
 
 async def mark(flow: Flow, number: int) -> None:
-    scorers = of_teacher(flow.scorers, flow.held[number][0].header.teacher)
+    teacher = flow.held[number][0].header.teacher
+    scorers = of_teacher(flow.scorers, teacher)
 
     async def score(worker: Worker[Scorer]) -> list[Handle]:
-        group = await worker.engine.score(flow.held[number])
+        with flow.silence[teacher].waiting() if teacher in flow.silence else nullcontext():
+            group = await worker.engine.score(flow.held[number])
         worker.track.tokens += sum(handle.header.tokens for handle in group)
         return group
 
+    async def first(worker: Worker[Scorer]) -> list[Handle]:
+        group = await score(worker)
+        flow.account.scored(group, scorers.say)
+        return answered(group)
+
     try:
-        flow.held[number] = await scorers.call(number, score)
+        flow.held[number] = await scorers.call(number, first)
+        if flow.recheck and (recheck := of_teacher(flow.recheck, teacher)).chooses(number):
+            again = await scorers.call(number, score)
+            flow.account.scored_again(again, scorers.say, promised=recheck.promised)
     except GivenUp as failure:
         flow.drop(number, "scoring failed", str(failure))
     else:
@@ -282,7 +312,8 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
     flow.account.trained(update.groups, update=update.number, version=version, size=flow.sampling.group)
-    flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
+    line = flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
+    flow.health.look(line)
 
 
 async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
