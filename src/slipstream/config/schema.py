@@ -184,7 +184,8 @@ class CheckpointConfig(Section):
     every: int = Field(0, ge=0)
     """Save after so many updates; 0 saves only the final student."""
     keep: int = Field(2, ge=1)
-    """How many checkpoints to keep."""
+    """How many checkpoints to keep; where they are closer together than health.updates, older ones that have proven
+    sound stay beside these."""
 
 
 class HealthConfig(Section):

@@ -28,10 +28,11 @@ class Checkpoints:
         return self.every > 0 and update % self.every == 0
 
     async def save(self, learner: Learner, standing: Standing) -> Path:
-        """And remove older ones; never the last that has proven sound."""
+        """And remove older ones, but neither the last that has proven sound nor the one that will be next."""
         path, existing = await self.keep_all(learner, standing), self.existing()
-        proven = [number for number in existing if number <= standing.version - self.proof]
-        for old in set(existing[: -self.keep]) - set(proven[-1:]):
+        proven = self.proven(standing.version)
+        stay = {*existing[-self.keep :], *proven[-1:], *existing[len(proven) :][:1]}
+        for old in set(existing) - stay:
             shutil.rmtree(self.directory / str(old))
         return path
 
@@ -41,6 +42,10 @@ class Checkpoints:
         if not path.exists():
             await save_whole(learner, path, standing=standing)
         return path
+
+    def proven(self, version: int) -> list[int]:
+        """Of what exists, after so many updates."""
+        return [number for number in self.existing() if number <= version - self.proof]
 
     def existing(self) -> list[int]:
         return sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())

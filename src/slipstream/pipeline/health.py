@@ -158,11 +158,12 @@ def dead(history: History, health: HealthConfig) -> Trouble | None:
 
 
 def better(first: Sequence[Line], last: Sequence[Line]) -> bool:
-    """Whether a student has good reason to be surer: it is closer to its teacher by half, or is rewarded for it."""
+    """Whether a student has good reason to be surer: it is closer to its teacher by half, or is rewarded as never
+    before."""
     was, now = mean_of(first, "teacher/kl"), mean_of(last, "teacher/kl")
     closer = was is not None and now is not None and now < was / 2
-    names = {name for line in last for name in line if name.startswith("reward/")}
-    return closer or any((mean_of(last, name) or 0.0) > (mean_of(first, name) or 0.0) for name in names)
+    rewards = set.intersection(*({name for name in line if name.startswith("reward/")} for line in (*first, *last)))
+    return closer or any((mean_of(last, name) or 0.0) > max(line[name] for line in first) for name in rewards)
 
 
 def idle(history: History, health: HealthConfig) -> Trouble | None:

@@ -13,8 +13,8 @@ FIRST = 10.0
 class Silence:
     """Of one who is asked many things at a time: any answer ends it."""
 
-    def __init__(self, who: str, say: Callable[[str], None], *, first: float = FIRST) -> None:
-        self.who, self.say, self.first = who, say, first
+    def __init__(self, who: str, say: Callable[[str], None]) -> None:
+        self.who, self.say = who, say
         self.asked, self.since, self.told = 0, 0.0, 0.0
         """Questions that are open, when the silence began, and after how long it was last told."""
         self.timer: asyncio.TimerHandle | None = None
@@ -33,7 +33,7 @@ class Silence:
 
     def _begin(self) -> None:
         self.since, self.told = asyncio.get_running_loop().time(), 0.0
-        self._wake(self.first)
+        self._wake(FIRST)
 
     def _wake(self, seconds: float) -> None:
         self.timer = asyncio.get_running_loop().call_later(seconds, self._tell)
