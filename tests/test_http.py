@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import pickle
 import re
 import socket
@@ -584,6 +585,8 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TEACHER_KEY", f"{SECRET}\n")
     key = key_from_environment(field, "TEACHER_KEY")
     assert key is not None and key.get_secret_value() == SECRET and SECRET not in repr(key)
+    assert "TEACHER_KEY" not in os.environ, "whatever is started from now on does not inherit it"
+    assert key_from_environment(field, "TEACHER_KEY") == key, "whoever plans again has it"
     monkeypatch.setenv("TEACHER_KEY", f"{SECRET}\nx")
     with pytest.raises(ConfigError, match="cannot be a key") as caught:
         key_from_environment(field, "TEACHER_KEY")
