@@ -465,10 +465,12 @@ base_url = "{url}"
 tokenizer = "{models_dir / "teacher"}"
 api_key_env = "TEACHER_KEY"
 key = "a"
+recheck = 1.0
 
 [teachers.b]
 model = "self"
 context = {context}
+recheck = 1.0
 """)
     return path / "two.toml"
 
@@ -487,6 +489,9 @@ def test_a_run_with_an_endpoint_and_the_student_itself_as_teachers(
     lines = read_lines(path / "metrics.jsonl")
     assert len(lines) == 3 and all(np.isfinite(line["loss"]) for line in lines)
     assert {"idle/scorer-there", "idle/scorer-b"} <= lines[-1].keys()
+    assert all(line["teacher/differed"] == line["teacher/invalid"] == 0 for line in lines)
+    assert sum(line["teacher/rechecked"] for line in lines) >= 3 * 4, "every group was scored twice, and came back alike"
+    assert {"teacher/there/kl", "teacher/b/kl"} <= lines[-1].keys()
     assert f"teacher there at {fake.url} serves teacher" in screen.getvalue()
     assert len(fake.requests) > 5
     texts = "".join(p.read_text() for p in path.rglob("*") if p.suffix in (".toml", ".json", ".jsonl"))
