@@ -331,6 +331,8 @@ class Config(Section):
             ("eval", self.eval, ("prompts", "n", "temperature"), evaluated, "eval.every"),
             ("log", self.log, ("project",), tracked, "a tracker in log.to that has projects"),
             ("data", self.data, ("teacher_key",), several, "several teachers"),
+            ("health", self.health, ("kl", "invalid"), bool(self.teachers), "a teacher"),
+            ("health", self.health, ("reward",), graded, "task.reward"),
             *((f"teachers.{name}", each, ("key",), several, "another teacher") for name, each in self.teachers.items()),
             ("loss", self.loss, tuple(type(self.loss).model_fields), self.loss.weight > 0, "loss.weight"),
         ]

@@ -125,7 +125,6 @@ class Run:
             recheck={
                 name: Recheck(teacher.recheck, teacher.promised, self.config.seed)
                 for name, teacher in self.config.teachers.items()
-                if teacher.recheck
             },
             silence={
                 name: Silence(f"teacher {name}", self.say)

@@ -27,6 +27,9 @@ class Silence:
         self.asked += 1
         try:
             yield
+            if self.told:
+                seconds = asyncio.get_running_loop().time() - self.since
+                self.say(f"{self.who} is no longer silent, after {seconds:.0f} s")
         finally:
             self.asked -= 1
             self._ended()
@@ -44,8 +47,7 @@ class Silence:
         self._wake(self.told)
 
     def _ended(self) -> None:
-        if self.told:
-            self.say(f"{self.who} is no longer silent, after {asyncio.get_running_loop().time() - self.since:.0f} s")
+        self.told = 0.0
         if self.timer is not None:
             self.timer.cancel()
         if self.asked:
