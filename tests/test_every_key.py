@@ -174,6 +174,7 @@ READ_BY = {
     "health.invalid": "pipeline/health.py",
     "health.grad_norm": "pipeline/health.py",
     "health.collapse": "pipeline/health.py",
+    "health.rise": "pipeline/health.py",
     "health.idle": "pipeline/health.py",
     "health.reward": "pipeline/health.py",
     "teachers.NAME.recheck": "pipeline/run.py",

@@ -490,7 +490,9 @@ def test_a_run_with_an_endpoint_and_the_student_itself_as_teachers(
     assert len(lines) == 3 and all(np.isfinite(line["loss"]) for line in lines)
     assert {"idle/scorer-there", "idle/scorer-b"} <= lines[-1].keys()
     assert all(line["teacher/differed"] == line["teacher/invalid"] == 0 for line in lines)
-    assert sum(line["teacher/rechecked"] for line in lines) >= 3 * 4, "every group was scored twice, and came back alike"
+    assert sum(line["teacher/rechecked"] for line in lines) >= 3 * 4, (
+        "every group was scored twice, and came back alike"
+    )
     assert {"teacher/there/kl", "teacher/b/kl"} <= lines[-1].keys()
     assert f"teacher there at {fake.url} serves teacher" in screen.getvalue()
     assert len(fake.requests) > 5

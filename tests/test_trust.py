@@ -188,10 +188,11 @@ MUST: dict[str, tuple[Rule, Synthetic, str]] = {
     ),
     "certain": (
         dead,
-        lambda n: {"student/entropy": 0.01, "teacher/kl": 9.0},
-        "the entropy of the student fell from 1 to 0.01",
+        lambda n: {"student/entropy": 0.01, "teacher/kl": 2.0},
+        "the entropy fell from 1 to 0.01",
     ),
-    "silent": (dead, lambda n: {"length/mean": 1.0, "teacher/kl": 9.0}, "the length of responses of the student fell"),
+    "silent": (dead, lambda n: {"length/mean": 1.0, "teacher/kl": 2.0}, "the length of responses fell from 100 to 1"),
+    "uniform": (dead, lambda n: {"student/entropy": 3.7, "teacher/kl": 9.0}, "mean reverse KL rose from 0.3 to 9"),
     "idle": (idle, lambda n: {"grad_norm": 0.0}, "gradient of the last 10 updates was 0: nothing is left"),
     "rejected": (
         idle,
@@ -211,7 +212,9 @@ MUST_NOT: dict[str, tuple[Rule, Synthetic]] = {
     "noise": (exploding, lambda n: {"grad_norm": 30.0}),
     "sure, and right": (dead, lambda n: {"student/entropy": 0.01, "teacher/kl": 0.01}),
     "sure, and rewarded": (dead, lambda n: {"student/entropy": 0.01, "reward/exact": 1.0}),
-    "shorter": (dead, lambda n: {"length/mean": 20.0, "teacher/kl": 9.0}),
+    "far, and rewarded": (dead, lambda n: {"teacher/kl": 9.0, "reward/exact": 1.0}),
+    "farther": (dead, lambda n: {"teacher/kl": 3.0}),
+    "shorter": (dead, lambda n: {"length/mean": 20.0, "teacher/kl": 2.0}),
     "not for long": (idle, lambda n: {"grad_norm": float(n < 25)}),
     "nearly still": (still_reward, lambda n: {"reward/exact": float(n == 3) / 64}),
 }

@@ -204,6 +204,8 @@ class HealthConfig(Section):
     """How many times its median the gradient norm may be."""
     collapse: float = Field(0.05, ge=0, lt=1)
     """Share of what they were at the start to which entropy and length may fall where neither KL nor reward gains."""
+    rise: float = Field(5.0, gt=0)
+    """How far the mean reverse KL to the teachers may rise above that at the start, in nats, where no reward gains."""
     idle: int = Field(50, ge=1)
     """Updates in a row without any gradient."""
     reward: int = Field(100, ge=2)
@@ -331,7 +333,7 @@ class Config(Section):
             ("eval", self.eval, ("prompts", "n", "temperature"), evaluated, "eval.every"),
             ("log", self.log, ("project",), tracked, "a tracker in log.to that has projects"),
             ("data", self.data, ("teacher_key",), several, "several teachers"),
-            ("health", self.health, ("kl", "invalid"), bool(self.teachers), "a teacher"),
+            ("health", self.health, ("kl", "invalid", "rise"), bool(self.teachers), "a teacher"),
             ("health", self.health, ("reward",), graded, "task.reward"),
             *((f"teachers.{name}", each, ("key",), several, "another teacher") for name, each in self.teachers.items()),
             ("loss", self.loss, tuple(type(self.loss).model_fields), self.loss.weight > 0, "loss.weight"),

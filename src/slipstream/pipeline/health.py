@@ -5,7 +5,8 @@
 | a lying teacher    | mean reverse KL is below 0 by more than chance allows, which no distribution can be   | yes   |
 | a failing teacher  | many of its scores cannot be used, or are others when asked again                     | yes   |
 | an exploding step  | the gradient norm is far beyond what it usually is, several times in a row            | yes   |
-| a dead student     | entropy or length fell to nearly nothing, and neither KL nor reward is better for it  | yes   |
+| a dead student     | entropy or length fell to nearly nothing, and neither KL nor reward is better for it; | yes   |
+|                    | or KL is far above what it was, and no reward is                                      |       |
 | nothing to learn   | no update had any gradient for long                                                   | yes   |
 | a still reward     | it is exactly what it was, for long                                                   | no    |
 
@@ -143,27 +144,35 @@ def exploding(history: History, health: HealthConfig) -> Trouble | None:
 
 def dead(history: History, health: HealthConfig) -> Trouble | None:
     first, last = history.first, history.recent[-health.updates :]
-    if len(history.recent) < 2 * health.updates or better(first, last):
+    if len(history.recent) < 2 * health.updates or rewarded(first, last):
         return None
+    start, now = distance(first), [distance([line]) for line in last]
+    if start is not None and all(kl is not None and kl > start + health.rise for kl in now):
+        return gone(f"mean reverse KL rose from {start:.2g} to {now[-1]:.2g}")
+    if start is not None and all(kl is not None and kl < start / 2 for kl in now):
+        return None  # it has good reason to be surer
     for name, what in (("student/entropy", "entropy"), ("length/mean", "length of responses")):
-        was, now = mean_of(first, name), [line[name] for line in last if name in line]
-        if was and len(now) == len(last) and all(value < health.collapse * was for value in now):
-            return Trouble(
-                "dead student",
-                f"the {what} of the student fell from {was:.3g} to {now[-1]:.2g}, and nothing is better for it: lower "
-                "learner.lr, or look at what the teacher or the reward makes of such answers",
-                harmful=True,
-            )
+        was, values = mean_of(first, name), [line[name] for line in last if name in line]
+        if was and len(values) == len(last) and all(value < health.collapse * was for value in values):
+            return gone(f"the {what} fell from {was:.3g} to {values[-1]:.2g}, and neither KL nor a reward gained")
     return None
 
 
-def better(first: Sequence[Line], last: Sequence[Line]) -> bool:
-    """Whether a student has good reason to be surer: it is closer to its teacher by half, or is rewarded as never
-    before."""
-    was, now = mean_of(first, "teacher/kl"), mean_of(last, "teacher/kl")
-    closer = was is not None and now is not None and now < was / 2
+def gone(how: str) -> Trouble:
+    said = f"the student is no language model any more: {how}; lower learner.lr, and go on from an earlier checkpoint"
+    return Trouble("dead student", said, harmful=True)
+
+
+def distance(lines: Sequence[Line]) -> float | None:
+    """Mean reverse KL to the teachers."""
+    values = [line[name] for line in lines for name in kls(line)]
+    return fmean(values) if values else None
+
+
+def rewarded(first: Sequence[Line], last: Sequence[Line]) -> bool:
+    """As never before."""
     rewards = set.intersection(*({name for name in line if name.startswith("reward/")} for line in (*first, *last)))
-    return closer or any((mean_of(last, name) or 0.0) > max(line[name] for line in first) for name in rewards)
+    return any((mean_of(last, name) or 0.0) > max(line[name] for line in first) for name in rewards)
 
 
 def idle(history: History, health: HealthConfig) -> Trouble | None:

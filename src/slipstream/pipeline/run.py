@@ -157,7 +157,7 @@ class Run:
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
             if isinstance(cause, NonFiniteError | Unhealthy):
-                before = self.checkpoints.proven(self.admission.version)[-1:] if suspect else []
+                before = self.checkpoints.proven(self.admission.version)[-1:]
                 sound = f", and sound ones in {self.checkpoints.directory / str(before[0])}" if before else ""
                 said = f"{cause}; the weights of update {self.admission.version} are in {path}{sound}"
                 raise type(cause)(said) from None

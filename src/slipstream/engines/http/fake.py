@@ -122,7 +122,12 @@ class FakeEndpoint:
                 fake.models(self)
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                length = int(self.headers["content-length"])
+                content = self.rfile.read(length)
+                if len(content) < length:  # who asked has gone
+                    self.close_connection = True
+                    return
+                body = json.loads(content)
                 with fake.lock:
                     fake.running += 1
                     fake.most = max(fake.most, fake.running)
