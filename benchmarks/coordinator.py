@@ -73,7 +73,7 @@ class NoScorer:
 def config(*, updates: int, batch: int, group: int) -> Config:
     return Config(
         student="none",
-        teachers={"main": TeacherConfig(model="none")},
+        teachers={"main": TeacherConfig(model="none", recheck=0)},
         updates=updates,
         sampler=SamplerConfig(group=group, max_tokens=100_000),
         learner=LearnerConfig(batch_size=batch),

@@ -64,7 +64,7 @@ def speed(schedule: Any, *, mean: float, sigma: float, updates: int) -> tuple[fl
     rollout, trainers = (7, 7) if schedule.kind == "sync" else (4, 3)
     config = Config(
         student="none",
-        teachers={"main": TeacherConfig(model="none")},
+        teachers={"main": TeacherConfig(model="none", recheck=0)},
         updates=updates,
         sampler=SamplerConfig(max_tokens=LONGEST),
         learner=LearnerConfig(batch_size=BATCH),

@@ -56,7 +56,10 @@ def build_tokenizer(*, alphabet: str = string.printable, template: str | None = 
     )
 
 
-def save_model(path: Path, tokenizer: PreTrainedTokenizerFast, *, layers: int, seed: int) -> Path:
+def save_model(
+    path: Path, tokenizer: PreTrainedTokenizerFast, *, layers: int, seed: int, like: Path | None = None
+) -> Path:
+    """`like` another with fewer layers, which are its first: they find much the same likely."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -73,7 +76,10 @@ def save_model(path: Path, tokenizer: PreTrainedTokenizerFast, *, layers: int, s
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    model = Qwen3ForCausalLM(config)
+    if like is not None:
+        model.load_state_dict(Qwen3ForCausalLM.from_pretrained(like).state_dict(), strict=False)
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
@@ -88,7 +94,7 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """student and teacher, and a stranger whose tokenizer has two characters swapped."""
     path = tmp_path_factory.mktemp("models")
     save_model(path / "student", build_tokenizer(), layers=1, seed=1)
-    save_model(path / "teacher", build_tokenizer(), layers=2, seed=2)
+    save_model(path / "teacher", build_tokenizer(), layers=2, seed=2, like=path / "student")
     swapped = string.printable.translate(str.maketrans("ab", "ba"))
     save_model(path / "stranger", build_tokenizer(alphabet=swapped), layers=1, seed=3)
     return path

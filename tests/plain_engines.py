@@ -122,6 +122,11 @@ class Threads:
         return torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")
 
 
+class Environment:
+    async def read(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
 def no_engine() -> None:
     raise ConfigError("sampler.slots = 0: write more")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,9 @@ from slipstream.config.file import load
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
+from slipstream.engines.trust import scored
 from slipstream.errors import ModelError
-from slipstream.plan.checks import PROMPTS, CheckFailed, Finding, quick, raised
+from slipstream.plan.checks import ENOUGH, PROMPTS, CheckFailed, Finding, in_place, quick, raised
 from slipstream.plan.plan import Plan, plan
 from slipstream.records import Handle
 from slipstream.runtimes import inline
@@ -71,18 +75,42 @@ class Forgetful(Fault):
         return Loaded("0123456789abcdef")
 
 
-class Shifted(Fault):
-    """Every row is about the token before."""
+class Lying(Fault):
+    """Says something else than the teacher."""
+
+    def __init__(self, engine: Any, lie: Callable[[np.ndarray], np.ndarray]) -> None:
+        super().__init__(engine)
+        self.lie = lie
 
     async def score(self, group: Any) -> Any:
-        found = []
-        for handle in await self.engine.score(group):
-            scored = handle.body
-            logp = np.roll(scored.teacher_action_logp, 1, axis=0)
-            found.append(
-                Handle(handle.header, replace(scored, teacher_action_logp=logp, teacher_logp=logp[:, 0].copy()))
-            )
-        return found
+        honest = zip(group, await self.engine.score(group), strict=True)
+        lies = [(rolled, self.lie(scored.body.teacher_action_logp.copy())) for rolled, scored in honest]
+        return [
+            scored(rolled, teacher="main", teacher_logp=logp_NM[:, 0], teacher_action_logp=logp_NM)
+            for rolled, logp_NM in lies
+        ]
+
+
+def noise(logp_NM: np.ndarray) -> np.ndarray:
+    return -np.random.default_rng(np.abs(logp_NM[0]).view(np.uint32)).exponential(size=logp_NM.shape)
+
+
+def one_clamped(logp_NM: np.ndarray) -> np.ndarray:
+    logp_NM[0] = -9999
+    return logp_NM
+
+
+LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
+    "shifted": (lambda logp: np.roll(logp, 1, axis=0), "the rows are shifted by one token"),
+    "zeros": (np.zeros_like, "mean reverse KL to it -0.* and no distribution is below 0"),
+    "constant": (lambda logp: np.full_like(logp, -2.0), "it says the same of every token"),
+    "noise": (noise, "it has nothing to do with these tokens"),
+    "negated": (lambda logp: -logp, "cannot be learned from, as teacher main gives token .* which is above 0"),
+    "upside down": (lambda logp: np.log1p(-np.exp(logp) + 1e-3), "finds likely what the student finds unlikely"),
+    "clamped": (one_clamped, "answers cannot be learned from, as .* a log-prob of -9999, which stands for none"),
+    "not in float32": (lambda logp: np.full(logp.shape, -1e300), "no number that can be learned from"),
+}
+"""What a teacher says, and what is said of it."""
 
 
 def examined(settings: Config, wrap: Any, check: Any) -> list[Finding]:
@@ -118,13 +146,64 @@ def test_another_temperature_in_the_sampler_is_found() -> None:
         raised(found)
 
 
-def test_shifted_rows_of_a_teacher_are_found() -> None:
-    def wrap(engines: Engines) -> Engines:
-        return replace(engines, scorers={name: (Shifted(s[0]),) for name, s in engines.scorers.items()})
+@pytest.fixture(scope="module")
+def opened() -> Iterator[tuple[Plan, Engines]]:
+    job = plan(config())
+    engines = open_engines(job.engines, job.tokenizer, say=str)
+    yield job, engines
+    engines.close()
 
-    found = examined(config(), wrap, at_the_start)
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_teacher_that_lies_is_found_out_before_a_run(lie: str, opened: tuple[Plan, Engines]) -> None:
+    job, engines = opened
+    told, said = LIES[lie]
+    lying = replace(engines, scorers={name: (Lying(s[0], told),) for name, s in engines.scorers.items()})
+    found = asyncio.run(at_the_start(job, lying, [job.prompts.at(number) for number in range(PROMPTS)]))
     assert [finding.ok for finding in found] == [True, False]
-    assert "the rows are shifted by one token" in found[1].fix
+    with pytest.raises(CheckFailed, match=f"^teacher main: .*{said}.*--skip-checks"):
+        raised(found)
+
+
+SEEN = {"tokens": 256.0, "spread": 3.0, "student_spread": 3.0, "aligned": 0.6, "shifted": 0.1, "difference_max": 2.0}
+
+
+@pytest.mark.parametrize(
+    "changes, ok, fatal",
+    [
+        ({}, True, True),
+        ({"aligned": 0.2, "shifted": -0.1}, True, True),  # 3/√255 = 0.188
+        ({"aligned": 0.12, "shifted": 0.57, "tokens": 60.0}, False, True),
+        ({"aligned": 0.0, "shifted": 0.0}, False, True),
+        ({"aligned": 0.3, "tokens": 60.0}, False, False),  # 0.39: too few to find anybody guilty
+        ({"aligned": 0.3, "tokens": 65.0}, False, True),  # 0.375
+        ({"aligned": 0.0, "spread": 0.0}, False, True),
+        ({"student_spread": 0.0, "aligned": 0.0}, False, False),
+    ],
+    ids=str,
+)
+def test_the_bar_for_a_correlation_follows_from_the_number_of_tokens(
+    changes: dict[str, float], ok: bool, fatal: bool
+) -> None:
+    found = in_place("main", SEEN | changes)
+    assert (found.ok, found.fatal) == (ok, fatal) and (found.ok or found.fix)
+
+
+def test_over_all_permutations_the_correlation_has_the_deviation_that_the_bar_is_made_of() -> None:
+    """Of any numbers whatever: 1/√(n − 1)."""
+    p, q = np.array([0.9, 0.9, 0.1, 0.4, 0.5]), np.array([1.0, 0.0, 0.0, 0.0, 1e6])
+    found = [np.corrcoef(p, np.array(order))[0, 1] for order in permutations(q)]
+    assert np.mean(found) == pytest.approx(0, abs=1e-12) and np.std(found) == pytest.approx(1 / 4**0.5)
+
+
+def test_short_answers_are_drawn_to_more_prompts_until_there_is_enough_to_judge_by(
+    opened: tuple[Plan, Engines],
+) -> None:
+    job, engines = opened
+    short = replace(job, sampling=replace(job.sampling, max_tokens=3))
+    found = asyncio.run(at_the_start(short, engines, [job.prompts.at(number) for number in range(PROMPTS)]))
+    (tokens,) = re.findall(r"over (\d+) tokens", found[1].said)
+    assert ENOUGH * 0.75 < int(tokens) <= ENOUGH
 
 
 def test_a_load_that_was_skipped_and_lied_about_is_found() -> None:

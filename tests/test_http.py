@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import pickle
 import re
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -20,9 +22,9 @@ import torch
 from pydantic import SecretStr
 
 from slipstream.config.file import parse, to_toml
-from slipstream.engines import toy
+from slipstream.engines import toy, trust
 from slipstream.engines.base import Engines, Graded, Sampling
-from slipstream.engines.http import breaker, client
+from slipstream.engines.http import breaker, client, scorer
 from slipstream.engines.http.answers import WrongAnswer, read
 from slipstream.engines.http.breaker import LIMIT, Breaker, Unavailable
 from slipstream.engines.http.check import Wanted, check
@@ -33,13 +35,13 @@ from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError, EndpointError, EngineError, Stalled
-from slipstream.pipeline import tries
+from slipstream.pipeline import silence, tries
 from slipstream.pipeline.run import Run
 from slipstream.records import Handle, Prompt, Scored, header_of
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
-from tiny import EOS, VOCAB, make_model, make_prompts, masked, wrap
+from tiny import EOS, VOCAB, make_model, make_prompts, masked, uniform, wrap
 
 T = TypeVar("T")
 SECRET = "sk-very-secret-4711"
@@ -180,16 +182,17 @@ LASTING: dict[Fault, str] = {
     "not json": "answers what is not JSON: <html>It works!</html>",
     "no logprobs": "a wrong answer: no prompt_logprobs: the server must support them",
     "short": r"a wrong answer: \d+ rows of prompt_logprobs for \d+ tokens",
-    "nan": r"a wrong answer: the log-prob of token \d at place \d+ is nan, not a finite number",
-    "null": r"a wrong answer: the log-prob of token \d at place \d+ is None, not a finite number",
-    "positive": r"a wrong answer: the log-prob of token \d at place \d+ is 0.5, which is above 0",
+    "deep": r"answers what is not JSON: \[\[\[\[",
+    "endless": r"answers more than 1 MiB, which nothing that was asked for can take",
+    "packed": r"packs its answers \(gzip\), and was told not to",
+    "null": r"a wrong answer: place \d+ is not a table of token ids and their log-probs",
+    "no ids": r"a wrong answer: place \d+ holds -1, which is no token id",
     "shifted": r"a wrong answer: place \d+ holds no log-prob of token \d, which was sent there, but of \d",
     "other ids": r"a wrong answer: place 1 holds no log-prob of token 2, which was sent there, but of 3",
     "not tables": "a wrong answer: place 1 is not a table of token ids and their log-probs",
 }
 ONLY_OF_SEVERAL: dict[Fault, str] = {
     "few": r"a wrong answer: place \d+ holds 2 log-probs, asked for were the token's and 3",
-    "bad rank": r"a wrong answer: the probabilities at place \d+ add up to 2.\d+",
     "shifted": r"a wrong answer: place \d+ holds (no log-prob of token \d|\d beside its 3 best, not token \d)",
 }
 
@@ -212,9 +215,82 @@ def test_what_lasts_is_an_error_that_names_teacher_endpoint_and_fault(
 
 def test_an_answer_that_does_not_come_is_an_error_and_not_asked_for_again_at_once(fake: FakeEndpoint) -> None:
     fake.always, fake.seconds = "slow", 0.3
-    with pytest.raises(EndpointError, match=r"gives no answer in 0\.1 s \(its timeout\)"):
+    with pytest.raises(EndpointError, match=r"gives no whole answer in 0\.1 s \(its timeout\)"):
         score(fake, timeout=0.1)
     assert len(fake.requests) <= 2, "one for each response"
+
+
+def test_an_answer_that_comes_byte_by_byte_has_the_same_deadline(fake: FakeEndpoint) -> None:
+    fake.always, fake.seconds = "trickle", 0.01
+    with pytest.raises(EndpointError, match=r"gives no whole answer in 0\.2 s \(its timeout\)"):
+        score(fake, timeout=0.2)
+
+
+def test_an_answer_without_end_is_not_held(fake: FakeEndpoint) -> None:
+    fake.always = "endless"
+    with pytest.raises(EndpointError, match="answers more than"):
+        run(Client(endpoint(fake)).ask("POST", "/completions", {"prompt": []}))
+    assert fake.sent < 64 << 20, "what lies in buffers on the way, and no more"
+
+
+def test_more_is_read_where_more_was_asked_for(monkeypatch: pytest.MonkeyPatch, fake: FakeEndpoint) -> None:
+    """As much as 256 bytes for each log-prob of each token."""
+    monkeypatch.setattr(client, "SPARE", 0)
+    assert len(score(fake, k=5)) == 2
+    monkeypatch.setattr(scorer, "ENTRY", 1)
+    with pytest.raises(EndpointError, match="answers more than 0 MiB"):
+        score(fake, k=5)
+
+
+UNUSABLE: dict[Fault, str] = {
+    "nan": "a log-prob of nan, which is no number that can be learned from",
+    "narrow": "a log-prob of -inf, which is no number that can be learned from",
+    "clamp": "a log-prob of -9999, which stands for none",
+    "positive": "a log-prob of 0.5, which is above 0",
+    "bad rank": r"probabilities at place \d+ that add up to 2.\d+",
+}
+
+
+@pytest.mark.parametrize("fault", UNUSABLE)
+def test_a_number_that_is_no_log_prob_costs_its_response_and_no_other(fault: Fault, fake: FakeEndpoint) -> None:
+    fake.tell(fault)
+    handles = score(fake, k=3 if fault == "bad rank" else 0)
+    failed, sound = sorted(handles, key=lambda handle: handle.header.finish != "error")
+    assert failed.header.finish == "error" and sound.header.finish != "error"
+    assert re.search(f"^teacher main gives .*{UNUSABLE[fault]}", failed.header.cause), failed.header.cause
+    assert isinstance(sound.body, Scored)
+
+
+@pytest.mark.parametrize("fault", ["nan", "clamp", "positive"])
+def test_such_an_endpoint_is_refused_before_a_run(fault: Fault, fake: FakeEndpoint) -> None:
+    fake.always = fault
+    with pytest.raises(ConfigError, match=f"teachers.main.base_url = .* gives {UNUSABLE[fault]}"):
+        run(check(endpoint(fake), NEED))
+
+
+def test_a_token_that_the_student_does_not_have_is_named(fake: FakeEndpoint) -> None:
+    async def work() -> None:
+        await HttpScorer(endpoint(fake), k=TOY, vocabulary=TOY - 1).score(await toy_group())
+
+    with pytest.raises(EndpointError, match="names token 5 among its best, which the student does not have: write"):
+        run(work())
+
+
+def test_https_at_a_plain_port_is_named() -> None:
+    def serve(listening: socket.socket) -> None:
+        with listening.accept()[0] as connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,))
+        thread.start()
+        url = f"https://127.0.0.1:{listening.getsockname()[1]}/v1"
+        with pytest.raises(
+            EndpointError, match=f"does not speak https: write base_url = '{url.replace('s:', ':', 1)}'"
+        ):
+            run(Client(Endpoint("main", url, "m")).ask("GET", "/models"))
+        thread.join()
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
@@ -441,6 +517,28 @@ def test_a_teacher_that_stays_down_stops_the_run_by_its_name(
     assert SECRET not in everything + str(caught.value) + "".join(said)
 
 
+def test_a_teacher_that_does_not_answer_is_named_long_before_anything_is_given_up(
+    tmp_path: Path, fake: FakeEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(silence, "FIRST", 0.05)
+    fake.seconds, said = 0.3, list[str]()
+    fake.tell("slow", "slow", "slow", "slow")
+    made = train(tmp_path, fake, said=said)
+    assert made.admission.version == 4
+    assert any(re.match(r"teacher main has not answered for 0 s \(\d+ asked and waiting\)", line) for line in said)
+    assert any(line.startswith("teacher main is no longer silent") for line in said)
+
+
+def test_one_bad_answer_costs_one_response_of_a_run_and_the_ledger_says_why(tmp_path: Path, fake: FakeEndpoint) -> None:
+    fake.tell("clamp")
+    said = list[str]()
+    train(tmp_path, fake, said=said)
+    (entry,) = [entry for entry in read_lines(tmp_path / "ledger.jsonl") if "failed" in entry]
+    assert len(entry["failed"]) == 1 and "a log-prob of -9999, which stands for none" in entry["causes"][0]
+    assert sum(line["teacher/invalid"] for line in read_lines(tmp_path / "metrics.jsonl")) == 1
+    assert [line for line in said if "is left out, as all such will be" in line] == [said[0]]
+
+
 def test_what_a_stalled_run_prints_names_the_teacher_that_is_down(
     tmp_path: Path, fake: FakeEndpoint, hasty: None
 ) -> None:
@@ -456,7 +554,7 @@ def test_what_a_stalled_run_prints_names_the_teacher_that_is_down(
 # --- secrets ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["broken", "cut", "refused", "not json", "nan", "busy"])
+@pytest.mark.parametrize("fault", ["broken", "cut", "refused", "not json", "null", "busy"])
 def test_the_key_is_in_no_error_or_log(fault: Fault, fake: FakeEndpoint, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     fake.always = fault
@@ -487,6 +585,8 @@ def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TEACHER_KEY", f"{SECRET}\n")
     key = key_from_environment(field, "TEACHER_KEY")
     assert key is not None and key.get_secret_value() == SECRET and SECRET not in repr(key)
+    assert "TEACHER_KEY" not in os.environ, "whatever is started from now on does not inherit it"
+    assert key_from_environment(field, "TEACHER_KEY") == key, "whoever plans again has it"
     monkeypatch.setenv("TEACHER_KEY", f"{SECRET}\nx")
     with pytest.raises(ConfigError, match="cannot be a key") as caught:
         key_from_environment(field, "TEACHER_KEY")
@@ -615,7 +715,9 @@ def test_what_is_no_answer_is_refused(answer: Any) -> None:
 
 def test_rounding_above_zero_is_forgiven() -> None:
     answer = {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": 1e-6}}]}]}
-    assert read(answer, [5, 7], [1], k=0).logp_N.tolist() == [0.0]
+    handle = Handle(header_of(rollout := uniform(make_prompts(1)[0], 0, [7])), rollout)
+    logp_N = read(answer, [5, 7], [1], k=0).logp_N
+    assert trust.scored(handle, teacher="main", teacher_logp=logp_N).body.teacher_logp.tolist() == [0.0]
 
 
 # --- the fake, from a terminal ----------------------------------------------------------------------------------------

@@ -56,10 +56,14 @@ QUIET = Console(quiet=True)
 
 
 def saved(path: Path, name: str) -> Path:
-    for seed, role in enumerate(("student", "teacher")):
-        torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(path / role)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    for role in ("student", "teacher"):
+        model.save_pretrained(path / role)
         TOKENIZER.save_pretrained(path / role)
+        with torch.no_grad():  # a teacher is another model, but not of something else
+            for weights in model.parameters():
+                weights += 0.1 * torch.randn_like(weights)
     rows = [{"prompt": "ab" * n, "answer": "c"} for n in [*([1, 2, 3] * 20), 25]]  # the long one is not among the first
     (path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (path / "run.toml").write_text(

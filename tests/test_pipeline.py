@@ -392,9 +392,11 @@ def test_minibatches_and_epochs_are_steps_of_one_version(tmp_path: Path, epochs:
 
 
 def test_checkpoints_are_kept_as_many_as_asked(tmp_path: Path) -> None:
-    train(tmp_path, toy_engines(), checkpoint={"every": 1, "keep": 2})
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
-    assert (tmp_path / "final" / "table.npy").exists()
+    for updates, left in ((1, ["4", "5"]), (3, ["2", "3", "4", "5"])):  # 2 has proven sound in three, 3 will be next
+        path = tmp_path / str(updates)
+        train(path, toy_engines(), checkpoint={"every": 1, "keep": 2}, health={"updates": updates})
+        assert sorted(each.name for each in (path / "checkpoints").iterdir()) == left
+        assert (path / "final" / "table.npy").exists()
 
 
 # --- the toy itself ---------------------------------------------------------------------------------------------------

@@ -364,6 +364,9 @@ data.eval_split=train
 eval.prompts=10
 eval.n=2
 eval.temperature=0.5
+health.reward=5
+{RL} health.kl=0.1
+{RL} health.invalid=0.5
 log.project=mine
 log.to=tensorboard log.project=mine
 data.teacher_key=level

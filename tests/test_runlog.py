@@ -162,6 +162,33 @@ def test_tensorboard_holds_what_was_logged(tmp_path: Path) -> None:
     }
 
 
+def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path: Path) -> None:
+    class Failing(Remember):
+        def log(self, numbers: Mapping[str, float], step: int) -> None:
+            super().log(numbers, step)
+            raise ConnectionError("no route to host\nand more")
+
+        def close(self) -> None:
+            raise AssertionError("it is not asked any more")
+
+    class Late(Remember):
+        def close(self) -> None:
+            raise TimeoutError("still sending")
+
+    said, failing, other = list[str](), Failing(), Late()
+    with RunLog.create(config_of(), tmp_path) as log:
+        log.say = said.append
+        log.sinks += [failing, other]
+        for update in (1, 2):
+            log.metrics("train", {"loss": 1.0}, update=update)
+    assert [len(sink.told) for sink in (failing, other)] == [1, 2]
+    assert said == [
+        "Failing failed and is left out from now on, metrics.jsonl has it all: no route to host",
+        "Late failed and is left out from now on, metrics.jsonl has it all: still sending",
+    ]
+    assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
+
+
 @pytest.mark.parametrize("tracker", get_args(Tracker))
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra_before_anything_is_written(
     tmp_path: Path, tracker: str

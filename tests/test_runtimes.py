@@ -33,6 +33,7 @@ from plain_engines import (
     VOCAB,
     Broken,
     EndlessRollouts,
+    Environment,
     Maker,
     Patient,
     Reader,
@@ -333,6 +334,15 @@ def test_a_worker_that_died_fails_its_calls_now_and_later(opened: Processes) -> 
         asyncio.run(victim.call("wait"))
     with pytest.raises(EngineError, match="Own"):
         asyncio.run(other.call("odd"))
+
+
+def test_no_engine_inherits_the_key_of_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEACHER_KEY", "secret")
+    monkeypatch.setenv("OTHER", "here")
+    with Nursery(["TEACHER_KEY", "NOT_SET"]) as made, ExitStack() as stack:
+        (worker,) = local.start([Place(RemoteScorer, "w", 1, Environment)], made, stack, say=silent)
+        assert asyncio.run(worker.call("read", "TEACHER_KEY")) is None
+        assert asyncio.run(worker.call("read", "OTHER")) == "here"
 
 
 def test_a_worker_says_with_what_status_it_left(nursery: Nursery) -> None:

@@ -33,7 +33,7 @@ PROMPTS = Prompts([Row(id="p", prompt="x")], [np.array([1], np.int32)], seed=0, 
 def config(schedule: Any, *, updates: int = 8, groups: int = 4, group: int = 1) -> Config:
     return Config(
         student="sleep",
-        teachers={"main": TeacherConfig(model="sleep")},
+        teachers={"main": TeacherConfig(model="sleep", recheck=0)},
         updates=updates,
         sampler=SamplerConfig(max_tokens=100_000, group=group),
         learner=LearnerConfig(batch_size=groups * group),

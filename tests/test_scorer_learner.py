@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
@@ -416,11 +417,9 @@ def test_a_teacher_whose_scores_are_not_numbers_is_named() -> None:
     with torch.no_grad():
         scorer.lm.head.weight[EOS] = torch.nan
 
-    async def work() -> None:
-        with pytest.raises(NonFiniteError, match="teacher main gives log-probs that are not numbers"):
-            await scorer.score(groups[0])
-
-    run(work())
+    failed = run(scorer.score(groups[0]))
+    assert {handle.header.finish for handle in failed} == {"error"}
+    assert all(re.match(r"teacher main gives token \d+ at .* a log-prob of nan", h.header.cause) for h in failed)
 
 
 def test_what_is_exported_in_another_precision_is_what_the_sampler_then_runs() -> None:

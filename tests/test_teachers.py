@@ -24,6 +24,7 @@ from slipstream.config.schema import Config
 from slipstream.engines import toy
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Engines, Graded
+from slipstream.engines.http import client
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.fake import FakeEndpoint, model
 from slipstream.engines.http.scorer import HttpScorer
@@ -98,6 +99,12 @@ def test_a_prompt_without_teacher_and_a_teacher_without_prompt_are_errors_that_n
         "teachers.code: no prompt has data_source = 'programs' (data.teacher_key), its key: write another "
         "teachers.code.key, or drop it; there are math"
     )
+
+
+def test_a_learning_rate_that_no_model_survives_is_warned_of() -> None:
+    (warning,) = warnings_of(parsed(learner={"lr": 1e3}))
+    assert warning.startswith("learner.lr = 1000: an update of AdamW moves every weight by about as much")
+    assert warnings_of(parsed(learner={"lr": 1e-2})) == []
 
 
 def test_several_teachers_want_shuffled_prompts() -> None:
@@ -458,10 +465,12 @@ base_url = "{url}"
 tokenizer = "{models_dir / "teacher"}"
 api_key_env = "TEACHER_KEY"
 key = "a"
+recheck = 1.0
 
 [teachers.b]
 model = "self"
 context = {context}
+recheck = 1.0
 """)
     return path / "two.toml"
 
@@ -480,6 +489,11 @@ def test_a_run_with_an_endpoint_and_the_student_itself_as_teachers(
     lines = read_lines(path / "metrics.jsonl")
     assert len(lines) == 3 and all(np.isfinite(line["loss"]) for line in lines)
     assert {"idle/scorer-there", "idle/scorer-b"} <= lines[-1].keys()
+    assert all(line["teacher/differed"] == line["teacher/invalid"] == 0 for line in lines)
+    assert sum(line["teacher/rechecked"] for line in lines) >= 3 * 4, (
+        "every group was scored twice, and came back alike"
+    )
+    assert {"teacher/there/kl", "teacher/b/kl"} <= lines[-1].keys()
     assert f"teacher there at {fake.url} serves teacher" in screen.getvalue()
     assert len(fake.requests) > 5
     texts = "".join(p.read_text() for p in path.rglob("*") if p.suffix in (".toml", ".json", ".jsonl"))
@@ -487,8 +501,9 @@ def test_a_run_with_an_endpoint_and_the_student_itself_as_teachers(
 
 
 def test_a_key_that_is_not_in_the_environment_is_missed_before_a_file_is_written(
-    tmp_path: Path, models_dir: Path
+    tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(client, "TAKEN", {})
     config = load(write_run(tmp_path, models_dir, "http://127.0.0.1:9/v1"), say=lambda _: None)
     with pytest.raises(
         ConfigError, match="teachers.there.api_key_env = 'TEACHER_KEY': this environment variable is not"

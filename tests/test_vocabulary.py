@@ -51,7 +51,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "data": {"eval": "held-out"},
     },
     "two teachers, periodic": {
-        "teachers": {"a": {"model": "tiny"}, "b": {"model": "tiny"}},
+        "teachers": {"a": {"model": "tiny", "recheck": 1.0}, "b": {"model": "tiny"}},
         "schedule": {"kind": "periodic"},
     },
     "top-k, in several steps, drift measured exactly": {

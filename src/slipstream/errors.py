@@ -8,7 +8,8 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 ├── EngineError         an engine failed, again and again: names it and the cause
 │   └── WorkerDied      the process of an engine is gone
 ├── Stalled             nothing has moved for too long: says who waits for whom
-└── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
+├── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
+└── Unhealthy           the run's own metrics say that going on is no use: names the finding and what to do
 
 EndpointError           an endpoint gave no answer, or a wrong one: the call may be tried again, and is
 Terminated              not an error: the run was told to stop by SIGTERM, as KeyboardInterrupt tells by Ctrl-C
@@ -57,6 +58,14 @@ class Stalled(SlipstreamError):
 
 class NonFiniteError(SlipstreamError):
     pass
+
+
+class Unhealthy(SlipstreamError):
+    """`harmful`: the weights may be worse for it."""
+
+    def __init__(self, message: str, *, harmful: bool = False) -> None:
+        super().__init__(message)
+        self.harmful = harmful
 
 
 class EndpointError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import comb
+from math import comb, sqrt
 from statistics import fmean
 from typing import Any
 
@@ -53,6 +53,28 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
         numbers |= {f"teacher/{name}/tokens": float(count) for name, count in sorted(by_teacher.items())}
     for name in sorted({name for header in episodes for name in header.rewards}):
         numbers[f"reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in episodes)
+    return numbers
+
+
+def trust_metrics(headers: Sequence[Header]) -> Metrics:
+    """What teachers said: the reverse KL of what drew to each of them, and how many tokens are on the floor.
+
+    teacher/kl is the mean of log b − log q over the tokens that were drawn from b: KL(b ‖ q) on average, and so never
+    below 0. Tokens of one response depend on one another, so its standard error is that of a ratio of sums over
+    responses: √(k/(k−1) · Σ (gap − kl·tokens)²) / Σ tokens, of k responses.
+    """
+    by_teacher: dict[str, list[Header]] = {}
+    for header in headers:
+        if header.teacher and header.trained_tokens:
+            by_teacher.setdefault(header.teacher, []).append(header)
+    numbers: Metrics = {"teacher/floored": float(sum(header.floored for header in headers))} if by_teacher else {}
+    for name, scored in sorted(by_teacher.items()):
+        prefix = f"teacher/{name}" if len(by_teacher) > 1 else "teacher"
+        tokens, k = sum(header.trained_tokens for header in scored), len(scored)
+        kl = sum(header.gap for header in scored) / tokens
+        off = [header.gap - kl * header.trained_tokens for header in scored] if k > 1 else [scored[0].gap]
+        error = sqrt(sum(gap**2 for gap in off) * k / max(k - 1, 1)) / tokens
+        numbers |= {f"{prefix}/kl": kl, f"{prefix}/kl_error": error}
     return numbers
 
 

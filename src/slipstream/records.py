@@ -323,6 +323,14 @@ class Header:
     """Who will score it, or has."""
     greedy_tokens: int = 0
     """On one member of a group that was just rolled out: tokens of the greedy answer that was drawn beside it."""
+    cause: str = ""
+    """Why a member failed, where its engine says."""
+    gap: float = 0.0
+    """Log-prob by what drew it less log-prob by its teacher, summed over trained tokens: on average not below 0."""
+    floored: int = 0
+    """Trained tokens of which the teacher's log-prob was raised to the floor of `engines/trust`."""
+    differs: float = 0.0
+    """Of a response that was scored before: how far the two answers are apart, as root mean square."""
 
     @property
     def oldest(self) -> int:
@@ -355,8 +363,8 @@ def unfinished(group: Group) -> bool:
 
 
 def graded(handle: Handle) -> Rollout:
-    """The rollout, with its rewards: those are found out where there may be no more than its header."""
-    rollout: Rollout = handle.body
+    """The rollout, scored or not, with its rewards: those are found out where there may be no more than its header."""
+    rollout: Rollout = handle.body.rollout if isinstance(handle.body, Scored) else handle.body
     return replace(rollout, rewards=handle.header.rewards)
 
 

@@ -51,6 +51,8 @@ class RunLog:
         self.path, self.sinks = path, sinks
         before = mark or {}
         ends = ends_of(path, mark) if mark else {}
+        self.say: Callable[[str], None] = print
+        """Told what the run survives."""
         self.last: Mapping[str, Any] = before.get("last", {})
         """The metrics of the last update."""
         self.evaluated: int | None = before.get("evaluated")
@@ -112,8 +114,17 @@ class RunLog:
         names = {
             name if kind == "train" and "/" in name else f"{kind}/{name}": value for name, value in numbers.items()
         }
-        for sink in self.sinks:
-            sink.log(names, update)
+        for sink in list(self.sinks):
+            try:
+                sink.log(names, update)
+            except Exception as error:  # a tracker fails in ways of its own, and none of them ends a run
+                self.sinks.remove(sink)
+                self._left_out(sink, error)
+
+    def _left_out(self, sink: Sink, error: Exception) -> None:
+        self.say(
+            f"{type(sink).__name__} failed and is left out from now on, metrics.jsonl has it all: {first_line(error)}"
+        )
 
     def ledger(self, *entries: Mapping[str, Any]) -> None:
         self.files[LEDGER].write(as_lines(entries))
@@ -126,7 +137,10 @@ class RunLog:
             for file in self.files.values():
                 each.callback(file.close)
             for sink in self.sinks:
-                each.callback(sink.close)
+                try:
+                    sink.close()
+                except Exception as error:
+                    self._left_out(sink, error)
 
 
 def run_path(config: Config, name: str) -> Path:

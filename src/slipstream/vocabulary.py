@@ -42,7 +42,7 @@ LEARNER, LOSS, FROZEN = "engines/native/learning/learner.py", "objective/loss.py
 PASSES, METRICS, ACCOUNT = "engines/native/learning/passes.py", "metrics.py", "pipeline/account.py"
 SURROGATE, POLICY, BATCH = "estimators/surrogate.py", "estimators/policy/__init__.py", "estimators/policy/batch.py"
 DRIFT, RATIO, CORRECTION = "estimators/drift.py", "estimators/ratio.py", "estimators/correction.py"
-STAGES, PUBLISH = "pipeline/stages.py", "pipeline/publish.py"
+TRUST, STAGES, PUBLISH = "engines/trust.py", "pipeline/stages.py", "pipeline/publish.py"
 
 
 def gap(name: str, meaning: str, healthy: str = "–") -> Term:
@@ -97,6 +97,16 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         ),
         Term("distill/overlap_any", "tokens that share any", "1", "objective/distillation.py"),
         Term("student/entropy", "entropy of the student, at the temperature of the loss", "no collapse to 0", LOSS),
+        Term(
+            "teacher/kl teacher/TEACHER/kl",
+            "reverse KL to a teacher of what drew, estimated by the emitted tokens",
+            "falls, and is never below 0 by more than its error",
+            METRICS,
+        ),
+        Term(
+            "teacher/kl_error teacher/TEACHER/kl_error", "its standard error, responses being independent", "–", METRICS
+        ),
+        Term("teacher/floored", "trained tokens whose log-prob by the teacher was raised to −100", "few", TRUST),
         Term("teacher/TEACHER/loss", "distillation loss on the tokens that this teacher scored", "falls", LOSS),
         Term("teacher/TEACHER/share", "its share of the trained tokens", "that of its prompts", LOSS),
         Term("teacher/TEACHER/tokens", "response tokens that it scored", "–", METRICS),
@@ -225,6 +235,10 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("restarted", "groups so far that became too old and began again", "few", ACCOUNT),
         Term("thrown_tokens", "tokens so far of responses that were not learned from", "few", ACCOUNT),
         Term("greedy_tokens", "tokens so far of greedy answers, drawn for their reward alone (remax)", "–", ACCOUNT),
+        Term("teacher/invalid", "responses, since the update before, whose scores cannot be used", "0", ACCOUNT),
+        Term("teacher/rechecked", "groups, since the update before, that were scored twice", "–", ACCOUNT),
+        Term("teacher/differed", "of these, whose scores were others the second time", "0", ACCOUNT),
+        Term("teacher/recheck_max", "by how much at most (root mean square over a response)", "near 0", ACCOUNT),
         Term("failed_samples", "members that an engine could not answer, of groups that went on without", "0", ACCOUNT),
     ),
 }

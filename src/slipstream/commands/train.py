@@ -106,7 +106,8 @@ def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Confi
 
 def nursery(config: Config) -> AbstractContextManager[Nursery | None]:
     """Where engines will be forked from, if they are: to be opened before anything here starts a thread."""
-    return Nursery() if config.runtime.kind == "local" else nullcontext()
+    secrets = [teacher.api_key_env for teacher in config.teachers.values() if teacher.api_key_env is not None]
+    return Nursery(secrets) if config.runtime.kind == "local" else nullcontext()
 
 
 @contextmanager

@@ -187,7 +187,32 @@ class CheckpointConfig(Section):
     """Save at the end of the first update after so many minutes; 0 leaves it to `every`. With either, the end of a run
     is saved too, so that it can be extended; with neither, a run that is killed loses everything."""
     keep: int = Field(2, ge=1)
-    """How many checkpoints to keep."""
+    """How many checkpoints to keep; where they are closer together than health.updates, older ones that have proven
+    sound stay beside these."""
+
+
+class HealthConfig(Section):
+    stop: bool = True
+    """Stop at a finding that no run recovers from; without it, findings are only said."""
+    updates: int = Field(3, ge=1)
+    """So many updates in a row make a finding."""
+    window: int = Field(50, ge=5)
+    """The updates before, by which it is judged what is usual."""
+    kl: float = Field(0.05, ge=0)
+    """How far below 0 the mean reverse KL to a teacher may be, in nats, beyond what chance allows."""
+    invalid: float = Field(0.1, ge=0, le=1)
+    """Share of responses whose scores cannot be used, and of rechecked groups whose scores were others, from which on
+    a teacher is given up."""
+    grad_norm: float = Field(100.0, gt=1)
+    """How many times its median the gradient norm may be."""
+    collapse: float = Field(0.05, ge=0, lt=1)
+    """Share of what they were at the start to which entropy and length may fall where neither KL nor reward gains."""
+    rise: float = Field(5.0, gt=0)
+    """How far the mean reverse KL to the teachers may rise above that at the start, in nats, where no reward gains."""
+    idle: int = Field(50, ge=1)
+    """Updates in a row without any gradient."""
+    reward: int = Field(100, ge=2)
+    """Updates in a row in which a reward is the same, which is said and stops nothing."""
 
 
 class LogConfig(Section):
@@ -249,6 +274,7 @@ class Config(Section):
     schedule: ScheduleConfig = Async()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
@@ -310,6 +336,8 @@ class Config(Section):
             ("eval", self.eval, ("prompts", "n", "temperature"), evaluated, "eval.every"),
             ("log", self.log, ("project",), tracked, "a tracker in log.to that has projects"),
             ("data", self.data, ("teacher_key",), several, "several teachers"),
+            ("health", self.health, ("kl", "invalid", "rise"), bool(self.teachers), "a teacher"),
+            ("health", self.health, ("reward",), graded, "task.reward"),
             *((f"teachers.{name}", each, ("key",), several, "another teacher") for name, each in self.teachers.items()),
             ("loss", self.loss, tuple(type(self.loss).model_fields), self.loss.weight > 0, "loss.weight"),
         ]

@@ -59,6 +59,16 @@ class TeacherConfig(Section):
     replicas: int = Field(1, ge=1)
     """How many copies score (of an endpoint: clients share its concurrency); groups go to the one with least to do."""
 
+    recheck: float = Field(0.01, ge=0, le=1)
+    """Share of its groups that are scored again, by another copy if there is one; what comes back must be the same."""
+
+    @property
+    def promised(self) -> float:
+        """By how much log-probs of one response, scored twice, may be apart (root mean square): what is computed beside
+        other rows rounds otherwise, and of an endpoint nobody knows in which precision."""
+        exact = self.base_url is None and self.dtype != "bfloat16"
+        return 0.01 if exact else 0.25
+
     @field_validator("base_url")
     @classmethod
     def _plain_url(cls, url: str | None) -> str | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.recordfile import read_groups, write_groups
+from slipstream.engines.trust import scored
 from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.logprobs.kept import conditioned
@@ -209,8 +210,7 @@ class ToyScorer:
         rollout = graded(handle)
         actions_NM = torch.from_numpy(rollout.actions.astype(np.int64))
         logq_NM = self.logq_VV[previous(rollout)].gather(1, actions_NM).numpy()
-        scored = Scored(rollout=rollout, teacher="toy", teacher_logp=logq_NM[:, 0], teacher_action_logp=logq_NM)
-        return Handle(header_of(rollout, teacher="toy"), scored)
+        return scored(handle, teacher="toy", teacher_logp=logq_NM[:, 0], teacher_action_logp=logq_NM)
 
 
 class ToyLearner:

@@ -53,18 +53,22 @@ def sharpness(samples: Sequence[Seen]) -> Metrics:
     return {"drift/sharpness": float((ours * theirs).sum() / (ours * ours).sum()) if ours.any() else 1.0}
 
 
-def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
-    """Student and teacher on the trained tokens: where they differ most, and whether the teacher's rows are in place.
+def against_teachers(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
+    """Student and each teacher on the trained tokens: where they differ most, and whether its rows are in place."""
+    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for sample, logp_T in zip(samples, logp, strict=True):
+        if sample.teacher_logp is not None and sample.rollout.trained_tokens:
+            p_N = logp_T[torch.tensor(sample.rollout.loss_mask)].double()
+            pairs.setdefault(sample.teacher, []).append((torch.tensor(sample.teacher_logp).double(), p_N))
+    found = {teacher: compared(its) for teacher, its in pairs.items()}
+    return {f"teacher/{teacher}/{name}": value for teacher, its in found.items() for name, value in its.items()}
+
+
+def compared(pairs: Sequence[tuple[Tensor, Tensor]]) -> Metrics:
+    """Of a teacher's log-probs with the student's, of so many responses.
 
     What is hard to guess for one is hard for the other, so their log-probs correlate best unshifted.
     """
-    pairs = [
-        (torch.tensor(sample.teacher_logp).double(), logp_T[torch.tensor(sample.rollout.loss_mask)].double())
-        for sample, logp_T in zip(samples, logp, strict=True)
-        if sample.teacher_logp is not None and sample.rollout.trained_tokens
-    ]
-    if not pairs:
-        return {}
 
     def correlation(shift: int) -> float:
         """Of the teacher's row n + shift with the student's n."""
@@ -73,9 +77,12 @@ def against_teacher(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metric
         both = torch.stack([q_N, p_N]).exp()
         return float(torch.corrcoef(both)[0, 1].nan_to_num()) if both.shape[1] > 1 else 0.0
 
+    whole = [torch.cat(side) for side in zip(*pairs, strict=True)]
     return {
-        "teacher/difference_max": max(float((q - p).abs().max()) for q, p in pairs),
-        "teacher/aligned": correlation(0),
-        "teacher/shifted": max(correlation(1), correlation(-1)),
-        "teacher/compared": float(sum(len(q_N) for q_N, _ in pairs)),
+        "difference_max": max(float((q - p).abs().max()) for q, p in pairs),
+        "aligned": correlation(0),
+        "shifted": max(correlation(1), correlation(-1)),
+        "tokens": float(len(whole[0])),
+        "spread": float(whole[0].max() - whole[0].min()),
+        "student_spread": float(whole[1].max() - whole[1].min()),
     }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import inf
 
-from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, usage
+from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, trust_metrics, usage
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Batch, Group
@@ -23,6 +24,14 @@ class Account:
         """Tokens of greedy answers, of which only the rewards are used."""
         self.publish: Metrics = {}
         """Of the publish since the last update."""
+        self.unusable, self.told = 0, set[str]()
+        """Responses since the last update whose scores cannot be used, and the teachers of whom that was said."""
+        self.causes: dict[int, list[str]] = {}
+        """Why not, of the groups that go on without."""
+        self.again: list[float] = []
+        """Of every group since the last update that was scored twice: how far the two answers are apart."""
+        self.differed = 0
+        """How many of these are apart by more than was promised."""
         self._tokens = Counter[str]()
 
     def trained(self, groups: Iterable[Group], *, update: int, version: int, size: int) -> None:
@@ -39,6 +48,7 @@ class Account:
                 "tokens": [handle.header.tokens for handle in group],
                 "rewards": [handle.header.rewards for handle in group],
                 **({"failed": missing} if (missing := _missing(group, size)) else {}),
+                **({"causes": causes} if (causes := self.causes.pop(group[0].header.number, None)) else {}),
             }
             for group in groups
         ))  # fmt: skip
@@ -46,7 +56,31 @@ class Account:
     def failed(self, members: int) -> None:
         self.failed_samples += members
 
+    def scored(self, group: Group, say: Callable[[str], None]) -> None:
+        """What a scorer returned: members that failed there end here, and the first of each teacher is told."""
+        failed = [handle.header for handle in group if handle.header.finish == "error"]
+        self.unusable += len(failed)
+        if len(failed) < len(group):  # else all of it is dropped, and counted there
+            self.thrown += sum(header.tokens for header in failed)
+        for header in failed:
+            if header.teacher not in self.told:
+                self.told.add(header.teacher)
+                say(f"{header.cause}: this response to prompt {header.prompt} is left out, as all such will be")
+            self.causes.setdefault(header.number, []).append(header.cause)
+
+    def scored_again(self, group: Group, say: Callable[[str], None], *, promised: float) -> None:
+        difference = max(inf if h.header.finish == "error" else h.header.differs for h in group)
+        self.again.append(difference)
+        if difference > promised:
+            self.differed += 1
+            header = group[0].header
+            say(
+                f"teacher {header.teacher} scored group {header.number} twice, and its log-probs are {difference:.2g} "
+                f"apart (root mean square), {promised:g} is what rounding explains"
+            )
+
     def dropped(self, number: int, reason: str, cause: str = "") -> None:
+        self.causes.pop(number, None)
         entry = {"number": number, "end": "dropped", "reason": reason, "version": self.admission.version}
         self.log.ledger(entry | ({"cause": cause} if cause else {}))
 
@@ -54,7 +88,7 @@ class Account:
         self.publish = numbers
         self.thrown += round(numbers.pop("thrown_tokens"))
 
-    def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> None:
+    def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
         """At the end of an update: its metrics, and what everybody did since the end of the one before."""
         admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
         wall = max(lately.seconds, 1e-9)
@@ -62,6 +96,7 @@ class Account:
         line = {
             **numbers,
             **samples,
+            **self._trust(batch),
             **lag_metrics(batch.headers, batch.update - 1),
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "seconds/update": wall,
@@ -83,6 +118,19 @@ class Account:
         }
         self.log.metrics("train", line, update=batch.update)
         self.publish = {}
+        return line
+
+    def _trust(self, batch: Batch) -> Metrics:
+        found = trust_metrics(batch.headers)
+        if found:
+            found |= {
+                "teacher/invalid": float(self.unusable),
+                "teacher/rechecked": float(len(self.again)),
+                "teacher/differed": float(self.differed),
+                **({"teacher/recheck_max": max(known)} if (known := [x for x in self.again if x < inf]) else {}),
+            }
+        self.unusable, self.again, self.differed = 0, [], 0
+        return found
 
     def _tokens_since(self) -> Counter[str]:
         tokens = Counter[str]()

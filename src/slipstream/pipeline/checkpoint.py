@@ -38,8 +38,9 @@ class Checkpoint:
 
 
 class Checkpoints:
-    def __init__(self, directory: Path, *, every: int = 0, minutes: float = 0, keep: int = 1) -> None:
-        self.directory, self.every, self.minutes, self.keep = directory, every, minutes, keep
+    def __init__(self, directory: Path, *, every: int = 0, minutes: float = 0, keep: int = 1, proof: int = 0) -> None:
+        """`proof` is how many updates it takes to see that weights are sound."""
+        self.directory, self.every, self.minutes, self.keep, self.proof = directory, every, minutes, keep, proof
         self.last = 0.0
         """Seconds after the beginning at which there was one, or the run went on."""
 
@@ -51,20 +52,43 @@ class Checkpoints:
     def at_end(self) -> bool:
         return self.every > 0 or self.minutes > 0
 
-    async def save(self, learner: Learner, standing: Standing, groups: Sequence[Group], mark: Mark) -> Path:
-        """Nothing may happen between the standing, the groups, the mark and this call: they are of one moment."""
-        path = self.directory / str(standing.version)
+    async def save(
+        self,
+        learner: Learner,
+        standing: Standing,
+        groups: Sequence[Group],
+        mark: Mark,
+        *,
+        stopping: bool = False,
+        suspect: bool = False,
+    ) -> Path:
+        """Nothing may happen between the standing, the groups, the mark and this call: they are of one moment.
+
+        At a stop older ones stay, as these weights may be worse. No run goes on from suspect ones by itself.
+        """
+        path = self.directory / (f"{standing.version}.suspect" if suspect else str(standing.version))
         if standing.in_flight or not path.exists():  # what is in flight has gone on since
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
             state = {"admission": asdict(standing), "log": mark}
             await save_whole(learner, path, {STANDING: json.dumps(state).encode()}, groups, optimizer=True)
-        with writing(path):
-            for old in self.existing()[: -self.keep]:
-                remove(self.directory / str(old))
+        if not stopping:
+            self._prune(standing.version)
         self.last = mark["time"]
         return path
+
+    def _prune(self, version: int) -> None:
+        """All but the newest, the last that has proven sound and the one that will be next."""
+        existing, proven = self.existing(), self.proven(version)
+        stay = {*existing[-self.keep :], *proven[-1:], *existing[len(proven) :][:1]}
+        with writing(self.directory):
+            for old in set(existing) - stay:
+                remove(self.directory / str(old))
+
+    def proven(self, version: int) -> list[int]:
+        """Of what exists, after so many updates."""
+        return [number for number in self.existing() if number <= version - self.proof]
 
     def existing(self) -> list[int]:
         return sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdecimal())

@@ -17,15 +17,17 @@ from typing import NoReturn
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
-from slipstream.errors import NonFiniteError, RunDirError, Stalled, first_line
+from slipstream.errors import NonFiniteError, RunDirError, Stalled, Unhealthy, first_line
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
+from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.pipeline.stages import Flow, Save, Steps, answered, go_on, hand_over, learn, watch
+from slipstream.pipeline.silence import Silence
+from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered, go_on, hand_over, learn, watch
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.runlog import Mark, RunLog
@@ -54,7 +56,7 @@ class Run:
         """`standing` is where an earlier part of the run ended, with these `groups` on their way; `patience` is not for
         virtual clocks."""
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
-        self.patience, self.say = patience, say
+        self.patience, self.say, log.say = patience, say, say
         self.admission = admission_of(config, standing)
         self.held = {group[0].header.number: group for group in groups}
         assert self.held.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
@@ -63,6 +65,7 @@ class Run:
             every=config.checkpoint.every,
             minutes=config.checkpoint.minutes,
             keep=config.checkpoint.keep,
+            proof=config.health.updates,
         )
         self.flow: Flow | None = None
 
@@ -129,6 +132,16 @@ class Run:
             account=Account(self.log, trace, self.admission),
             trace=trace,
             tasks=tasks,
+            health=Health(self.config.health, self.say),
+            recheck={
+                name: Recheck(teacher.recheck, teacher.promised, self.config.seed)
+                for name, teacher in self.config.teachers.items()
+            },
+            silence={
+                name: Silence(f"teacher {name}", self.say)
+                for name, teacher in self.config.teachers.items()
+                if teacher.base_url is not None
+            },
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
             due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
             checkpoint=self._checkpoint,
@@ -166,24 +179,30 @@ class Run:
             self.say("nothing is saved: the update in hand has made some of its optimizer steps and not the others")
             raise cause from cause.__cause__
         limit = STALLED_SAVE if isinstance(cause, Stalled) else None
+        suspect = isinstance(cause, Unhealthy) and cause.harmful
         try:
-            path = await asyncio.wait_for(self._checkpoint(mark)(), limit)
+            path = await asyncio.wait_for(self._checkpoint(mark, stopping=True, suspect=suspect)(), limit)
         except Exception as error:  # the learner itself may be what failed: the cause is what matters
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
-            if isinstance(cause, NonFiniteError):
-                raise NonFiniteError(f"{cause}; the weights of update {self.admission.version} are in {path}") from None
+            if isinstance(cause, NonFiniteError | Unhealthy):
+                before = self.checkpoints.proven(self.admission.version)[-1:]
+                sound = f", and sound ones in {self.checkpoints.directory / str(before[0])}" if before else ""
+                said = f"{cause}; the weights of update {self.admission.version} are in {path}{sound}"
+                raise type(cause)(said) from None
         raise cause from cause.__cause__
 
     def _mark(self) -> Mark:
         return self.log.mark(time=self.flow.trace.now() if self.flow else self.log.time)
 
-    def _checkpoint(self, mark: Mark | None = None) -> Save:
+    def _checkpoint(self, mark: Mark | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
         groups = [self.held[number] for number in self.admission.live if self.held.get(number)]
         standing, mark = self.admission.standing, mark or self._mark()
 
         async def save() -> Path:
-            return await self.checkpoints.save(self.engines.learner, standing, groups, mark)
+            return await self.checkpoints.save(
+                self.engines.learner, standing, groups, mark, stopping=stopping, suspect=suspect
+            )
 
         return save
 

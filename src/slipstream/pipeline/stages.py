@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -27,10 +28,12 @@ from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
+from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.tries import GivenUp
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, total, unfinished
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, derive_seed, total, unfinished
 
 T = TypeVar("T")
 
@@ -49,6 +52,18 @@ class Steps:
 
 
 Save = Callable[[], Coroutine[Any, Any, Path]]
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Which groups of a teacher are scored twice, and how much the two answers may be apart."""
+
+    share: float
+    promised: float
+    seed: int
+
+    def chooses(self, number: int) -> bool:
+        return derive_seed("recheck", self.seed, number) < self.share * 2**63
 
 
 @dataclass
@@ -71,6 +86,11 @@ class Flow:
     """Whether there is to be a checkpoint at the end of this update."""
     checkpoint: Callable[[], Save]
     """How to save what there is at this moment, later."""
+    health: Health
+    recheck: Mapping[str, Recheck]
+    """Of each teacher."""
+    silence: Mapping[str, Silence]
+    """Of each teacher that is somewhere else."""
     after_publish: Callable[[], Awaitable[None]]
     """With the newest weights in every sampler, before anything starts under them."""
     held: dict[int, Group] = field(default_factory=dict)
@@ -240,20 +260,30 @@ def answered(group: Group) -> list[Handle]:
     """Without the members that the engine could not answer: they end here, and the others go on. GivenUp if all are."""
     found = [handle for handle in group if handle.header.finish != "error"]
     if not found:
-        raise GivenUp("the engine could not answer it")
+        raise GivenUp(group[0].header.cause or "the engine could not answer it")
     return found
 
 
 async def mark(flow: Flow, number: int) -> None:
-    scorers = of_teacher(flow.scorers, flow.held[number][0].header.teacher)
+    teacher = flow.held[number][0].header.teacher
+    scorers = of_teacher(flow.scorers, teacher)
 
     async def score(worker: Worker[Scorer]) -> list[Handle]:
-        group = await worker.engine.score(flow.held[number])
+        with flow.silence[teacher].waiting() if teacher in flow.silence else nullcontext():
+            group = await worker.engine.score(flow.held[number])
         worker.track.tokens += tokens_of(group)
         return group
 
+    async def first(worker: Worker[Scorer]) -> list[Handle]:
+        group = await score(worker)
+        flow.account.scored(group, scorers.say)
+        return answered(group)
+
     try:
-        flow.held[number] = await scorers.call(number, score)
+        flow.held[number] = await scorers.call(number, first)
+        if flow.recheck and (recheck := of_teacher(flow.recheck, teacher)).chooses(number):
+            again = await scorers.call(number, score)
+            flow.account.scored_again(again, scorers.say, promised=recheck.promised)
     except GivenUp as failure:
         flow.drop(number, "scoring failed", str(failure))
     else:
@@ -358,7 +388,8 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
     flow.account.trained(update.groups, update=update.number, version=version, size=flow.sampling.group)
-    flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
+    line = flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
+    flow.health.look(line)
 
 
 async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:

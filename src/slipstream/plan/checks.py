@@ -8,19 +8,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 
 import numpy as np
 
+from slipstream.config.schema import HealthConfig
 from slipstream.engines.base import Engines, Metrics, of_teacher
 from slipstream.errors import ModelError
+from slipstream.metrics import trust_metrics
 from slipstream.pipeline.pool import names
 from slipstream.pipeline.publish import load
 from slipstream.plan.engines import EnginesPlan
 from slipstream.plan.plan import Plan
-from slipstream.records import Batch, Group, Prompt
+from slipstream.records import Batch, Group, Header, Prompt
 
 PROMPTS, TOKENS = 8, 32
 """How many prompts are tried, and how long the answers are."""
+ENOUGH, ROUNDS = 256, 8
+"""Tokens by which a teacher is judged; for so many, short answers are drawn to further prompts, so often."""
+FEW = 64
+"""Tokens that are too few to find a teacher guilty."""
+CHANCE = 3.0
+"""Standard deviations that are no chance: once in 700."""
+SURE = 1e-3
+"""Nats between a student's surest token and its least sure one that are nothing to compare by."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,25 @@ async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, vers
     """What `train` looks at before it begins: sampler against learner, and the teacher's rows."""
     await publish(engines)
     groups = await scored(engines, await rolled(plan, engines, prompts))
+    for teacher in plan.engines.scorers:
+        groups += await until_enough(plan, engines, teacher, groups)
+    headers = [handle.header for group in groups for handle in group]
     if furthest := long_prompt(plan, prompts):
         # with the others: what a long sequence does to a short one beside it is looked at too
         groups += await rolled(plan, engines, [furthest])
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
-    return agreement(numbers, Limits.of(plan.engines), groups)
+    return [*agreement(numbers, Limits.of(plan.engines), groups), *teachers(numbers, headers)]
+
+
+async def until_enough(plan: Plan, engines: Engines, teacher: str, groups: Sequence[Group]) -> list[Group]:
+    """Answers to further prompts of a teacher, scored, if these have too few tokens to judge it by."""
+    found, its = list[Group](), (p for p in map(plan.prompts.at, count(PROMPTS)) if p.teacher == teacher)
+    for _ in range(ROUNDS):
+        headers = [handle.header for group in (*groups, *found) for handle in group]
+        if sum(header.trained_tokens for header in headers if header.teacher == teacher) >= ENOUGH:
+            break
+        found += await scored(engines, await rolled(plan, engines, list(islice(its, PROMPTS))))
+    return found
 
 
 def long_prompt(plan: Plan, prompts: Sequence[Prompt]) -> Prompt | None:
@@ -84,7 +109,7 @@ async def rolled(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, gro
     usual = plan.sampling
     sampling = replace(usual, max_tokens=min(TOKENS, usual.max_tokens), group=group, top_p=1.0, top_k=0, min_p=0.0)
     samplers = engines.samplers
-    calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts[:PROMPTS])]
+    calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]
     return list(await asyncio.gather(*calls))
 
 
@@ -108,17 +133,7 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
     # where all tokens are nearly certain, a correlation is one of rounding errors
     alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
     same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
-    found = [
-        Finding(
-            "sampler and learner, one checkpoint",
-            same,
-            said,
-            "" if same else cause(numbers),
-        )
-    ]
-    if "teacher/aligned" in numbers:
-        found.append(alignment(numbers))
-    return found
+    return [Finding("sampler and learner, one checkpoint", same, said, "" if same else cause(numbers))]
 
 
 def cause(numbers: Metrics) -> str:
@@ -133,23 +148,67 @@ def cause(numbers: Metrics) -> str:
     return "precision: give both sides one dtype (sampler.dtype, learner.compute_dtype), float32 to see if that is all"
 
 
-def alignment(numbers: Metrics) -> Finding:
-    """A teacher's row says how likely *this* token is: what the student finds hard it finds hard, in the same row."""
-    aligned, shifted = numbers["teacher/aligned"], numbers["teacher/shifted"]
-    by_chance = 4 / numbers["teacher/compared"] ** 0.5  # of two that have nothing to do with one another
-    ok = shifted < 0.5 or shifted - aligned <= by_chance
-    return Finding(
-        "the teacher's rows stand at their tokens",
-        ok,
-        f"correlation with the student {aligned:.2f}, shifted by one {shifted:.2f}",
-        "" if ok else "the rows are shifted by one token: row t must be about token t, given all before it",
-        fatal=False,
-    )
+def teachers(numbers: Metrics, headers: Sequence[Header]) -> list[Finding]:
+    """What each of them says of the student's tokens can be used, is no lie that shows, and is of those tokens."""
+    found = []
+    for name in sorted({header.teacher for header in headers if header.teacher}):
+        its = [header for header in headers if header.teacher == name]
+        seen = {key.rpartition("/")[2]: value for key, value in numbers.items() if key.startswith(f"teacher/{name}/")}
+        found.append(usable(name, its) or below_zero(name, its) or in_place(name, seen))
+    return found
+
+
+def usable(name: str, headers: Sequence[Header]) -> Finding | None:
+    failed = [header for header in headers if header.finish == "error"]
+    if not failed:
+        return None
+    said = f"{len(failed)} of {len(headers)} answers cannot be learned from, as {failed[0].cause}"
+    return Finding(f"teacher {name}", False, said, "no model says that: what serves it, and in which precision?")
+
+
+def below_zero(name: str, headers: Sequence[Header]) -> Finding | None:
+    """A teacher cannot find likelier what the student says than the student itself does, on average."""
+    numbers = trust_metrics(headers)
+    kl, error = numbers.get("teacher/kl", 0.0), numbers.get("teacher/kl_error", 0.0)
+    if kl + CHANCE * error >= -HealthConfig().kl:
+        return None
+    said = f"mean reverse KL to it {kl:.2f} ± {error:.2f}, and no distribution is below 0"
+    return Finding(f"teacher {name}", False, said, "its log-probs are not of these tokens, or are no log-probs")
+
+
+def in_place(name: str, seen: Metrics) -> Finding:
+    """A teacher's row says how likely *this* token is: what the student finds hard it finds hard, in the same row.
+
+    How large must the correlation be? Had the teacher's numbers nothing to do with these tokens, each might as well
+    stand at any other: over all permutations of them the correlation has mean 0 and standard deviation 1/√(n − 1),
+    exactly, whatever the numbers are and however few. So `CHANCE` of these is the bar, and it is lower the more tokens
+    there are: 0.19 for the 256 that are drawn, if need be from many short answers. Below 64 (0.38) nobody is found
+    guilty for less.
+    """
+    name = f"teacher {name}"
+    if not seen or not seen["student_spread"] > SURE:
+        said = "the student is sure of every token that was tried"
+        return Finding(name, False, said, "which leaves nothing to compare it by", fatal=False)
+    n, aligned, shifted = seen["tokens"], seen["aligned"], seen["shifted"]
+    chance = CHANCE / max(n - 1, 1) ** 0.5
+    said = f"over {n:.0f} tokens its correlation is {aligned:.2f}, shifted by one {shifted:.2f}, by chance {chance:.2f}"
+    if seen["spread"] == 0 and n >= PROMPTS:
+        fix = "it says the same of every token: is that a model at all?"
+    elif shifted - aligned > chance and shifted > chance:
+        fix = "the rows are shifted by one token: row t must be about token t, given all before it"
+    elif aligned < -chance:
+        fix = "it finds likely what the student finds unlikely: are these negative log-probs, with the sign lost?"
+    elif aligned < chance:
+        fix = "it has nothing to do with these tokens: another model, another tokenizer, rows of another request?"
+        return Finding(name, False, said, fix, fatal=n >= FEW)
+    else:
+        return Finding(name, True, said)
+    return Finding(name, False, said, fix)
 
 
 def itself(numbers: Metrics, limits: Limits) -> Finding:
     """The student as its own teacher, through the whole path: nothing to learn."""
-    gap = numbers["teacher/difference_max"]
+    (gap,) = [value for name, value in numbers.items() if name.endswith("/difference_max")]
     return Finding(
         "a teacher equal to the student teaches nothing",
         gap <= limits.teacher,

@@ -26,6 +26,9 @@ from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
 from slipstream.tasks.data import FILES, Prompts, check_there, load_rows
 
+TOO_FAST = 0.1
+"""A learning rate that no model survives."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -249,6 +252,11 @@ def warnings_of(config: Config) -> list[str]:
         found.append("several teachers and data.shuffle = false: updates may hold prompts of one of them only")
     if config.loss.weight and config.reference is not None:
         found.append("the teacher and the reference both pull at the student; drop [reference] if that is not meant")
+    if config.learner.lr >= TOO_FAST:
+        found.append(
+            f"learner.lr = {config.learner.lr:g}: an update of AdamW moves every weight by about as much, and weights "
+            "are rarely larger than that: write 1e-3 or less, 1e-6 to 1e-5 for a whole language model"
+        )
     if config.learner.dtype == "bfloat16":
         found.append("learner.dtype = 'bfloat16' rounds small updates away: write compute_dtype = 'bfloat16' instead")
     proximal = config.loss.weight and "proximal" in config.loss.asks.takes

@@ -10,6 +10,7 @@ from slipstream.config.teacher import routed_by
 from slipstream.engines.http.check import Wanted, check
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
+from slipstream.pipeline.silence import Silence
 from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints
 from slipstream.tasks.chat import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
@@ -130,4 +131,6 @@ async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, 
         longest = max(map(len, tokens)) + longest_answer(config, teacher)
         some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
         need = Wanted(tokens=some, highest=highest, longest=longest, k=asks.k)
-        say(await check(endpoint, need))
+        with Silence(f"teacher {name}", say).waiting():
+            found = await check(endpoint, need)
+        say(found)

@@ -105,7 +105,7 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> AnyScorer:
                 context=context,
             )
         case Endpoint() as endpoint:
-            return HttpScorer(endpoint, k=plan.asks.k, context=context)
+            return HttpScorer(endpoint, k=plan.asks.k, vocabulary=plan.vocabulary, context=context)
 
 
 def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:

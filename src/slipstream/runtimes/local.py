@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -41,13 +41,14 @@ class Nursery:
     """The process from which engines are forked (`worker.nurse`).
 
     It is a fork of this one as long as there is only one thread here, and begins to import at once: `train` makes it
-    before it does anything that takes time. Else it is started afresh.
+    before it does anything that takes time. Else it is started afresh. No engine inherits the environment variables in
+    `secrets`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: Collection[str] = ()) -> None:
         self.control, theirs = Pipe()
-        self.process = None if alone() else started(theirs)
-        self.pid = self.process.pid if self.process else forked(theirs, self.control)
+        self.process = None if alone() else started(theirs, secrets)
+        self.pid = self.process.pid if self.process else forked(theirs, self.control, secrets)
         self.bare = True
         """Nothing has been asked of it: it may still be importing, and has no child."""
         theirs.close()
@@ -105,13 +106,15 @@ def alone() -> bool:
     return sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
 
 
-def forked(theirs: Connection, ours: Connection) -> int:
+def forked(theirs: Connection, ours: Connection, secrets: Collection[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
         return pid
     try:
         ours.close()
+        for name in secrets:
+            os.environ.pop(name, None)
         os.setsid()  # what a terminal sends goes to the coordinator alone
         nurse(theirs)
     except BaseException:
@@ -120,7 +123,7 @@ def forked(theirs: Connection, ours: Connection) -> int:
         os._exit(0)
 
 
-def started(theirs: Connection) -> Popen[bytes]:
+def started(theirs: Connection, secrets: Collection[str]) -> Popen[bytes]:
     """With one thread, also of numpy's BLAS, as nurseries promise; engines say how many they want."""
     told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return Popen(
@@ -128,7 +131,7 @@ def started(theirs: Connection) -> Popen[bytes]:
         pass_fds=[theirs.fileno()],
         stdin=DEVNULL,
         start_new_session=True,
-        env=os.environ | told,
+        env={name: value for name, value in os.environ.items() if name not in secrets} | told,
     )
 
 

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slipstream.engines.http.answers import LogProbs
 from slipstream.engines.http.client import Client, Endpoint
 from slipstream.engines.http.scorer import log_probs
+from slipstream.engines.trust import unbelievable, why
 from slipstream.errors import ConfigError, EndpointError
 
 KEY_REFUSED = (401, 403)
@@ -42,15 +44,21 @@ async def check(endpoint: Endpoint, need: Wanted) -> str:
                 f"sampler.max_tokens + 1 are up to {need.longest + 1}: lower sampler.max_tokens, shorten the prompts, "
                 f"or start the server with --max-model-len {need.longest + 1}"
             )
-        await _ask(client, endpoint, need.tokens, 0)
+        believed(await _ask(client, endpoint, need.tokens, 0), endpoint)
     except EndpointError as error:
         raise ConfigError(_explained(error, endpoint, where)) from None
     await _gives(client, endpoint, need, where)
     return f"{endpoint.where} serves {endpoint.model}" + (f", context {context}" if context is not None else "")
 
 
-async def _ask(client: Client, endpoint: Endpoint, tokens: Sequence[int], k: int) -> None:
-    await log_probs(client, endpoint.model, list(tokens), np.arange(1, len(tokens)), k=k)
+async def _ask(client: Client, endpoint: Endpoint, tokens: Sequence[int], k: int) -> LogProbs:
+    return await log_probs(client, endpoint.model, list(tokens), np.arange(1, len(tokens)), k=k)
+
+
+def believed(found: LogProbs, endpoint: Endpoint) -> None:
+    logp_NX = np.column_stack([found.logp_N, found.logp_NK])
+    if (at := unbelievable(logp_NX)) is not None:
+        raise EndpointError(f"{endpoint.where} gives {why(float(logp_NX[at]))}")
 
 
 async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
@@ -78,7 +86,7 @@ async def _gives(client: Client, endpoint: Endpoint, need: Wanted, where: str) -
     """What goes wrong here did not before: it is about this number, or this id."""
     try:
         if need.k:
-            await _ask(client, endpoint, need.tokens, need.k)
+            believed(await _ask(client, endpoint, need.tokens, need.k), endpoint)
     except EndpointError as error:
         raise ConfigError(
             f"{where}.max_logprobs: the loss needs {need.k} log-probs per token, and this does not give them: start "

@@ -12,6 +12,7 @@ Shapes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 import threading
@@ -25,8 +26,9 @@ from typing import Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-Fault = Literal["slow", "busy", "broken", "cut", "refused", "not json", "no logprobs", "short", "few", "nan", "null",
-                "positive", "shifted", "other ids", "not tables", "bad rank"]  # fmt: skip
+Fault = Literal["slow", "busy", "broken", "cut", "refused", "not json", "deep", "endless", "packed", "trickle",
+                "no logprobs", "short", "few", "nan", "null", "positive", "clamp", "narrow", "shifted", "other ids",
+                "no ids", "not tables", "bad rank"]  # fmt: skip
 Scores = Callable[[Sequence[int]], NDArray[np.floating[Any]]]
 """From token ids to log-probs [T, V]: row t is the distribution of token t, row 0 of nothing."""
 IDLE = 600.0
@@ -74,7 +76,10 @@ class FakeEndpoint:
         self.always: Fault | None = None
         """Until it is set back."""
         self.seconds = 0.05
-        """How long slow is."""
+        """How long slow is, and how long it takes from one byte to the next where they trickle."""
+        self.sent = 0
+        """Bytes of answers without an end."""
+        self.over = threading.Event()
         self.retry_after: str | None = "0.05"
         self.requests: list[dict[str, Any]] = []
         """All completions that were asked for."""
@@ -99,6 +104,7 @@ class FakeEndpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.over.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -116,7 +122,12 @@ class FakeEndpoint:
                 fake.models(self)
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                length = int(self.headers["content-length"])
+                content = self.rfile.read(length)
+                if len(content) < length:  # who asked has gone
+                    self.close_connection = True
+                    return
+                body = json.loads(content)
                 with fake.lock:
                     fake.running += 1
                     fake.most = max(fake.most, fake.running)
@@ -144,7 +155,7 @@ class FakeEndpoint:
             self.requests.append(body)
             fault = self.always or (self.faults.popleft() if self.faults else None)
         if fault == "slow":
-            time.sleep(self.seconds)
+            self.over.wait(self.seconds)
         if self._failed(to, fault) or self._turned_away(to):
             return
         tokens, k = body["prompt"], body.get("prompt_logprobs", 0)
@@ -190,6 +201,15 @@ class FakeEndpoint:
                 send(to, 400, {"error": {"message": "the server does not like it"}})
             case "not json":
                 send(to, 200, "<html>It works!</html>")
+            case "deep":
+                send(to, 200, "[" * 100_000)
+            case "endless":
+                self._pour(to, b" " * (1 << 16), 0.0)
+            case "trickle":
+                self._pour(to, b" ", self.seconds)
+            case "packed":
+                bomb = gzip.compress(b" " * (1 << 24))
+                send(to, 200, bomb, **{"Content-Encoding": "gzip"})
             case "cut":
                 to.send_response(200)
                 to.send_header("Content-Length", "100000")
@@ -200,9 +220,19 @@ class FakeEndpoint:
                 return False
         return True
 
+    def _pour(self, to: BaseHTTPRequestHandler, part: bytes, pause: float) -> None:
+        """Until whoever asked is gone."""
+        to.send_response(200)
+        to.send_header("Content-Type", "application/json")
+        to.end_headers()
+        while not self.over.wait(pause):
+            to.wfile.write(part)
+            self.sent += len(part)
+
 
 def send(to: BaseHTTPRequestHandler, status: int, answer: Any, **headers: str) -> None:
-    content = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
+    text = answer if isinstance(answer, str | bytes) else json.dumps(answer)
+    content = text.encode() if isinstance(text, str) else text
     to.send_response(status)
     for name, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
         to.send_header(name, value)
@@ -248,6 +278,12 @@ def spoilt(rows: list[Any], fault: Fault | None) -> list[Any] | None:
             last[token]["logprob"] = None
         case "positive":
             last[token]["logprob"] = 0.5
+        case "clamp":
+            last[token]["logprob"] = -9999.0
+        case "narrow":  # finite, but not in float32
+            last[token]["logprob"] = -1e300
+        case "no ids":
+            last["-1"] = last[token]
         case "bad rank":
             for entry in last.values():
                 entry["logprob"] = -0.1

@@ -23,10 +23,11 @@ from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
-from slipstream.errors import ModelError, NonFiniteError
+from slipstream.engines.trust import scored
+from slipstream.errors import ModelError
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.numerics import joined
-from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded, header_of
+from slipstream.records import Group, Handle, Ints, Rollout, graded
 
 TOGETHER = 0.002
 """Seconds between calls that were made at the same time."""
@@ -89,7 +90,7 @@ class NativeScorer:
         """Score these together; if that fails, one by one, so that each hears of its own fault only."""
         handles = [handle for group, _ in calls for handle in group]
         try:
-            scored = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles)
+            found = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles)
         except Exception as error:
             if len(calls) > 1:
                 for call in calls:
@@ -99,8 +100,8 @@ class NativeScorer:
             return
         for group, answer in calls:
             if not answer.done():
-                answer.set_result(scored[: len(group)])
-            scored = scored[len(group) :]
+                answer.set_result(found[: len(group)])
+            found = found[len(group) :]
 
     async def _gather(self) -> None:
         """Small passes cost hardly less than larger ones: calls that come close behind one another share one."""
@@ -114,23 +115,23 @@ class NativeScorer:
     @torch.inference_mode()
     def _score(self, handles: Sequence[Handle]) -> list[Handle]:
         rollouts = [graded(handle) for handle in handles]
-        scored: dict[int, Scored] = {}
+        answers: dict[int, dict[str, Any]] = {}
         seen = [with_prompt(rollout, self.context(rollout)) for rollout in rollouts]
         batches = pack(seen, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing)
         for batch in batches:
             chosen = [rollouts[i] for i in batch.members]
             hidden_ND = Rows(seen, batch, self.lm.device).hidden(self.lm.backbone)
-            scored.update(zip(batch.members, self._answers(hidden_ND, chosen), strict=True))
-        return [Handle(header_of(rollouts[i], teacher=self.name), scored[i]) for i in range(len(handles))]
+            answers.update(zip(batch.members, self._answers(hidden_ND, chosen), strict=True))
+        return [
+            scored(handle, teacher=self.name, context_id=self.context.id, **answers[i])
+            for i, handle in enumerate(handles)
+        ]
 
-    def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[Scored]:
+    def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
         """What the cache holds, for every sample of a micro-batch."""
         ids_NM = joined([self._asked(rollout) for rollout in rollouts], hidden_ND.device, torch.int64)
         logp_NM = self._logp(hidden_ND, ids_NM)
         found = {"teacher_logp": logp_NM[:, 0]}
-        if found["teacher_logp"].isnan().any():
-            prompts = f"{rollouts[0].prompt.id} … {rollouts[-1].prompt.id}"
-            raise NonFiniteError(f"teacher {self.name} gives log-probs that are not numbers, among prompts {prompts}")
         match self.cache:
             case "sampled":
                 found["teacher_action_logp"] = logp_NM
@@ -143,15 +144,7 @@ class NativeScorer:
         parts: dict[str, list[Any]] = {
             name: [_numpy(part) for part in by_sample(value, rollouts)] for name, value in found.items()
         }
-        return [
-            Scored(
-                rollout=rollout,
-                teacher=self.name,
-                context_id=self.context.id,
-                **{name: part[i] for name, part in parts.items()},
-            )
-            for i, rollout in enumerate(rollouts)
-        ]
+        return [{name: part[i] for name, part in parts.items()} for i in range(len(rollouts))]
 
     def _asked(self, rollout: Rollout) -> Ints:
         """The ids whose log-probs are asked for at every trained position, the emitted one first."""

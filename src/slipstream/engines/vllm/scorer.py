@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from slipstream.engines.base import Context, SamePrompt
+from slipstream.engines.trust import scored
 from slipstream.engines.vllm.core import Core, Settings
-from slipstream.errors import ModelError, NonFiniteError
-from slipstream.records import Group, Handle, Rollout, Scored, graded, header_of
+from slipstream.errors import ModelError
+from slipstream.records import Group, Handle, Rollout, graded
 
 
 class VllmScorer:
@@ -53,12 +54,7 @@ class VllmScorer:
     async def _one(self, handle: Handle) -> Handle:
         rollout = graded(handle)
         found = await self._caches(rollout)
-        if np.isnan(found["teacher_logp"]).any():
-            raise NonFiniteError(
-                f"teacher {self.name} gives log-probs that are not numbers, for prompt {rollout.prompt.id}"
-            )
-        scored = Scored(rollout=rollout, teacher=self.name, context_id=self.context.id, **found)
-        return Handle(header_of(rollout, teacher=self.name), scored)
+        return scored(handle, teacher=self.name, context_id=self.context.id, **found)
 
     async def _caches(self, rollout: Rollout) -> dict[str, Any]:
         from vllm.inputs import TokensPrompt

@@ -33,7 +33,7 @@ from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
-from slipstream.objective.drift import Seen, against_teacher, drift_metrics, sharpness
+from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
 from slipstream.objective.frozen import Frozen, behavior_of, freeze
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
@@ -165,7 +165,7 @@ class NativeLearner:
         drift = drift_metrics(
             seen, version=max(int(v) for s in samples for v in s.rollout.versions[s.rollout.loss_mask])
         )
-        return drift | sharpness(seen) | against_teacher(samples, logp)
+        return drift | sharpness(seen) | against_teachers(samples, logp)
 
     def _counts(self, group: Group) -> Counts:
         return counts_of(group, [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group])

@@ -1,0 +1,117 @@
+"""What a teacher says is looked at once, where it becomes a record: by every engine, before anybody learns from it.
+
+A learner computes in float32 or wider, so that is what a log-prob must be believable in. One that is not (NaN,
+infinite, above 0, or a number that servers write where they have none) makes its response a failed member of its group,
+with the cause; one that is merely tiny ends at FLOOR, here and nowhere else, and is counted.
+
+Whoever scores what is scored already says how far the two answers are apart.
+
+Shapes: N trained tokens, X numbers for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.records import Handle, Rollout, Scored, graded, header_of
+
+FLOOR = -100.0
+"""Less likely than e^-100 is impossible enough; how impossible is a matter of rounding, and would rule the gradient."""
+PLACEHOLDER = -999.0
+"""No softmax comes so low. Servers write −999, −9999 or −1e30 for a token that they know nothing of."""
+TOLERANCE = 1e-3
+"""By which a log-prob may exceed 0: servers round. What exceeds it by less becomes 0."""
+MASS = 1 + 10 * TOLERANCE
+"""To which the probabilities of different tokens may add up."""
+Found = Mapping[str, NDArray[Any]]
+"""The fields of `Scored` that a teacher fills."""
+
+
+def scored(handle: Handle, *, teacher: str, context_id: str = "prefix", **found: NDArray[Any]) -> Handle:
+    """The response with what its teacher says of it, or a failed member with the cause."""
+    rollout = graded(handle)
+    header = header_of(rollout, teacher=teacher)
+    if problem := next(problems(rollout, found), ""):
+        return Handle(replace(header, finish="error", cause=f"teacher {teacher} gives {problem}"), rollout)
+    logps = {name: found[name] for name in IDS if name in found}
+    low_N = np.any([(columns(logp) < FLOOR).any(1) for logp in logps.values()], axis=0)
+    bounded = {name: np.clip(logp, FLOOR, 0.0) for name, logp in logps.items()}
+    body = Scored(rollout=rollout, teacher=teacher, context_id=context_id, **{**found, **bounded})
+    drawn_N = rollout.logp[rollout.loss_mask].astype(np.float64)
+    header = replace(
+        header,
+        gap=float((drawn_N - bounded["teacher_logp"]).sum()),
+        floored=int(low_N.sum()),
+        differs=apart(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
+    )
+    return Handle(header, body)
+
+
+IDS: dict[str, Callable[[Rollout, Found], Any]] = {
+    "teacher_logp": lambda rollout, found: rollout.tokens[rollout.loss_mask][:, None],
+    "teacher_action_logp": lambda rollout, found: rollout.actions,
+    "teacher_best_logp": lambda rollout, found: rollout.best_ids,
+    "teacher_topk_logp": lambda rollout, found: found["teacher_ids"],
+}
+"""Whose log-probs each field holds."""
+DIFFERENT = ("teacher_best_logp", "teacher_topk_logp")
+"""Fields in which every token stands once: they are parts of one distribution."""
+
+
+def problems(rollout: Rollout, found: Found) -> Iterator[str]:
+    """What cannot be, each in words that go on after `gives`."""
+    place_N = np.flatnonzero(rollout.loss_mask)
+    for name in IDS:
+        if name not in found or not len(place_N):
+            continue
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is found
+            logp_NX = columns(found[name]).astype(np.float32)
+        if (at := unbelievable(logp_NX)) is not None:
+            token, place, logp = IDS[name](rollout, found)[at], place_N[at[0]], columns(found[name])[at]
+            yield f"token {token} at place {place} of the response {why(float(logp))}"
+        if name in DIFFERENT and (mass_N := np.exp(logp_NX).sum(1)).max() > MASS:
+            n = int(mass_N.argmax())
+            yield f"probabilities at place {place_N[n]} that add up to {mass_N[n]:.3f}"
+    if "teacher_hidden" in found and not finite(found["teacher_hidden"]):
+        yield "hidden states that are not finite"
+
+
+def columns(logp: NDArray[Any]) -> NDArray[Any]:
+    return logp if logp.ndim == 2 else logp[:, None]
+
+
+def unbelievable(logp_NX: NDArray[np.float32]) -> tuple[int, int] | None:
+    """Where the first number stands that is no log-prob."""
+    wrong_NX = ~((logp_NX <= TOLERANCE) & (logp_NX > PLACEHOLDER))  # NaN compares with nothing
+    return tuple(np.argwhere(wrong_NX)[0].tolist()) if wrong_NX.any() else None
+
+
+def why(logp: float) -> str:
+    if logp > TOLERANCE:
+        return f"a log-prob of {logp:g}, which is above 0"
+    if np.isfinite(logp) and logp > -1e9:
+        return f"a log-prob of {logp:g}, which stands for none"
+    return f"a log-prob of {logp:g}, which is no number that can be learned from"
+
+
+def finite(array: NDArray[Any]) -> bool:
+    """bf16 travels as its 16 bits, of which eight ones in the exponent are infinite or NaN."""
+    if array.dtype == np.uint16:
+        return not bool(((array & 0x7F80) == 0x7F80).any())
+    return bool(np.isfinite(array).all())
+
+
+def apart(one: Scored, other: Scored) -> float:
+    """Root mean square of the differences of all log-probs of one response, scored twice.
+
+    Of the best tokens the values are compared by rank: two that are nearly as likely may change places.
+    """
+    pairs = [(getattr(one, name), getattr(other, name)) for name in IDS]
+    gaps = [(np.asarray(b, np.float64) - a).reshape(-1) for a, b in pairs if a is not None and b is not None]
+    gap = np.concatenate(gaps)
+    return float(np.sqrt(np.mean(gap**2))) if len(gap) else 0.0
