@@ -225,6 +225,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("restarted", "groups so far that became too old and began again", "few", ACCOUNT),
         Term("thrown_tokens", "tokens so far of responses that were not learned from", "few", ACCOUNT),
         Term("greedy_tokens", "tokens so far of greedy answers, drawn for their reward alone (remax)", "–", ACCOUNT),
+        Term("restarts/WORKER", "how often so far it died, or hung, and was started again", "0", ACCOUNT),
         Term("failed_samples", "members that an engine could not answer, of groups that went on without", "0", ACCOUNT),
     ),
 }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,16 +17,22 @@ from slipstream.commands.progress import Progress
 from slipstream.config.file import load
 from slipstream.config.schema import Config
 from slipstream.engines.base import Engines
-from slipstream.errors import RunDirError, Terminated
+from slipstream.errors import EngineError, LearnerDied, RunDirError, Terminated, WorkerDied
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
-from slipstream.pipeline.checkpoint import newest
+from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, plan
 from slipstream.runlog import RunLog, check_free, read_lines, run_path
 from slipstream.runtimes import inline, local
 from slipstream.runtimes.local import Nursery
+
+Home = Nursery | ExitStack
+"""What outlives the engines of one part of a run, and serves those of the next."""
+Part = Callable[[Restarts], None]
+"""Of a run: from where it stands until it ends."""
 
 
 def train(config: Config, console: Console, *, name: str, checks: bool = True) -> Path:
@@ -32,11 +41,16 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
     check_free(path)
     with nursery(config) as born:
         made = plan(config)
-        with opened(made, born, console) as engines:
-            if checks:
-                try_out(made, engines, console)
-            with RunLog.create(made.config, path) as log:
-                go(made, engines, log, console, name=name)
+
+        def begin(restarts: Restarts) -> None:
+            with opened(made, born, console) as engines:
+                if checks:
+                    try_out(made, engines, console)
+                with RunLog.create(made.config, path) as log:
+                    go(made, engines, log, console, name=name, restarts=restarts)
+
+        again = partial(go_on, made, born, path, console)
+        see_through(begin, again, path, Restarts(config.runtime.restarts), console)
     return path
 
 
@@ -54,16 +68,49 @@ def try_out(made: Plan, engines: Engines, console: Console) -> None:
 def resume(path: Path, console: Console) -> Path:
     """Go on with a run from its last checkpoint."""
     config = stopped_run(path)
-    checkpoint, standing = newest(path)
+    newest(path)
     with nursery(config) as born:
-        made = plan(config)
-        with opened(made, born, console) as engines:
-            in_flight = len(standing.in_flight)
-            said = f"going on from {checkpoint}; {in_flight} groups that were in flight start again"
-            console.print(said, highlight=False)
-            with RunLog.reopen(made.config, path, update=standing.version, ended=standing.ended) as log:
-                go(made, engines, log, console, name=path.name, standing=standing, checkpoint=checkpoint)
+        again = partial(go_on, plan(config), born, path, console)
+        see_through(again, again, path, Restarts(config.runtime.restarts), console)
     return path
+
+
+def go_on(made: Plan, born: Home, path: Path, console: Console, restarts: Restarts) -> None:
+    checkpoint, standing = newest(path)
+    with opened(made, born, console) as engines:
+        in_flight = len(standing.in_flight)
+        said = f"going on from {checkpoint}; {in_flight} groups that were in flight start again"
+        console.print(said, highlight=False)
+        with RunLog.reopen(made.config, path, update=standing.version, ended=standing.ended) as log:
+            where: Any = {"standing": standing, "checkpoint": checkpoint}
+            go(made, engines, log, console, name=path.name, restarts=restarts, **where)
+
+
+def see_through(part: Part, again: Part, path: Path, restarts: Restarts, console: Console) -> None:
+    """A part of a run, and another from its last checkpoint whenever its learner dies."""
+    while True:
+        try:
+            return part(restarts)
+        except LearnerDied as error:
+            died = error
+        try:
+            newest(path)
+        except RunDirError as none:
+            raise EngineError(f"{died}; {none}") from None
+        pause = restarts.granted("learner", time.monotonic())
+        if pause is None:
+            say_how_to_go_on(path, console)
+            raise EngineError(f"the learner died{restarts.often('learner')}: {died}")
+        said = f"{died}; the run goes back to its last checkpoint"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
+        time.sleep(pause)
+        part = again
+
+
+def say_how_to_go_on(path: Path, console: Console) -> None:
+    if saved := Checkpoints(path / "checkpoints", every=0, keep=1).existing():
+        said = f"stopped; saved after update {saved[-1]}; go on with: slipstream resume {path}"
+        console.print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 def stopped_run(path: Path) -> Config:
@@ -74,13 +121,13 @@ def stopped_run(path: Path) -> Config:
     return load(path / "config.toml", [])
 
 
-def nursery(config: Config) -> AbstractContextManager[Nursery | None]:
+def nursery(config: Config) -> AbstractContextManager[Home]:
     """Where engines will be forked from, if they are: to be opened before anything here starts a thread."""
-    return Nursery() if config.runtime.kind == "local" else nullcontext()
+    return Nursery() if config.runtime.kind == "local" else ExitStack()
 
 
 @contextmanager
-def opened(made: Plan, born: Nursery | None, console: Console) -> Iterator[Engines]:
+def opened(made: Plan, born: Home, console: Console) -> Iterator[Engines]:
     """The engines, after what a person should know of the plan."""
     engines = open_engines(made, born, console)
     try:
@@ -89,7 +136,7 @@ def opened(made: Plan, born: Nursery | None, console: Console) -> Iterator[Engin
         engines.close()
 
 
-def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
+def open_engines(made: Plan, born: Home, console: Console) -> Engines:
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)
@@ -100,11 +147,13 @@ def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
         say(note)
     match made.engines.runtime.kind:
         case "local":
+            assert isinstance(born, Nursery)
             return local.open_engines(made.engines, made.tokenizer, nursery=born, say=say)
         case "ray":
             from slipstream.runtimes.ray import open_engines as open_on_ray
 
-            return open_on_ray(made.engines, made.tokenizer, say=say)
+            assert isinstance(born, ExitStack)
+            return open_on_ray(made.engines, made.tokenizer, home=born, say=say)
         case "inline":
             return inline.open_engines(made.engines, made.tokenizer, say=say)
 
@@ -116,6 +165,7 @@ def go(
     console: Console,
     *,
     name: str,
+    restarts: Restarts,
     standing: Standing | None = None,
     checkpoint: Path | None = None,
 ) -> None:
@@ -127,60 +177,62 @@ def go(
         log,
         held_out=made.held_out,
         standing=standing,
+        restarts=restarts,
         patience=made.config.runtime.patience,
         say=lambda text: console.print(text, highlight=False, markup=False),
     )
 
     async def main() -> None:
+        run.task = asyncio.current_task()
         if checkpoint is not None:
             await engines.learner.restore(checkpoint)
-        with heeding_signals(run, console):
-            await run.train()
+        await run.train()
 
     began = run.admission.version
     with Progress(console, updates=made.config.updates, title=name, admission=run.admission) as progress:
         log.sinks.append(progress)
         try:
-            asyncio.run(main())
+            runner = asyncio.Runner()
+            with heeding_signals(run, console, runner.get_loop()) as told, runner:
+                try:
+                    runner.run(main())
+                except asyncio.CancelledError:
+                    raise told[0] from None
+        except WorkerDied as error:  # who else dies is replaced while the run goes on, or ends it in words of its own
+            raise LearnerDied(str(error)) from None
         except BaseException:
             progress.stop()
-            if saved := run.checkpoints.existing():
-                console.print(
-                    f"stopped; saved after update {saved[-1]}; go on with: slipstream resume {log.path}",
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
+            say_how_to_go_on(log.path, console)
             raise
     for line in summary(digest(read_lines(log.path / "metrics.jsonl"), since=began)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
-def heeding_signals(run: Run, console: Console) -> Iterator[None]:
-    """Ctrl-C and SIGTERM stop in order, a second one at once; Ctrl-\\ says who waits for whom, and stops nothing.
+def heeding_signals(run: Run, console: Console, loop: asyncio.AbstractEventLoop) -> Iterator[list[type[BaseException]]]:
+    """Ctrl-C and SIGTERM stop in order, a second one at once; what they mean is told. Ctrl-\\ says who waits for whom,
+    and stops nothing.
 
-    Set here, because Ray sets handlers of its own when it starts.
+    Nothing is raised inside the loop, which would leave tasks behind. Set here, because Ray sets handlers of its own
+    when it starts.
     """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
     told: list[type[BaseException]] = []
 
     def stop(how: type[BaseException]) -> None:
-        if told:
-            raise KeyboardInterrupt
+        run.at_once = bool(told)
         told.append(how)
-        task.cancel()
+        run.stop()
 
-    loop.add_signal_handler(signal.SIGINT, stop, KeyboardInterrupt)
-    loop.add_signal_handler(signal.SIGTERM, stop, Terminated)
-    loop.add_signal_handler(signal.SIGQUIT, lambda: console.print(run.report(), highlight=False, markup=False))
+    def heed(number: int, *what: Any) -> Any:
+        return signal.signal(number, lambda *_: None if loop.is_closed() else loop.call_soon_threadsafe(*what))
+
+    before = {
+        signal.SIGINT: heed(signal.SIGINT, stop, KeyboardInterrupt),
+        signal.SIGTERM: heed(signal.SIGTERM, stop, Terminated),
+        signal.SIGQUIT: heed(signal.SIGQUIT, lambda: console.print(run.report(), highlight=False, markup=False)),
+    }
     try:
-        yield
-    except asyncio.CancelledError:
-        if told:
-            raise told[0] from None
-        raise
+        yield told
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,18 +12,19 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
-from slipstream.errors import NonFiniteError, Stalled
-from slipstream.pipeline import publish
+from slipstream.errors import NonFiniteError, Stalled, WorkerDied
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
+from slipstream.pipeline.publish import Samplers
+from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.stages import Flow, Steps, answered, learn, roll, watch
 from slipstream.pipeline.trace import Trace
@@ -45,11 +46,15 @@ class Run:
         *,
         held_out: Sequence[Prompt] = (),
         standing: Standing | None = None,
+        restarts: Restarts | None = None,
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """`standing` is where an earlier part of the run ended; `patience` is not for virtual clocks."""
+        """`standing` is where an earlier part of the run ended, `restarts` what its workers went through. `patience` is
+        not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
+        self.restarts = restarts or Restarts(config.runtime.restarts)
+        self.restarts.recall(log.last)
         self.patience, self.say = patience, say
         self.admission = Admission(
             schedule_of(config.schedule, config.groups_per_update), updates=config.updates, standing=standing
@@ -58,6 +63,10 @@ class Run:
             log.path / "checkpoints", every=config.checkpoint.every, keep=config.checkpoint.keep
         )
         self.flow: Flow | None = None
+        self.task: asyncio.Task[Any] | None = None
+        """The one that `stop` cancels."""
+        self.at_once = False
+        """Who stops the run does not wait for a checkpoint."""
 
     async def train(self) -> Path:
         """Make all updates; returns the directory of the final student."""
@@ -77,22 +86,29 @@ class Run:
             flow = self.flow = self._flow(tasks)
             watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
             weights, expected = await self.engines.learner.export()
-            await publish.publish(flow.samplers, weights, expected, version=self.admission.version, mode="drain")
+            await flow.samplers.publish(weights, expected, version=self.admission.version, mode="drain")
             await self._evaluate()
             for number in list(self.admission.rolling):
                 flow.start(number, roll(flow, number))
             flow.advance()
             await learn(flow)
+            for pool in flow.pools:
+                pool.close()
             if watchdog:
                 watchdog.cancel()
+
+    def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
 
     def report(self) -> str:
         """Who waits for whom."""
         return self.flow.report() if self.flow else "engines are starting"
 
     def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
-        trace = Trace(self.log.trace, asyncio.get_running_loop().time, before=self.log.last.get("time", 0.0))
-        samplers = Pool(self.engines.samplers, trace, stage="rollout", name="sampler", say=self.say)
+        rewound, trace = self.restarts.began is not None, self._trace()
+        these: Any = {"say": self.say, "tasks": tasks, "replace": self.engines.replace, "restarts": self.restarts}
+        samplers = Samplers(self.engines.samplers, trace, stage="rollout", name="sampler", **these)
         teachers = self.engines.scorers
         scorers = {
             teacher: Pool(
@@ -101,19 +117,22 @@ class Run:
                 stage="score",
                 name=scorer_name(teacher, teachers),
                 work=f"scoring by {teacher}" if len(teachers) > 1 else "scoring",
-                say=self.say,
+                **these,
             )
             for teacher, engines in teachers.items()
         }
+        learning = trace.track("learn", "learner")
+        if rewound:
+            trace.slice(learning, "gone", self.log.last.get("time", 0.0), trace.now())
         return Flow(
             samplers=samplers,
             scorers=scorers,
             learner=self.engines.learner,
-            learning=trace.track("learn", "learner"),
+            learning=learning,
             admission=self.admission,
             prompt=self.prompts.at,
             sampling=rollout_sampling(self.config),
-            account=Account(self.log, trace, self.admission),
+            account=Account(self.log, trace, self.admission, self.restarts),
             trace=trace,
             tasks=tasks,
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
@@ -121,15 +140,27 @@ class Run:
             after_publish=self._evaluate,
         )
 
+    def _trace(self) -> Trace:
+        """Its clock does not stand still between the death of a learner and what comes after it."""
+        clock = asyncio.get_running_loop().time
+        began = self.restarts.began
+        before = self.log.last.get("time", 0.0) if began is None else clock() - began
+        trace = Trace(self.log.trace, clock, before=before)
+        self.restarts.began = trace.began
+        return trace
+
     async def _stopped(self, cause: BaseException) -> NoReturn:
         """Save what can be gone on from, account for what was in flight, and raise one cause instead of a group.
 
         A loss or gradient that is not finite never reached the weights: they are as they were after the last update.
-        Between two steps of one update they are of no version, and nothing is saved.
+        Between two steps of one update they are of no version, and nothing is saved; nor is anything of a learner that
+        is gone (the deaths of all others are the pools' business).
         """
         if self.flow:
             for number in self.admission.live:
                 self.flow.account.dropped(number, "run stopped")
+        if self.at_once or isinstance(cause, WorkerDied):
+            raise cause
         if self.flow and self.flow.torn:
             self.say("nothing is saved: the update in hand has made some of its optimizer steps and not the others")
             raise cause from cause.__cause__
