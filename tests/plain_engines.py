@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,14 @@ class Broken:
 
     async def count(self) -> Callable[[], int]:
         return lambda: 1
+
+
+class Busy:
+    """Computes as engines do, in a thread."""
+
+    async def compute(self, seconds: float) -> str:
+        await asyncio.to_thread(time.sleep, seconds)
+        return "done"
 
 
 class Threads:

@@ -184,6 +184,8 @@ READ_BY = {
     "log.trace": "runlog.py",
     "runtime.kind": "commands/train.py",
     "runtime.address": "runtimes/ray.py",
+    "runtime.heartbeat": "runtimes/local.py",
+    "runtime.restarts": "commands/train.py",
 }
 """Whoever reads what is of the run and not of its engines, or needs what is not installed everywhere."""
 REFUSED = {"learner.dropout"}

@@ -240,6 +240,8 @@ correction.preset=decoupled_geo_rs correction.is_level=geometric
 {BOTH} task.reward=["exact","exact"]
 task.reward=["exact","vibes"]
 task.reward=false
+runtime.kind=local sampler.replicas=100000
+runtime.kind=inline runtime.restarts=1
 reference.weight=0.1 reference.estimate=k4
 reference.weight=0.1 reference.estimate=k1+
 reference.weight=0.1 reference.importance=false reference.estimate=k1

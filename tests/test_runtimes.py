@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from plain_engines import (
     LARGE,
     VOCAB,
     Broken,
+    Busy,
     EndlessRollouts,
     Environment,
     Maker,
@@ -45,6 +47,8 @@ from plain_engines import (
     toy_learner,
     toy_scorer,
 )
+from slipstream.cli import main
+from slipstream.commands import train as command
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
 from slipstream.engines.base import Engines, Loaded, Sampling
@@ -59,7 +63,7 @@ from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.channel import Channel, Mapped, Packed
 from slipstream.runtimes.exchange import Body, RemoteWorker
 from slipstream.runtimes.local import Nursery
-from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, cpu_seconds, gpus_each
+from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, cpu_seconds, gpus_each
 from slipstream.runtimes.worker import Birth
 from slipstream.tasks.data import Prompts, Row
 
@@ -168,6 +172,47 @@ def test_a_run_has_the_losses_of_one_process_and_all_its_processes_end(
         time.sleep(0.1)
 
 
+class Fate:
+    """At the end of some updates something happens to a process: a sink of the run log."""
+
+    def __init__(self, how: signal.Signals, victims: dict[int, str], pid_of: Callable[[str], int]) -> None:
+        self.how, self.victims, self.pid_of = how, victims, pid_of
+
+    def log(self, numbers: Any, step: int) -> None:
+        if victim := self.victims.pop(step, ""):
+            os.kill(self.pid_of(victim), self.how)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_a_run_whose_learner_dies_goes_back_to_its_last_checkpoint(
+    kind: str, tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, models_dir)
+    monkeypatch.chdir(tmp_path)
+    go, fates = command.go, {5: "learner"}
+
+    def with_a_fate(made: Any, engines: Engines, log: RunLog, *args: Any, **options: Any) -> None:
+        log.sinks.append(Fate(signal.SIGKILL, fates, lambda _: engines.learner.pid))  # type: ignore[attr-defined]
+        go(made, engines, log, *args, **options)
+
+    monkeypatch.setattr(command, "go", with_a_fate)
+    changes = ["--runtime.kind", kind, "--updates", "8", "--checkpoint.every", "3"]
+    assert main(["train", "run.toml", "--skip-checks", *changes]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"learner \(pid \d+\) is gone: .*; the run goes back to its last checkpoint", said)
+    assert "going on from run/checkpoints/3; " in said and "died and were started again: learner 1 ×" in said
+    lines, ledger = read_lines(tmp_path / "run" / "metrics.jsonl"), read_lines(tmp_path / "run" / "ledger.jsonl")
+    assert [line["update"] for line in lines] == list(range(1, 9))
+    assert [line.get("restarts/learner") for line in lines] == [None] * 3 + [1] * 5
+    assert sorted((entry["number"], entry["end"]) for entry in ledger) == [(number, "trained") for number in range(32)]
+    events = json.loads((tmp_path / "run" / "trace.json").read_text().rstrip(",\n") + "]")
+    (gap,) = [event for event in events if event["name"] == "gone"]
+    assert gap["ts"] == pytest.approx(lines[2]["time"] * 1e6, abs=1) and lines[3]["time"] * 1e6 > gap["ts"] + gap["dur"]
+
+
 @pytest.mark.parametrize("runtime", [local, on_ray], ids=["local", "ray"])
 def test_what_cannot_start_takes_all_with_it(runtime: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     before = children()
@@ -204,10 +249,12 @@ class Processes:
     """Puts engines into processes."""
 
     kind: str
-    start: Callable[[list[Place]], list[Any]]
+    start: Callable[..., Staff]
 
-    def __call__(self, kind: type[RemoteWorker], build: Callable[[], Any], *, name: str = "w", threads: int = 1) -> Any:
-        (worker,) = self.start([Place(kind, name, threads, build)])
+    def __call__(
+        self, kind: type[RemoteWorker], build: Callable[[], Any], *, name: str = "w", threads: int = 1, **options: Any
+    ) -> Any:
+        (worker,) = self.start([Place(kind, name, threads, build)], **options).places
         return worker
 
     def stored(self) -> int:
@@ -236,10 +283,10 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Processes]:
     with ExitStack() as stack:
         if request.param == "local":
             nursery = request.getfixturevalue("nursery")
-            yield Processes("local", lambda wanted: local.start(wanted, nursery, stack, say=silent))
+            yield Processes("local", partial(local.start, nursery=nursery, stack=stack, say=silent))
         else:
             request.getfixturevalue("cluster")
-            yield Processes("ray", lambda wanted: on_ray.start(wanted, stack, cpus=0, say=silent))
+            yield Processes("ray", partial(on_ray.start, stack=stack, cpus=0, say=silent))
 
 
 def test_a_publish_is_heard_while_a_thousand_generates_wait(opened: Processes) -> None:
@@ -309,7 +356,7 @@ def test_an_error_comes_back_as_itself_with_what_happened_there(opened: Processe
 def test_what_cannot_be_sent_fails_the_call_that_sends_it_and_no_other(nursery: Nursery) -> None:
     with ExitStack() as stack:
         worker: Any
-        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent)
+        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent).places
 
         async def main() -> list[Any]:
             calls = worker.call("count"), worker.call("score", (i for i in "ab")), worker.cpu_seconds()
@@ -340,14 +387,110 @@ def test_no_engine_inherits_the_key_of_an_endpoint(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TEACHER_KEY", "secret")
     monkeypatch.setenv("OTHER", "here")
     with Nursery(["TEACHER_KEY", "NOT_SET"]) as made, ExitStack() as stack:
-        (worker,) = local.start([Place(RemoteScorer, "w", 1, Environment)], made, stack, say=silent)
+        (worker,) = local.start([Place(RemoteScorer, "w", 1, Environment)], made, stack, say=silent).places
         assert asyncio.run(worker.call("read", "TEACHER_KEY")) is None
         assert asyncio.run(worker.call("read", "OTHER")) == "here"
 
 
+def test_a_worker_that_hangs_is_killed_and_its_calls_fail(opened: Processes) -> None:
+    victim = opened(RemoteSampler, Patient, heartbeat=2.0)
+
+    async def main() -> list[Any]:
+        calls = [asyncio.create_task(victim.generate(prompt(i), SAMPLING)) for i in range(2)]
+        await victim.cpu_seconds()
+        os.kill(victim.pid, signal.SIGSTOP)
+        return [*await asyncio.gather(*calls, return_exceptions=True)]
+
+    for error in asyncio.run(main()):
+        assert type(error) is WorkerDied
+        assert str(error) == f"w (pid {victim.pid}) is gone: it has not answered for 2 s (runtime.heartbeat)"
+    until = time.monotonic() + 60
+    while victim.pid in children():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_a_worker_that_computes_for_long_does_not_hang(opened: Processes) -> None:
+    worker = opened(RemoteWorker, Busy, heartbeat=2.0)
+    assert asyncio.run(worker.call("compute", 5.0)) == "done"
+
+
+def test_a_coordinator_that_was_busy_itself_blames_nobody(opened: Processes) -> None:
+    worker = opened(RemoteSampler, Patient, heartbeat=2.0)
+
+    async def main() -> Loaded:
+        call = asyncio.create_task(worker.generate(prompt(), SAMPLING))
+        await worker.cpu_seconds()
+        time.sleep(3)
+        loaded: Loaded = await worker.call("publish", None, "keep")
+        await call
+        return loaded
+
+    assert asyncio.run(main()).fingerprint == "1 running, 0 aborted"
+
+
+def test_another_takes_the_place_of_a_worker(opened: Processes) -> None:
+    staff = opened.start([Place(RemoteSampler, "sampler", 1, Maker)])
+    (old,) = staff.places
+
+    async def main() -> Any:
+        os.kill(old.pid, signal.SIGKILL)
+        new = await staff.replace(old)
+        assert len(await new.generate(prompt(), SAMPLING)) == 1
+        with pytest.raises(WorkerDied):
+            await old.generate(prompt(), SAMPLING)  # type: ignore[attr-defined]
+        assert list(staff.places) == [new] and new.pid != old.pid
+        with pytest.raises(WorkerDied, match="another takes its place"):
+            await asyncio.gather(new.generate(prompt(), SAMPLING), staff.replace(new))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
+    opened: Processes, how: signal.Signals, tmp_path: Path
+) -> None:
+    staff = opened.start(
+        [
+            Place(RemoteLearner, "learner", 1, toy_learner),
+            Place(RemoteSampler, "sampler", 1, ToyRollouts),
+            Place(RemoteScorer, "scorer", 1, toy_scorer),
+        ],
+        heartbeat=3.0,
+    )
+    workers: Any = {place.name: worker for worker, place in staff.places.items()}
+    engines = Engines(
+        (workers["sampler"],), {"": (workers["scorer"],)}, workers["learner"], lambda: None, replace=staff.replace
+    )
+    said = list[str]()
+
+    def pids(name: str) -> int:
+        return next(worker.pid for worker, place in staff.places.items() if place.name == name)
+
+    config = settings(updates=10)
+    with RunLog.create(config, tmp_path / "there") as log:
+        log.sinks.append(Fate(how, {3: "sampler", 6: "scorer", 8: "sampler"}, pids))
+        asyncio.run(Run(config, engines, prompts(), log, say=said.append).train())
+    lines = read_lines(tmp_path / "there" / "metrics.jsonl")
+    here = Engines(samplers=(ToyRollouts(),), scorers={"": (toy_scorer(),)}, learner=toy_learner(), close=lambda: None)
+    assert [line["loss"] for line in lines] == losses(tmp_path / "here", config, here)
+    assert "restarts/sampler" not in lines[2]
+    assert (lines[-1]["restarts/sampler"], lines[-1]["restarts/scorer"]) == (2, 1)
+    numbers = [
+        entry["number"] for entry in read_lines(tmp_path / "there" / "ledger.jsonl") if entry["end"] == "trained"
+    ]
+    assert numbers == list(range(40))
+    why = "it has not answered for 3 s" if how == signal.SIGSTOP else ""
+    assert re.fullmatch(rf"sampler died and is started again: sampler \(pid \d+\) is gone: {why}.*", said[0])
+    assert [line.split(" after ")[0] for line in said[1::2]] == ["sampler is back", "scorer is back", "sampler is back"]
+    events = json.loads((tmp_path / "there" / "trace.json").read_text().rstrip(",\n") + "]")
+    gaps = [event for event in events if event["name"] == "gone"]
+    assert len(gaps) == 3 and min(event["dur"] for event in gaps) > 1e6, "after a pause"
+
+
 def test_a_worker_says_with_what_status_it_left(nursery: Nursery) -> None:
     with ExitStack() as stack:
-        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent)
+        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent).places
         with pytest.raises(WorkerDied, match=r"^w \(pid \d+\) is gone: exit status 3$"):
             asyncio.run(worker.call("leave"))
 
@@ -568,6 +711,12 @@ reward = "exact"
 """
 
 
+def write_run(home: Path, models: Path) -> None:
+    (home / "run.toml").write_text(RUN.format(models=models))
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
+    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 class Coordinators:
     def __init__(self, home: Path) -> None:
         self.home, self.temporary = home, home / "temporary"
@@ -641,9 +790,7 @@ def open_files(pid: int) -> set[str]:
 @pytest.fixture(scope="module")
 def coordinators(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinators]:
     home = tmp_path_factory.mktemp("ends")
-    (home / "run.toml").write_text(RUN.format(models=models_dir))
-    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
-    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_run(home, models_dir)
     made = Coordinators(home)
     yield made
     made.close()
@@ -666,7 +813,7 @@ def test_nothing_is_left_of_a_run_that_is_done_or_refused(coordinators: Coordina
         ("coordinator", signal.SIGHUP, 129, "hung up"),
         ("coordinator", signal.SIGKILL, -signal.SIGKILL, ""),
         ("nursery", signal.SIGKILL, 2, "is gone: the nursery, its parent process, was killed"),
-        ("learner", signal.SIGKILL, 2, "is gone: killed by SIGKILL"),
+        ("learner", signal.SIGKILL, 2, "has no checkpoint to go on from: set checkpoint.every"),
         ("sampler", signal.SIGKILL, 2, "the last sampler died: sampler (pid"),
         ("scorer", signal.SIGTERM, 2, "is gone: killed by SIGTERM"),
     ],
@@ -674,7 +821,7 @@ def test_nothing_is_left_of_a_run_that_is_done_or_refused(coordinators: Coordina
 def test_nothing_is_left_however_a_run_ends(
     coordinators: Coordinators, victim: str, number: int, status: int, says: str
 ) -> None:
-    pids = coordinators.running()
+    pids = coordinators.running("--runtime.restarts", "0")
     assert pids.keys() == {"coordinator", "nursery", "learner", "sampler", "scorer", "grader-0", "grader-1"}
     shared = set[str]().union(*map(semaphores, pids.values()))
     assert not listening() & set[str]().union(*map(open_files, pids.values())), "nobody can connect to any of them"
@@ -686,6 +833,43 @@ def test_nothing_is_left_however_a_run_ends(
     assert coordinators.end() == status, coordinators.output()
     assert says in coordinators.output()
     assert not [name for name in shared if Path(name).exists()]
+
+
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+def test_a_run_that_is_told_again_and_again_to_stop_ends_without_a_word_of_tasks(coordinators: Coordinators) -> None:
+    pids = coordinators.running()
+    for _ in range(3):
+        os.killpg(pids["coordinator"], signal.SIGINT)
+        time.sleep(0.01)  # signals that are pending are one
+    assert coordinators.end() == 130
+    said = coordinators.output()
+    assert "interrupted" in said and "Task" not in said and "Traceback" not in said
+
+
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", ["sampler", "scorer", "learner", "nursery"])
+def test_a_run_outlives_its_engines_and_nothing_is_left_of_any(
+    coordinators: Coordinators, victim: str, how: signal.Signals
+) -> None:
+    if (victim, how) == ("nursery", signal.SIGSTOP):
+        pytest.skip("nobody needs it until somebody dies")
+    pids, until = coordinators.running("--checkpoint.every", "2", "--runtime.heartbeat", "5"), time.monotonic() + 100
+    metrics, checkpoint = (coordinators.home / "run" / name for name in ("metrics.jsonl", "checkpoints/2"))
+    while not checkpoint.exists():
+        assert time.monotonic() < until, coordinators.output()
+        time.sleep(0.05)
+    os.kill(pids[victim], how)
+    again = "learner" if victim == "nursery" else victim
+    while not any(f"restarts/{again}" in line for line in read_lines(metrics)):
+        assert time.monotonic() < until, coordinators.output()
+        time.sleep(0.05)
+    os.kill(pids["coordinator"], signal.SIGTERM)
+    assert coordinators.end() == 143, coordinators.output()
+    lines, ledger = read_lines(metrics), read_lines(coordinators.home / "run" / "ledger.jsonl")
+    assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
+    assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger)))
+    assert sum(entry["end"] == "trained" for entry in ledger) == 4 * len(lines)
 
 
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from io import StringIO
@@ -15,6 +16,7 @@ from slipstream.config.schedule import Async, Periodic, Sync
 from slipstream.errors import EngineError, WorkerDied
 from slipstream.metrics import digest, usage
 from slipstream.pipeline.pool import Pool, Worker
+from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
 from slipstream.runtimes import virtual
 from test_schedules import Simulated, engines, long_tailed
@@ -115,7 +117,8 @@ def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
 
 def pool(count: int, said: list[str]) -> Pool[str]:
     trace = Trace(StringIO(), lambda: 0.0)
-    return Pool([f"engine {i}" for i in range(count)], trace, stage="rollout", name="sampler", say=said.append)
+    these: Any = {"say": said.append, "tasks": asyncio.TaskGroup(), "restarts": Restarts(0)}
+    return Pool([f"engine {i}" for i in range(count)], trace, stage="rollout", name="sampler", **these)
 
 
 def test_the_least_loaded_worker_is_taken_and_of_equals_the_one_that_waited_longest() -> None:
@@ -144,6 +147,8 @@ def test_calls_move_on_when_a_worker_dies_until_there_is_none() -> None:
         assert await workers.call(2, work) == "engine 1"
         with pytest.raises(EngineError, match="the last sampler died: gone as well"):
             await workers.call(3, broken)
+        with pytest.raises(EngineError, match="no sampler is left"):
+            await workers.call(4, work)
 
     virtual.run(main())
     assert said == ["sampler-0 died and its groups go to others: gone"]

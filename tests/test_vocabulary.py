@@ -18,6 +18,7 @@ from slipstream.engines.base import Engines, Graded, Sampling, Unscored
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.errors import WorkerDied
 from slipstream.estimators.correction import RS_MODES
 from slipstream.estimators.drift import METRICS
 from slipstream.objective.method import method_of
@@ -140,24 +141,35 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
 
 
 class Failing(toy.ToySampler):
-    """Cannot answer every fifth prompt."""
+    """Cannot answer every fifth prompt, and does not survive the fourth one, if it may die."""
+
+    mortal = True
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        if prompt.number == 3 and self.mortal:
+            raise WorkerDied("gone")
         if prompt.number % 5 == 1:
             raise GivenUp("not this one")
         return await super().generate(prompt, sampling, begun)
 
 
 def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old."""
+    """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old, and a sampler dies."""
     tree = {**TREE, "updates": 8, "schedule": schedule, "task": {}}
     config, student = parse(tree), toy.random_table(TOY_VOCAB, seed=0)
     tokens = [np.array([1 + i % (TOY_VOCAB - 1)], np.int32) for i in range(8)]
+
+    async def replace(_: Any) -> Any:
+        other = Failing(student, seconds=0.5)
+        other.mortal = False
+        return Graded(other, toy.ToyGrader())
+
     engines = Engines(
         samplers=(Graded(Failing(student, seconds=0.5), toy.ToyGrader()),),
         scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
         learner=toy.ToyLearner(student, cost=lambda _: 0.1),
         close=lambda: None,
+        replace=replace,
     )
     made = Prompts([Row(id=str(i), prompt="x") for i in range(8)], tokens, seed=0, shuffle=True)
     with RunLog.create(config, path) as log:

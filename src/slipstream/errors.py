@@ -6,7 +6,8 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 ├── ModelError          a model or tokenizer cannot be used: names it and why
 ├── RunDirError         the run directory is missing, already holds a run, was changed, or cannot be written
 ├── EngineError         an engine failed, again and again: names it and the cause
-│   └── WorkerDied      the process of an engine is gone
+│   ├── WorkerDied      the process of an engine is gone, or hangs
+│   └── LearnerDied     and it was the learner's: the run can go back to its last checkpoint
 ├── Stalled             nothing has moved for too long: says who waits for whom
 ├── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
 └── Unhealthy           the run's own metrics say that going on is no use: names the finding and what to do
@@ -49,6 +50,10 @@ class EngineError(SlipstreamError):
 
 
 class WorkerDied(EngineError):
+    pass
+
+
+class LearnerDied(EngineError):
     pass
 
 

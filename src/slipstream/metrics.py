@@ -166,6 +166,7 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
         "lag/max": max(line["lag/max"] for line in lines),
         "lost": lines[-1]["dropped"] + lines[-1]["restarted"],
         "thrown_tokens": lines[-1]["thrown_tokens"],
+        **{name: value for name, value in lines[-1].items() if name.startswith("restarts/")},
         "seconds": times[-1],
     }
 
@@ -185,6 +186,9 @@ def summary(run: Mapping[str, float]) -> list[str]:
     ]
     if run["lost"]:
         found.append(f"{run['lost']:.0f} groups dropped or restarted, {run['thrown_tokens']:,.0f} tokens thrown away")
+    again = [f"{name.removeprefix('restarts/')} {n:.0f} ×" for name, n in run.items() if name.startswith("restarts/")]
+    if again:
+        found.append(f"died and were started again: {', '.join(again)}")
     return found
 
 

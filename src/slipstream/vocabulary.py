@@ -239,6 +239,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("teacher/rechecked", "groups, since the update before, that were scored twice", "–", ACCOUNT),
         Term("teacher/differed", "of these, whose scores were others the second time", "0", ACCOUNT),
         Term("teacher/recheck_max", "by how much at most (root mean square over a response)", "near 0", ACCOUNT),
+        Term("restarts/WORKER", "how often so far it died, or hung, and was started again", "0", ACCOUNT),
         Term("failed_samples", "members that an engine could not answer, of groups that went on without", "0", ACCOUNT),
     ),
 }

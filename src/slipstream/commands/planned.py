@@ -35,12 +35,12 @@ class Sealed:
         return pickle.loads, (self.packed,)
 
 
-def planned(make: Callable[[], Plan], nursery: Nursery | None, *, say: Callable[[str], None]) -> Plan:
+def planned(make: Callable[[], Plan], home: Nursery | ExitStack, *, say: Callable[[str], None]) -> Plan:
     """Its tokenizer is sealed if there is a nursery: for engines."""
-    if nursery is None:
+    if not isinstance(home, Nursery):
         return make()
     with ExitStack() as stack:
-        (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], nursery, stack, say=say)
+        (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], home, stack, say=say).places
         found: tuple[Plan, bytes] = asyncio.run(planner.call("plan", make))
     made, tokenizer = found
     return replace(made, tokenizer=Sealed(tokenizer))

@@ -6,10 +6,12 @@ import asyncio
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,10 +21,11 @@ from slipstream.config.file import load
 from slipstream.config.schema import Config
 from slipstream.durable import alone_in, private
 from slipstream.engines.base import Engines
-from slipstream.errors import HungUp, RunDirError, Terminated
+from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Terminated, WorkerDied
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
+from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, admission_of
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, at_a_glance, plan
@@ -31,19 +34,29 @@ from slipstream.runlog import RunLog, check_free, check_lines, check_prompts, ch
 from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
 
+Home = Nursery | ExitStack
+"""What outlives the engines of one part of a run, and serves those of the next."""
+Part = Callable[[Restarts], None]
+"""Of a run: from where it stands until it ends."""
+
 
 def train(config: Config, console: Console, *, name: str, checks: bool = True) -> Path:
     """Run it all; returns the run directory."""
     path = run_path(config, name)
     check_free(path)
     at_a_glance(config)
-    with private(), nursery(config) as born:
+    with private(), nursery(config) as born, ExitStack() as lock:
         made = planned(partial(plan, config), born, say=saying(console))
-        with opened(made, born, console) as engines:
-            if checks:
-                try_out(made, engines, console)
-            with alone_in(path), RunLog.create(made.config, path, prompts=made.prompts.digest) as log:
-                go(made, engines, log, console, name=name)
+
+        def begin(restarts: Restarts) -> None:
+            with opened(made, born, console) as engines:
+                if checks:
+                    try_out(made, engines, console)
+                lock.enter_context(alone_in(path))
+                with RunLog.create(made.config, path, prompts=made.prompts.digest) as log:
+                    go(made, engines, log, console, name=name, restarts=restarts)
+
+        see_through(begin, made, born, path, console)
     return path
 
 
@@ -73,19 +86,49 @@ def resume(
         made = planned(partial(plan, config), born, say=saying(console))
         check_prompts(path, made.config, made.prompts.digest, meant=meant)
         admission_of(made.config, checkpoint.standing)
-        go_on(made, born, path, console, checkpoint)
+        see_through(partial(go_on, made, born, path, console, checkpoint), made, born, path, console)
     return path
 
 
-def go_on(made: Plan, born: Nursery | None, path: Path, console: Console, checkpoint: Checkpoint) -> None:
+def go_on(made: Plan, born: Home, path: Path, console: Console, checkpoint: Checkpoint, restarts: Restarts) -> None:
     """From a checkpoint. What came later is forgotten once the learner has it."""
     with opened(made, born, console) as engines:
-        groups = asyncio.run(engines.learner.restore(checkpoint.path))
+        try:
+            groups = asyncio.run(engines.learner.restore(checkpoint.path))
+        except WorkerDied as error:
+            raise LearnerDied(str(error)) from None
         in_flight = len(checkpoint.standing.in_flight)
         saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight go on")
         Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)  # before the lines that they need
         with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
-            go(made, engines, log, console, name=path.name, standing=checkpoint.standing, groups=groups)
+            where: Any = {"standing": checkpoint.standing, "groups": groups, "restarts": restarts}
+            go(made, engines, log, console, name=path.name, **where)
+
+
+def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console) -> None:
+    """A part of a run, and another from its last checkpoint whenever its learner dies."""
+    restarts = Restarts(made.config.runtime.restarts)
+    while True:
+        try:
+            return part(restarts)
+        except LearnerDied as error:
+            died = error
+        try:
+            checkpoint = newest(path, say=saying(console))
+        except RunDirError as none:
+            raise EngineError(f"{died}; {none}") from None
+        pause = restarts.granted("learner", time.monotonic())
+        if pause is None:
+            say_how_to_go_on(path, console)
+            raise EngineError(f"the learner died{restarts.often('learner')}: {died}")
+        saying(console)(f"{died}; the run goes back to its last checkpoint")
+        time.sleep(pause)
+        part = partial(go_on, made, born, path, console, checkpoint)
+
+
+def say_how_to_go_on(path: Path, console: Console) -> None:
+    if saved := Checkpoints(path / "checkpoints").existing():
+        saying(console)(f"stopped; saved after update {saved[-1]}; go on with: slipstream resume {path}")
 
 
 def saying(console: Console) -> Callable[[str], None]:
@@ -104,14 +147,14 @@ def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Confi
     return config
 
 
-def nursery(config: Config) -> AbstractContextManager[Nursery | None]:
+def nursery(config: Config) -> AbstractContextManager[Home]:
     """Where engines will be forked from, if they are: to be opened before anything here starts a thread."""
     secrets = [teacher.api_key_env for teacher in config.teachers.values() if teacher.api_key_env is not None]
-    return Nursery(secrets) if config.runtime.kind == "local" else nullcontext()
+    return Nursery(secrets) if config.runtime.kind == "local" else ExitStack()
 
 
 @contextmanager
-def opened(made: Plan, born: Nursery | None, console: Console) -> Iterator[Engines]:
+def opened(made: Plan, born: Home, console: Console) -> Iterator[Engines]:
     """The engines, after what a person should know of the plan."""
     engines = open_engines(made, born, console)
     try:
@@ -120,7 +163,7 @@ def opened(made: Plan, born: Nursery | None, console: Console) -> Iterator[Engin
         engines.close()
 
 
-def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
+def open_engines(made: Plan, born: Home, console: Console) -> Engines:
     say = saying(console)
     for warning in made.warnings:
         console.print(f"[yellow]warning:[/] {warning}", highlight=False)
@@ -128,11 +171,13 @@ def open_engines(made: Plan, born: Nursery | None, console: Console) -> Engines:
         say(note)
     match made.engines.runtime.kind:
         case "local":
+            assert isinstance(born, Nursery)
             return local.open_engines(made.engines, made.tokenizer, nursery=born, say=say)
         case "ray":
             from slipstream.runtimes.ray import open_engines as open_on_ray
 
-            return open_on_ray(made.engines, made.tokenizer, say=say)
+            assert isinstance(born, ExitStack)
+            return open_on_ray(made.engines, made.tokenizer, home=born, say=say)
         case "inline":
             from slipstream.runtimes.inline import open_engines as open_here
 
@@ -146,6 +191,7 @@ def go(
     console: Console,
     *,
     name: str,
+    restarts: Restarts,
     standing: Standing | None = None,
     groups: Sequence[Group] = (),
 ) -> None:
@@ -158,66 +204,71 @@ def go(
         held_out=made.held_out,
         standing=standing,
         groups=groups,
+        restarts=restarts,
         patience=made.config.runtime.patience,
         say=saying(console),
     )
 
     async def main() -> None:
-        with heeding_signals(run, console):
-            await run.train()
+        run.task = asyncio.current_task()
+        await run.train()
 
     began = run.admission.version
     with Progress(console, updates=made.config.updates, title=name, admission=run.admission) as progress:
         log.sinks.append(progress)
         try:
-            asyncio.run(main())
+            runner = asyncio.Runner()
+            with heeding_signals(run, console, runner.get_loop()) as told, runner:
+                try:
+                    runner.run(main())
+                except asyncio.CancelledError:
+                    raise told[0] from None
+        except WorkerDied as error:  # who else dies is replaced while the run goes on, or ends it in words of its own
+            raise LearnerDied(str(error)) from None
         except BaseException:
             progress.stop()
-            if saved := run.checkpoints.existing():
-                console.print(
-                    f"stopped; saved after update {saved[-1]}; go on with: slipstream resume {log.path}",
-                    highlight=False,
-                    markup=False,
-                    soft_wrap=True,
-                )
+            say_how_to_go_on(log.path, console)
             raise
     for line in summary(digest(read_lines(log.path / "metrics.jsonl"), since=began)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager
-def heeding_signals(run: Run, console: Console) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP stop in order, a second one at once; Ctrl-\\ says who waits for whom.
+def heeding_signals(run: Run, console: Console, loop: asyncio.AbstractEventLoop) -> Iterator[list[type[BaseException]]]:
+    """Ctrl-C, SIGTERM and SIGHUP stop in order, a second one at once; what they mean is told. Ctrl-\\ says who waits
+    for whom, and stops nothing.
 
-    Set here, because Ray sets handlers of its own when it starts. Under nohup, SIGHUP stays ignored.
+    Nothing is raised inside the loop, which would leave tasks behind. Set here, because Ray sets handlers of its own
+    when it starts. Under nohup, SIGHUP stays ignored.
     """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
     told: list[type[BaseException]] = []
 
     def stop(how: type[BaseException]) -> None:
-        if told:
-            raise KeyboardInterrupt
+        run.at_once = bool(told)
         told.append(how)
         if how is HungUp:
             let_go_of_terminal()
-        task.cancel()
+        run.stop()
 
-    heeded = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: Terminated, signal.SIGHUP: HungUp}
+    heeded: dict[int, Callable[[], None]] = {
+        signal.SIGINT: partial(stop, KeyboardInterrupt),
+        signal.SIGTERM: partial(stop, Terminated),
+        signal.SIGHUP: partial(stop, HungUp),
+        signal.SIGQUIT: lambda: console.print(run.report(), highlight=False, markup=False),
+    }
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         del heeded[signal.SIGHUP]
-    for number, how in heeded.items():
-        loop.add_signal_handler(number, stop, how)
-    loop.add_signal_handler(signal.SIGQUIT, lambda: console.print(run.report(), highlight=False, markup=False))
+    before = {
+        number: signal.signal(
+            number, lambda *_, what=what: None if loop.is_closed() else loop.call_soon_threadsafe(what)
+        )
+        for number, what in heeded.items()
+    }
     try:
-        yield
-    except asyncio.CancelledError:
-        if told:
-            raise told[0] from None
-        raise
+        yield told
     finally:
-        for number in (*heeded, signal.SIGQUIT):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def let_go_of_terminal() -> None:

@@ -237,6 +237,12 @@ class RuntimeConfig(Section):
     and stopped with the run."""
     patience: float = Field(1800.0, gt=0)
     """Seconds without any progress after which the run stops and says who waits for whom."""
+    heartbeat: float = Field(60.0, gt=0)
+    """Seconds without an answer after which an engine's process is taken to hang, and is killed. It answers while it
+    computes; not in the middle of one call that holds Python up, such as writing a part of a checkpoint to a disk."""
+    restarts: int = Field(3, ge=0)
+    """How often in an hour each engine that died is started again: samplers and scorers while all others go on, and for
+    a learner the run goes back to its last checkpoint. Beyond that the run goes on without it, if it can."""
     device: str = "auto"
     """Where models run: auto, cpu, cuda; with runtime.kind = inline also cuda:1 …"""
     threads: int = Field(1, ge=1)
@@ -328,10 +334,12 @@ class Config(Section):
     def _idle(self) -> Iterator[tuple[str, str]]:
         """Settings that were changed and would do nothing, and what they need for it."""
         graded, evaluated = bool(self.task.reward), "every" in self.eval.model_fields_set
+        apart = self.runtime.kind != "inline"
         several, tracked = len(self.teachers) > 1, bool(set(self.log.to) - {"tensorboard"})
         sections = [
             ("task", self.task, ("timeout",), graded, "task.reward"),
             ("runtime", self.runtime, ("graders",), graded, "task.reward"),
+            ("runtime", self.runtime, ("heartbeat", "restarts"), apart, 'runtime.kind = "local" or "ray"'),
             ("data", self.data, ("eval", "eval_split"), evaluated, "eval.every"),
             ("eval", self.eval, ("prompts", "n", "temperature"), evaluated, "eval.every"),
             ("log", self.log, ("project",), tracked, "a tracker in log.to that has projects"),

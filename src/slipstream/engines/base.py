@@ -7,7 +7,7 @@ this process, or a reference to it elsewhere.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -239,3 +239,6 @@ class Engines:
     """Of each teacher, by its name; `Unscored` under no name where there is none."""
     learner: Learner
     close: Callable[[], None]
+    replace: Callable[[Any], Awaitable[Any]] | None = None
+    """Another sampler or scorer in place of one that died: it ends that one and all calls that are with it, and returns
+    the new one, loaded. None where engines share this process, and die with it."""

@@ -8,14 +8,15 @@ from math import inf
 
 from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, trust_metrics, usage
 from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Batch, Group
 from slipstream.runlog import RunLog
 
 
 class Account:
-    def __init__(self, log: RunLog, trace: Trace, admission: Admission) -> None:
-        self.log, self.trace, self.admission = log, trace, admission
+    def __init__(self, log: RunLog, trace: Trace, admission: Admission, restarts: Restarts) -> None:
+        self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
         self.thrown = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and not learned from."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
@@ -113,6 +114,7 @@ class Account:
             "thrown_tokens": float(self.thrown),
             "failed_samples": float(self.failed_samples),
             **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
+            **self.restarts.metrics,
             "version": float(batch.update),
             "time": self.trace.now(),
         }

@@ -8,7 +8,8 @@
 Guarantor of invariant 1: a credit comes back only when its group has been trained on and the weights of that update
 are published, so `submitted − published ≤ credits` always; and where the schedule promises a bound on age, an update
 that would break it is held, and one that has broken it raises. Guarantor of invariant 2: every submitted group ends
-exactly once, trained or dropped, and admission ends when submitted − dropped = updates · B.
+exactly once, trained or dropped, and admission ends when as many updates are made as were asked for: of B groups each,
+or of fewer where batches are submitted whole and members of one were dropped.
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ class Standing:
 
 class Admission:
     def __init__(self, schedule: Schedule, *, updates: int, standing: Standing | None = None) -> None:
-        self.schedule = schedule
-        self.target = updates * schedule.groups
+        self.schedule, self.updates = schedule, updates
         self.version = self.published_version = standing.version if standing else 0
         """Updates made, and those whose weights are in every sampler."""
         self.submitted = standing.submitted if standing else 0
@@ -81,7 +81,7 @@ class Admission:
                 "schedule that the run had"
             )
         if self.remaining < 0:
-            least = -(-(self.target - self.remaining) // schedule.groups)
+            least = updates - self.remaining // schedule.groups
             raise ConfigError(f"updates = {updates}: more than that is submitted already, write at least {least}")
 
     # --- what may happen -------------------------------------------------------------------------------------
@@ -97,8 +97,10 @@ class Admission:
 
     @property
     def remaining(self) -> int:
-        """Groups that are still to be submitted; a drop adds one."""
-        return self.target - (self.submitted - self.dropped.total())
+        """Groups that are still to be submitted. A drop adds one, or closes its batch short."""
+        if self.schedule.submit == "batch":
+            return (self.updates - self.version - len(self.batches)) * self.schedule.groups
+        return self.updates * self.schedule.groups - (self.submitted - self.dropped.total())
 
     @property
     def finished(self) -> bool:

@@ -26,38 +26,54 @@ async def load(sampler: Sampler, name: str, weights: WeightsRef, expected: Finge
     return loaded
 
 
-async def publish(
-    samplers: Pool[Sampler], weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode
-) -> Metrics:
-    """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why.
+class Samplers(Pool[Sampler]):
+    """A pool in which everybody runs the newest weights, whoever comes when."""
 
-    `version` is the one that is due.
-    """
-    if weights.version != version:
-        raise ModelError(
-            f"publish of version {version}: the learner exported its weights after update {weights.version}"
-        )
-    done: list[Loaded] = []
+    newest: tuple[WeightsRef, Fingerprint] | None = None
+    """For those who come later; kept only if any may."""
 
-    async def one(worker: Worker[Sampler]) -> None:
-        try:
-            # what drains goes on rolling out until nothing runs; else all that runs stands still
-            worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
-            loaded = await load(worker.engine, worker.name, weights, expected, mode=mode)
-        except WorkerDied as error:
-            samplers.bury(worker, error)
-            return
-        finally:
-            worker.track.end(f"publish {version}")
-        worker.track.relabel(f"rollout v{version}")
-        done.append(loaded)
+    async def publish(self, weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode) -> Metrics:
+        """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why.
 
-    async with asyncio.TaskGroup() as tasks:
-        for worker in list(samplers.workers):
-            tasks.create_task(one(worker))
-    return {
-        "publish/wait": max(loaded.wait for loaded in done),
-        "publish/load": max(loaded.load for loaded in done),
-        "publish/rebuild": max(loaded.rebuild for loaded in done),
-        "thrown_tokens": float(sum(loaded.thrown for loaded in done)),
-    }
+        `version` is the one that is due.
+        """
+        if weights.version != version:
+            raise ModelError(
+                f"publish of version {version}: the learner exported its weights after update {weights.version}"
+            )
+        if self.replace is not None:
+            self.newest = weights, expected
+        done: list[Loaded] = []
+
+        async def one(worker: Worker[Sampler]) -> None:
+            try:
+                # what drains goes on rolling out until nothing runs; else all that runs stands still
+                worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
+                loaded = await load(worker.engine, worker.name, weights, expected, mode=mode)
+            except WorkerDied as error:
+                self.bury(worker, error)
+                return
+            finally:
+                worker.track.end(f"publish {version}")
+            worker.track.relabel(f"rollout v{version}")
+            done.append(loaded)
+
+        async with asyncio.TaskGroup() as tasks:
+            for worker in list(self.workers):
+                tasks.create_task(one(worker))
+        return {
+            "publish/wait": max((loaded.wait for loaded in done), default=0.0),
+            "publish/load": max((loaded.load for loaded in done), default=0.0),
+            "publish/rebuild": max((loaded.rebuild for loaded in done), default=0.0),
+            "thrown_tokens": float(sum(loaded.thrown for loaded in done)),
+        }
+
+    async def welcome(self, worker: Worker[Sampler]) -> None:
+        """The newest weights, and those that are published while it loads them."""
+        loaded = None
+        while self.newest is not loaded:
+            loaded = self.newest
+            assert loaded is not None, "nobody is welcomed before the first publish"
+            weights, expected = loaded
+            await load(worker.engine, worker.name, weights, expected, mode="drain")
+            worker.track.label = f"rollout v{weights.version}"

@@ -12,19 +12,20 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
-from slipstream.errors import NonFiniteError, RunDirError, Stalled, Unhealthy, first_line
-from slipstream.pipeline import publish
+from slipstream.errors import NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
+from slipstream.pipeline.publish import Samplers
+from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered, go_on, hand_over, learn, watch
@@ -50,12 +51,15 @@ class Run:
         held_out: Sequence[Prompt] = (),
         standing: Standing | None = None,
         groups: Sequence[Group] = (),
+        restarts: Restarts | None = None,
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """`standing` is where an earlier part of the run ended, with these `groups` on their way; `patience` is not for
-        virtual clocks."""
+        """`standing` is where an earlier part of the run ended, with these `groups` on their way, and `restarts` what
+        its workers went through. `patience` is not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
+        self.restarts = restarts or Restarts(config.runtime.restarts)
+        self.restarts.recall(log.last)
         self.patience, self.say, log.say = patience, say, say
         self.admission = admission_of(config, standing)
         self.held = {group[0].header.number: group for group in groups}
@@ -68,6 +72,10 @@ class Run:
             proof=config.health.updates,
         )
         self.flow: Flow | None = None
+        self.task: asyncio.Task[Any] | None = None
+        """The one that `stop` cancels."""
+        self.at_once = False
+        """Who stops the run does not wait for a checkpoint."""
 
     async def train(self) -> Path:
         """Make all updates; returns the directory of the final student."""
@@ -90,25 +98,33 @@ class Run:
             self.checkpoints.last = flow.trace.now()
             watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
             weights, expected = await self.engines.learner.export()
-            await publish.publish(flow.samplers, weights, expected, version=self.admission.version, mode="drain")
+            await flow.samplers.publish(weights, expected, version=self.admission.version, mode="drain")
             await self._evaluate()
             go_on(flow, self.admission.version)
             flow.advance()
             try:
                 await learn(flow)
-            except BaseException:
-                await self._hand_over(flow)
+            except BaseException as error:
+                if not (self.at_once or isinstance(error, WorkerDied)):
+                    await self._hand_over(flow)
                 raise
+            for pool in flow.pools:
+                pool.close()
             if watchdog:
                 watchdog.cancel()
+
+    def stop(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
 
     def report(self) -> str:
         """Who waits for whom."""
         return self.flow.report() if self.flow else "engines are starting"
 
     def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
-        trace = Trace(self.log.trace, asyncio.get_running_loop().time, before=self.log.time)
-        samplers = Pool(self.engines.samplers, trace, stage="rollout", name="sampler", say=self.say)
+        rewound, trace = self.restarts.began is not None, self._trace()
+        these: Any = {"say": self.say, "tasks": tasks, "replace": self.engines.replace, "restarts": self.restarts}
+        samplers = Samplers(self.engines.samplers, trace, stage="rollout", name="sampler", **these)
         teachers = self.engines.scorers
         scorers = {
             teacher: Pool(
@@ -117,19 +133,22 @@ class Run:
                 stage="score",
                 name=scorer_name(teacher, teachers),
                 work=f"scoring by {teacher}" if len(teachers) > 1 else "scoring",
-                say=self.say,
+                **these,
             )
             for teacher, engines in teachers.items()
         }
+        learning = trace.track("learn", "learner")
+        if rewound:
+            trace.slice(learning, "gone", self.log.last.get("time", 0.0), trace.now())
         return Flow(
             samplers=samplers,
             scorers=scorers,
             learner=self.engines.learner,
-            learning=trace.track("learn", "learner"),
+            learning=learning,
             admission=self.admission,
             prompt=self.prompts.at,
             sampling=rollout_sampling(self.config),
-            account=Account(self.log, trace, self.admission),
+            account=Account(self.log, trace, self.admission, self.restarts),
             trace=trace,
             tasks=tasks,
             health=Health(self.config.health, self.say),
@@ -162,12 +181,22 @@ class Run:
             )
             self.say(f"what was half rolled out begins again: {why}")
 
+    def _trace(self) -> Trace:
+        """Its clock does not stand still between the death of a learner and what comes after it."""
+        clock = asyncio.get_running_loop().time
+        began = self.restarts.began
+        before = self.log.time if began is None else clock() - began
+        trace = Trace(self.log.trace, clock, before=before)
+        self.restarts.began = trace.began
+        return trace
+
     async def _stopped(self, cause: BaseException) -> NoReturn:
         """Save what can be gone on from, account for what was in flight, and raise one cause instead of a group.
 
         A loss or gradient that is not finite never reached the weights: they are as they were after the last update.
         Between two steps of one update they are of no version, and nothing is saved; nor is it where nothing can be
-        written, and a resumed run goes back to what was.
+        written, or the learner is gone (the deaths of all others are the pools' business): a resumed run goes back to
+        what was.
         """
         if isinstance(cause, RunDirError):
             raise cause from cause.__cause__
@@ -175,6 +204,8 @@ class Run:
         if self.flow:
             for number in self.admission.live:
                 self.flow.account.dropped(number, "run stopped")
+        if self.at_once or isinstance(cause, WorkerDied):
+            raise cause
         if self.flow and self.flow.torn:
             self.say("nothing is saved: the update in hand has made some of its optimizer steps and not the others")
             raise cause from cause.__cause__

@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
 from slipstream.errors import Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
-from slipstream.pipeline import publish
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
+from slipstream.pipeline.publish import Samplers
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.tries import GivenUp
@@ -70,7 +70,7 @@ class Recheck:
 class Flow:
     """What the coroutines share."""
 
-    samplers: Pool[Sampler]
+    samplers: Samplers
     scorers: Mapping[str, Pool[Scorer]]
     """Of each teacher."""
     learner: Learner
@@ -112,6 +112,10 @@ class Flow:
     waits: dict[str, float] = field(default_factory=dict)
     """What the learner waits for, and since when."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def pools(self) -> list[Pool[Any]]:
+        return [self.samplers, *self.scorers.values()]
 
     def start(self, number: int, work: Callable[[Flow, int], Coroutine[Any, Any, None]]) -> None:
         self.running[number] = self.tasks.create_task(work(self, number))
@@ -172,8 +176,7 @@ class Flow:
             f"after {now:.1f} s, {now - self.moved:.1f} s after the last move, at version {a.version}",
             f"groups: {counts}; {a.in_use} of {a.schedule.credits} credits in use" + (", gate shut" if a.gated else ""),
             *(f"learner waits for {name}, for {now - since:.1f} s" for name, since in self.waits.items()),
-            *self.samplers.tries.report(),
-            *(line for scorers in self.scorers.values() for line in scorers.tries.report()),
+            *(line for pool in self.pools for line in pool.report()),
             *self.trace.report(),
         ])  # fmt: skip
 
@@ -329,8 +332,8 @@ async def learn(flow: Flow) -> None:
         if admission.gated:
             with flow.learning.busy("export", "other"):
                 weights, expected = await flow.learner.export()
-            publishing = publish.publish(
-                flow.samplers, weights, expected, version=admission.version, mode=admission.schedule.publish
+            publishing = flow.samplers.publish(
+                weights, expected, version=admission.version, mode=admission.schedule.publish
             )
             flow.tasks.create_task(deliver(flow, publishing))
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,7 +19,7 @@ from slipstream.errors import ConfigError
 from slipstream.objective.method import Method, method_of
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of
 from slipstream.plan.evaluation import eval_prompts, eval_rows
-from slipstream.plan.placement import Need, adapted, needs
+from slipstream.plan.placement import Need, adapted, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.records import Prompt
@@ -28,6 +30,9 @@ from slipstream.tasks.data import FILES, Prompts, check_there, load_rows
 
 TOO_FAST = 0.1
 """A learning rate that no model survives."""
+
+PROCESS, OPEN_FILES = 50 << 20, 4
+"""Bytes that a process needs at the least, and files that are open for it, here or in the nursery."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,8 @@ def check_runtime(config: Config) -> None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
     if runtime.kind != "inline" and device.startswith("cuda") and device != "cuda":
         raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
+    if runtime.address is None:
+        check_processes(config)
 
 
 def check_device(config: Config) -> None:
@@ -135,6 +142,27 @@ def check_device(config: Config) -> None:
         from slipstream.engines.native.model import pick_device
 
         pick_device(config.runtime.device)
+
+
+def check_processes(config: Config) -> None:
+    """More engines than this machine can hold would not fail, but make it swap for hours."""
+    runtime, samplers = config.runtime, config.sampler.replicas
+    if runtime.kind == "inline":
+        return
+    engines = samplers + config.learner.ranks + sum(teacher.replicas for teacher in config.teachers.values())
+    graders = samplers * runtime.graders if config.task.reward else 0
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (engines + graders) * PROCESS > there:
+        raise ConfigError(
+            f"{engines} engines and {graders} processes that grade need {size((engines + graders) * PROCESS)} without "
+            f"their models, this machine has {size(there)}: lower sampler.replicas or those of a teacher"
+        )
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if runtime.kind == "local" and files != resource.RLIM_INFINITY and engines * OPEN_FILES > files:
+        raise ConfigError(
+            f"{engines} engines need {engines * OPEN_FILES} open files, the limit is {files} (ulimit -Hn): lower "
+            "sampler.replicas or those of a teacher"
+        )
 
 
 def check_support(config: Config) -> None:

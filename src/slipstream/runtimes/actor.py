@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from slipstream.errors import EngineError, first_line
-from slipstream.runtimes.exchange import Answer, Body, Call, Host, RemoteWorker, swapped
+from slipstream.runtimes.exchange import NOBODY, Answer, Body, Call, Host, RemoteWorker, swapped
 
 TICK = 0.02
 """Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
@@ -66,7 +66,7 @@ class Actor:
         return where
 
     async def start(self, build: Callable[..., Any], *told: Any) -> Answer:
-        return self.host.start(partial(build, *told))
+        return self.host.start(NOBODY, partial(build, *told))
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def exchange(self, turn: int, calls: Sequence[Call], *bundles: Any) -> tuple[list[Answer], list[list[Any]]]:
@@ -120,6 +120,16 @@ class RayLink:
         self.receiving: set[asyncio.Task[None]] = set()
         """A task of this loop for each exchange in flight."""
 
+    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
+        try:
+            answer: Answer = await self.actor.start.remote(build, *told)
+        except RayActorError as error:
+            raise EngineError(f"{worker.name} died while it was loaded: {reason(error)}") from None
+        self.pid = answer.get()
+
+    def kill(self) -> None:
+        ray.kill(self.actor)
+
     def attach(self, worker: RemoteWorker) -> None:
         """An exchange of an earlier event loop is nobody's any more."""
         self.worker, self.receiving, self.sent, self.delayed = worker, set(), 0.0, False
@@ -158,8 +168,7 @@ class RayLink:
         try:
             answers: list[Answer] = await headers
         except RayActorError as error:
-            ray.kill(self.actor)  # it may only be out of reach
-            self.worker.bury(reason(error))
+            self.worker.end(reason(error))  # it may only be out of reach
             return
         except RayError as error:  # a bundle was lost with its machine: this exchange never began
             self.worker.fail([call.id for call in calls], EngineError(f"{self.worker.name}: {first_line(error)}"))

@@ -8,6 +8,11 @@ Calls leave as soon as they are made, and an answer comes when its call has ende
 generates wait. An answer is small: in place of every record and of exported weights it holds an index into `bodies`.
 The coordinator never opens those: it holds each as a `Body`, which the link sends on, and which is freed with its last
 holder.
+
+As long as anybody waits for an answer, the process is asked every few seconds whether it is there, and its event loop
+says so: engines compute in threads, so that it can. One that says nothing for `heartbeat` seconds hangs, and is killed.
+The seconds are counted in beats of the coordinator's own loop: a coordinator that was stopped itself, or had its hands
+full, blames nobody.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import os
 import pickle
 import resource
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -28,10 +33,14 @@ from slipstream.engines.base import WeightsRef
 from slipstream.errors import EngineError, WorkerDied, first_line
 from slipstream.records import Batch, Handle
 
-CANCEL, CPU_SECONDS = "", "cpu seconds"
+START, CANCEL, PING, CPU_SECONDS = "start", "", "ping", "cpu seconds"
 """What the host does itself; all other calls are the engine's."""
-BEGUN = -1
-"""The number of the answer that says whether an engine could be built."""
+NOBODY = -1
+"""The number of a call whose answer nobody waits for."""
+BEATS = 6
+"""How often within a heartbeat a process is asked whether it is there."""
+HEARTBEAT = 60.0
+"""What `runtime.heartbeat` is unless a config says otherwise."""
 GOODBYE = 10.0
 """Seconds that engines have to close before their processes are killed."""
 REMINDER = 60.0
@@ -40,7 +49,7 @@ REMINDER = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method of the engine; or `CANCEL`, which cancels the call of that number, or `CPU_SECONDS`."""
+    """A method of the engine; or one of the host's: `CANCEL` cancels the call of that number."""
 
     id: int
     method: str
@@ -104,27 +113,37 @@ def failed(id: int, error: BaseException) -> Answer:
 class Host:
     """The engine's end: runs what is called and tells what came of it, with the bodies that belong there."""
 
-    def __init__(self, name: str, tell: Callable[[Answer, list[Any]], None]) -> None:
-        self.name, self.tell, self.engine = name, tell, None
+    def __init__(
+        self,
+        name: str,
+        tell: Callable[[Answer, list[Any]], None],
+        pack: Callable[[list[Any]], Awaitable[list[Any]]] | None = None,
+    ) -> None:
+        """`pack` makes of the bodies of an answer what is told with it."""
+        self.name, self.tell, self.pack, self.engine = name, tell, pack, None
         self.running: dict[int, asyncio.Task[None]] = {}
 
-    def start(self, build: Callable[[], Any]) -> Answer:
+    def start(self, id: int, build: Callable[[], Any]) -> Answer:
         try:
             self.engine = build()
         except Exception as error:
-            return failed(BEGUN, error)
+            return failed(id, error)
         gc.freeze()  # what was imported and loaded stays: no collection need look through it again
-        return Answer(BEGUN, os.getpid())
+        return Answer(id, os.getpid())
 
     def accept(self, call: Call) -> None:
-        if call.method != CANCEL:
+        if call.method == PING:
+            self.tell(Answer(call.id), [])
+        elif call.method == START:
+            self.tell(self.start(call.id, lambda: pickle.loads(call.args[0])()), [])
+        elif call.method != CANCEL:
             self.running[call.id] = asyncio.create_task(self._run(call))
             self.running[call.id].add_done_callback(lambda _: self.running.pop(call.id))
         elif call.id in self.running:
             self.running[call.id].cancel()
 
     async def _run(self, call: Call) -> None:
-        bodies: list[Any] = []
+        bodies, told = list[Any](), list[Any]()
 
         def keep(body: Any) -> int:
             bodies.append(body)
@@ -136,11 +155,12 @@ class Host:
             else:
                 result = await getattr(self.engine, call.method)(*call.args, **call.options)
                 answer = Answer(call.id, swapped(result, keep))
+                told = await self.pack(bodies) if self.pack else bodies
         except asyncio.CancelledError:  # if it is not the caller who cancelled, it must hear of it
             answer = failed(call.id, EngineError(f"{call.method} was cancelled in {self.name}"))
         except Exception as error:
             answer = failed(call.id, error)
-        self.tell(answer, bodies)
+        self.tell(answer, told)
 
     async def close(self) -> None:
         if tasks := list(self.running.values()):
@@ -162,6 +182,10 @@ class Link(Protocol):
     @property
     def pid(self) -> int: ...
 
+    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
+        """Build the engine, there; raises what that raises."""
+        ...
+
     def attach(self, worker: RemoteWorker) -> None:
         """The worker's calls come from another event loop from now on, which is the one that runs."""
         ...
@@ -170,17 +194,25 @@ class Link(Protocol):
         """Take what is in the worker's outbox, now or when its time has come."""
         ...
 
+    def kill(self) -> None:
+        """Whatever state the process is in; without waiting for its end."""
+        ...
+
 
 class RemoteWorker:
     """The coordinator's end. When the process is gone, so are all calls that are with it, and all that come later."""
 
-    def __init__(self, name: str, link: Link) -> None:
-        self.name, self.link = name, link
+    def __init__(self, name: str, link: Link, heartbeat: float = HEARTBEAT) -> None:
+        self.name, self.link, self.heartbeat = name, link, heartbeat
         self.gone = ""
         self.ids = count()
         self.outbox: list[Call] = []
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.beat: asyncio.TimerHandle | None = None
+        """The next one, if somebody waits."""
+        self.silent = 0
+        """Beats since anything was heard."""
 
     @property
     def pid(self) -> int:
@@ -191,8 +223,11 @@ class RemoteWorker:
             raise WorkerDied(self.gone)
         loop = asyncio.get_running_loop()
         if loop is not self.loop:
-            self.loop = loop
+            self.loop, self.beat = loop, None
             self.link.attach(self)
+        if self.beat is None and method != START:  # who loads has no time to answer
+            self.silent = 0
+            self._next_beat(loop)
         id, answer = next(self.ids), loop.create_future()
         self.waiting[id] = answer
         self._post(Call(id, method, args, options))
@@ -209,6 +244,21 @@ class RemoteWorker:
         seconds: float = await self.call(CPU_SECONDS)
         return seconds
 
+    def _next_beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.beat = loop.call_later(self.heartbeat / BEATS, self._on_beat, loop)
+
+    def _on_beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Is it there? Asked as long as somebody waits."""
+        self.beat = None
+        if self.gone or not self.waiting:
+            return
+        if self.silent == BEATS:
+            self.end(f"it has not answered for {self.heartbeat:g} s (runtime.heartbeat)")
+            return
+        self.silent += 1
+        self._post(Call(NOBODY, PING))
+        self._next_beat(loop)
+
     def _post(self, call: Call) -> None:
         self.outbox.append(call)
         asyncio.get_running_loop().call_soon(self.link.send)  # with all that is posted until then
@@ -220,6 +270,7 @@ class RemoteWorker:
 
     def settle(self, answer: Answer, body: Callable[[Any], Body]) -> None:
         """An answer has come; `body` makes of an index what stands for the record."""
+        self.silent = 0
         waiting = self.waiting.get(answer.id)
         if waiting is None or waiting.done():
             return
@@ -234,5 +285,13 @@ class RemoteWorker:
                 waiting.set_exception(copy(error))  # each has a traceback of its own
 
     def bury(self, why: str) -> None:
-        self.gone = f"{self.name} (pid {self.pid}) is gone: {why}"
-        self.fail(self.waiting, WorkerDied(self.gone))
+        """The process has ended, or is as good as that."""
+        if not self.gone:
+            self.gone = f"{self.name} (pid {self.pid}) is gone: {why}"
+            self.fail(self.waiting, WorkerDied(self.gone))
+
+    def end(self, why: str) -> None:
+        """Kill the process, if it is there."""
+        if not self.gone:
+            self.bury(why)
+            self.link.kill()

@@ -1,21 +1,22 @@
 """Every engine in a process of its own on this machine: no daemon, no port, no file.
 
 Calls and answers go over socket pairs. Records are packed once, by whoever makes them, and pass through the coordinator
-unopened; weights lie in memory that the learner writes and all samplers map. Nothing restarts: the pipeline goes on
-with the workers that are left. However the coordinator ends, all of it ends (`worker` says how).
+unopened; weights lie in memory that the learner writes and all samplers map. A worker that died or hangs can be
+replaced by another. However the coordinator ends, all of it ends (`worker` says how).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
-import selectors
+import resource
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -26,15 +27,19 @@ from pathlib import Path
 from socket import socket, socketpair
 from subprocess import DEVNULL, Popen
 from types import TracebackType
+from typing import Any
 
 from slipstream.engines.base import Engines
-from slipstream.errors import EngineError
+from slipstream.errors import EngineError, WorkerDied
 from slipstream.plan.engines import EnginesPlan
-from slipstream.runtimes.channel import Channel, Packed, Parcel
-from slipstream.runtimes.exchange import GOODBYE, REMINDER, Answer, Body, Call, RemoteWorker, swapped
-from slipstream.runtimes.places import Place, Say, built, engines_from, gpus_each, loading, places
+from slipstream.runtimes.channel import Channel, Parcel
+from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, START, Answer, Body, Call, RemoteWorker, swapped
+from slipstream.runtimes.places import Place, Say, Staff, built, engines_from, gpus_each, loading, places
 from slipstream.runtimes.worker import GPUS, Birth, nurse
 from slipstream.tasks.chat import Tokenizer
+
+HEARD = 120.0
+"""Seconds in which a nursery has imported everything and answered, or hangs."""
 
 
 class Nursery:
@@ -46,6 +51,9 @@ class Nursery:
     """
 
     def __init__(self, secrets: Collection[str] = ()) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each engine takes some, here and there
+        self.gone = False
         self.control, theirs = Pipe()
         self.process = None if alone() else started(theirs, secrets)
         self.pid = self.process.pid if self.process else forked(theirs, self.control, secrets)
@@ -61,8 +69,9 @@ class Nursery:
             with theirs:
                 self.control.send(birth)
                 send_handle(self.control, theirs.fileno(), self.pid)
-            return LocalLink(ours, self.control.recv(), self)
+            return LocalLink(ours, self._answer(), self)
         except (EOFError, ConnectionError):
+            self.gone = True
             ours.close()
             raise EngineError(f"{birth.name} cannot start: the nursery, from which it is forked, is gone") from None
 
@@ -70,8 +79,9 @@ class Nursery:
         """Those of this machine, as CUDA_VISIBLE_DEVICES names them. It is the nursery that can count them."""
         try:
             self.control.send(GPUS)
-            found: list[str] = self.control.recv()
+            found: list[str] = self._answer()
         except (EOFError, ConnectionError):
+            self.gone = True
             raise EngineError("no engine can start: the nursery, from which they are forked, is gone") from None
         return found
 
@@ -79,10 +89,17 @@ class Nursery:
         """How a process ended, which is killed if it has not."""
         try:
             self.control.send(pid)
-            code: int = self.control.recv()
+            code = self._answer()
         except (EOFError, ConnectionError):
+            self.gone = True
             return "the nursery, its parent process, was killed"
         return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def _answer(self) -> Any:
+        """Whoever waits here stops the whole run: not for a nursery that hangs."""
+        if not self.control.poll(HEARD):
+            os.kill(self.pid, signal.SIGKILL)
+        return self.control.recv()
 
     def __enter__(self) -> Nursery:
         return self
@@ -138,109 +155,102 @@ def started(theirs: Connection, secrets: Collection[str]) -> Popen[bytes]:
 class LocalLink:
     def __init__(self, ours: socket, pid: int, nursery: Nursery) -> None:
         self.channel, self.pid, self.nursery = Channel(ours, self._heard), pid, nursery
-        self.worker: RemoteWorker | None = None
-        self.begun: Answer | None = None
-        """Whether the engine could be built."""
-        self.end = ""
+        self.started = False
+        """Whether the engine could be built, and is to be closed."""
+        self.ending = ""
+
+    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
+        try:
+            await worker.call(START, pickle.dumps(partial(build, *told)))
+        except WorkerDied:
+            raise EngineError(f"{worker.name} died while it was loaded: {self.ended()}") from None
+        self.started = True
 
     def attach(self, worker: RemoteWorker) -> None:
         self.worker = worker
         self.channel.attach(self._lost)
 
     def send(self) -> None:
-        assert self.worker is not None
         if not self.worker.gone:
             for call in self.worker.posted():
                 self._send(self.worker, call)
 
     def _send(self, worker: RemoteWorker, call: Call) -> None:
         places = dict[Parcel, int]()
-        named = swapped(call, lambda body: Body(places.setdefault(body.bundle, len(places)), body.index))
         try:
+            named = swapped(call, lambda body: Body(places.setdefault(body.bundle, len(places)), body.index))
             self.channel.send(named, list(places))
         except Exception as error:  # an argument cannot be sent, whatever its pickling raises
             worker.fail([call.id], error)
 
     def _heard(self, answer: Answer, parcels: list[Parcel]) -> None:
-        if self.worker is None:
-            self.begun = answer
-        else:
-            self.worker.settle(answer, partial(Body, parcels[0] if parcels else None))
+        self.worker.settle(answer, partial(Body, parcels[0] if parcels else None))
 
     def _lost(self) -> None:
-        assert self.worker is not None
         self.worker.bury(self.ended())
+
+    def kill(self) -> None:
+        """Its end of the channel closes with it, so `_lost` hears of that."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def ended(self) -> str:
         """How the process ended, which is killed if it has not."""
-        self.end = self.end or self.nursery.ended(self.pid)
-        return self.end
+        self.ending = self.ending or self.nursery.ended(self.pid)
+        return self.ending
 
 
 def open_engines(
     plan: EnginesPlan, tokenizer: Tokenizer, *, nursery: Nursery | None = None, say: Say = print
 ) -> Engines:
-    """Without a nursery they get one of their own."""
+    """Without a nursery, or where that is gone, they get one of their own."""
     wanted = places(plan, tokenizer)
     with ExitStack() as stack:
-        forking = nursery or stack.enter_context(Nursery())
-        gpus = forking.gpus()
+        if nursery is None or nursery.gone:
+            nursery = stack.enter_context(Nursery())
+        gpus = nursery.gpus()
         each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(gpus), say)
         say(loading(plan))
-        workers = start(wanted, forking, stack, gpus=gpus if each else [], say=say)
-        return engines_from(plan, wanted, workers, stack.pop_all().close)
+        staff = start(wanted, nursery, stack, gpus=gpus if each else [], heartbeat=plan.runtime.heartbeat, say=say)
+        return engines_from(plan, staff, stack.pop_all().close)
 
 
 def start(
-    wanted: Sequence[Place], nursery: Nursery, stack: ExitStack, *, gpus: Sequence[str] | None = None, say: Say
-) -> list[RemoteWorker]:
-    """All at the same time, each with GPUs of its own if there are any; without `gpus` each may look at all of them.
-
-    One that cannot be built raises as itself.
-    """
+    wanted: Sequence[Place],
+    nursery: Nursery,
+    stack: ExitStack,
+    *,
+    gpus: Sequence[str] | None = None,
+    heartbeat: float = HEARTBEAT,
+    say: Say,
+) -> Staff:
+    """All at the same time, each with GPUs of its own if there are any, which whoever replaces it gets too; without
+    `gpus` each may look at all of them."""
     where = meeting(nursery, stack, say) if any(place.meets for place in wanted) else None
     links: list[LocalLink] = []
     stack.callback(stop, links)
     left = iter(gpus or [])
-    for place in wanted:
-        own = None if gpus is None else ",".join(islice(left, place.computes))
-        links.append(nursery.born(Birth(place.name, place.threads, str(Path.cwd()), own)))
-        build = partial(place.build, where) if place.meets else place.build
-        links[-1].channel.send(None, [Packed(pickle.dumps(build))])
-    wait_for(dict(zip((place.name for place in wanted), links, strict=True)), say)
-    return [place.kind(place.name, link) for place, link in zip(wanted, links, strict=True)]
+    own = {place.name: None if gpus is None else ",".join(islice(left, place.computes)) for place in wanted}
+
+    def hire(place: Place) -> RemoteWorker:
+        links.append(nursery.born(Birth(place.name, place.threads, str(Path.cwd()), own[place.name])))
+        return place.kind(place.name, links[-1], heartbeat)
+
+    staff = Staff(hire)
+    staff.begin(wanted, lambda _: where, say)
+    return staff
 
 
 def meeting(nursery: Nursery, stack: ExitStack, say: Say) -> tuple[str, int]:
     """Where ranks meet: a process that does nothing else, and ends after them."""
-    (worker,) = start([Place(RemoteWorker, "meeting", 1, partial(built, "Meet"))], nursery, stack, say=say)
+    (worker,) = start([Place(RemoteWorker, "meeting", 1, partial(built, "Meet"))], nursery, stack, say=say).places
     where: tuple[str, int] = asyncio.run(worker.call("where"))
     return where
 
 
-def wait_for(starting: dict[str, LocalLink], say: Say) -> None:
-    with selectors.DefaultSelector() as selector:
-        for name, link in starting.items():
-            selector.register(link.channel.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, name)
-        while starting:
-            ready = selector.select(REMINDER)
-            if not ready:
-                say(f"waiting for {', '.join(starting)} to load")
-            for key, events in ready:
-                link = starting[key.data]
-                if events & selectors.EVENT_WRITE and link.channel.write():
-                    selector.modify(link.channel.socket, selectors.EVENT_READ, key.data)
-                if not link.channel.read() and link.begun is None:
-                    raise EngineError(f"{key.data} died while it was loaded: {link.ended()}")
-                if link.begun is not None:
-                    link.begun.get()
-                    selector.unregister(link.channel.socket)
-                    del starting[key.data]
-
-
 def stop(links: Sequence[LocalLink]) -> None:
     """Engines close, those of them that hear it in time."""
-    closing = [link for link in links if link.begun is not None]
+    closing = [link for link in links if link.started and not link.ending]
     for link in closing:
         link.channel.hang_up()
     until = time.monotonic() + GOODBYE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,13 @@ from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.plan.engines import EnginesPlan, LearnerPlan, ScorerPlan
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
-from slipstream.runtimes.exchange import RemoteWorker
+from slipstream.runtimes.exchange import REMINDER, RemoteWorker
 from slipstream.runtimes.ranked import RankedLearner
 from slipstream.tasks.chat import Tokenizer
 
 Say = Callable[[str], None]
+SHOWN = 5
+"""Names in a line about many."""
 
 
 class RemoteSampler(RemoteWorker):
@@ -144,24 +147,71 @@ def gpus_each(device: str, engines: int, there: float, say: Say) -> int:
     return 1
 
 
-def engines_from(
-    plan: EnginesPlan, wanted: Sequence[Place], workers: Sequence[RemoteWorker], close: Callable[[], None]
-) -> Engines:
-    """What the pipeline sees of the workers of these places."""
-    return Engines(
-        samplers=tuple(worker for worker in workers if isinstance(worker, RemoteSampler)),
-        scorers=by_teacher(wanted, workers) or {"": (Unscored(),)},
-        learner=as_one(plan.learner, [worker for worker in workers if isinstance(worker, RemoteLearner)]),
-        close=close,
-    )
+class Staff:
+    """The workers, each with its place, where another can be put when it died or hangs."""
+
+    def __init__(self, hire: Callable[[Place], RemoteWorker]) -> None:
+        """`hire` starts a process, which has no engine yet."""
+        self.hire, self.places = hire, dict[RemoteWorker, Place]()
+
+    def begin(self, wanted: Sequence[Place], meeting: Callable[[RemoteWorker], Any], say: Say) -> list[RemoteWorker]:
+        """All at the same time; `meeting` is where the first rank has the others meet. An engine that cannot be built
+        raises here as itself."""
+        self.places = {self.hire(place): place for place in wanted}
+        where = [meeting(worker) for worker, place in self.places.items() if place.meets][:1]
+        asyncio.run(self._all_started(where, say))
+        return list(self.places)
+
+    async def _all_started(self, where: Sequence[Any], say: Say) -> None:
+        starting = {
+            asyncio.create_task(started(worker, place, *(where if place.meets else []))): place.name
+            for worker, place in self.places.items()
+        }
+        while starting:
+            done, _ = await asyncio.wait(starting, timeout=REMINDER, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                say(f"waiting for {shortened(list(starting.values()))} to load")
+            for task in done:
+                del starting[task]
+                task.result()
+
+    async def replace(self, worker: RemoteWorker) -> RemoteWorker:
+        """Another one in its place, when it is gone with all that it had to do."""
+        worker.end("another takes its place")
+        place = self.places[worker]
+        other = await started(self.hire(place), place)
+        del self.places[worker]
+        self.places[other] = place
+        return other
 
 
-def by_teacher(wanted: Sequence[Place], workers: Sequence[RemoteWorker]) -> dict[str, tuple[RemoteScorer, ...]]:
-    found: dict[str, tuple[RemoteScorer, ...]] = {}
-    for place, worker in zip(wanted, workers, strict=True):
+async def started(worker: RemoteWorker, place: Place, *told: Any) -> RemoteWorker:
+    try:
+        await worker.link.start(worker, place.build, *told)
+    except BaseException:
+        worker.end("it could not start")
+        raise
+    return worker
+
+
+def shortened(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> Engines:
+    """What the pipeline sees of the workers."""
+    scorers: dict[str, tuple[RemoteScorer, ...]] = {}
+    for worker, place in staff.places.items():
         if isinstance(worker, RemoteScorer):
-            found[place.teacher] = (*found.get(place.teacher, ()), worker)
-    return found
+            scorers[place.teacher] = (*scorers.get(place.teacher, ()), worker)
+    return Engines(
+        samplers=tuple(worker for worker in staff.places if isinstance(worker, RemoteSampler)),
+        scorers=scorers or {"": (Unscored(),)},
+        learner=as_one(plan.learner, [worker for worker in staff.places if isinstance(worker, RemoteLearner)]),
+        close=close,
+        replace=staff.replace,
+    )
 
 
 def as_one(plan: LearnerPlan, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:

@@ -1,7 +1,7 @@
 """Every engine in a Ray actor of its own: on a cluster, or here, where Ray is started and stopped with the run.
 
-Placement, processes and the transport of records are Ray's. Nothing restarts: the pipeline goes on with the workers
-that are left.
+Placement, processes and the transport of records are Ray's. It restarts nothing by itself: when an actor died or hangs,
+another one is made.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, services
-from ray.exceptions import RayActorError
 
 from slipstream.engines.base import Engines
-from slipstream.errors import ConfigError, EngineError, first_line
+from slipstream.errors import ConfigError, first_line
 from slipstream.plan.engines import EnginesPlan
-from slipstream.runtimes.actor import RayLink, reason
-from slipstream.runtimes.exchange import GOODBYE, REMINDER, RemoteWorker
-from slipstream.runtimes.places import Place, Say, engines_from, gpus_each, loading, places
+from slipstream.runtimes.actor import RayLink
+from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, RemoteWorker
+from slipstream.runtimes.places import Place, Say, Staff, engines_from, gpus_each, loading, places
 from slipstream.tasks.chat import Tokenizer
 
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -31,14 +30,17 @@ KNOCK = 10.0
 """Seconds in which a cluster must accept a connection."""
 
 
-def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Say = print) -> Engines:
+def open_engines(
+    plan: EnginesPlan, tokenizer: Tokenizer, *, home: ExitStack | None = None, say: Say = print
+) -> Engines:
+    """Ray, where it is started or connected to here, is left with `home`; without one, with the engines."""
     wanted = places(plan, tokenizer)
     with ExitStack() as stack:
-        connect(plan.runtime.address, wanted, stack, say)
+        connect(plan.runtime.address, wanted, home or stack, say)
         gpus = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), has("GPU"), say)
         say(loading(plan))
-        workers = start(wanted, stack, gpus=gpus, say=say)
-        return engines_from(plan, wanted, workers, stack.pop_all().close)
+        staff = start(wanted, stack, gpus=gpus, heartbeat=plan.runtime.heartbeat, say=say)
+        return engines_from(plan, staff, stack.pop_all().close)
 
 
 def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say: Say) -> None:
@@ -96,36 +98,31 @@ def has(resource: str) -> float:
 
 
 def start(
-    wanted: Sequence[Place], stack: ExitStack, *, gpus: float = 0, cpus: float = 1, say: Say
-) -> list[RemoteWorker]:
-    """All at the same time. An engine that cannot be built raises here as itself."""
-    links = [
-        RayLink(place.name, threads=place.threads, cpus=cpus * place.threads, gpus=gpus * place.computes)
-        for place in wanted
-    ]
+    wanted: Sequence[Place],
+    stack: ExitStack,
+    *,
+    gpus: float = 0,
+    cpus: float = 1,
+    heartbeat: float = HEARTBEAT,
+    say: Say,
+) -> Staff:
+    """All at the same time."""
+    links: list[RayLink] = []
     stack.callback(stop, links)
-    starting = begin(links, wanted)
-    while starting:
-        ready, _ = ray.wait(list(starting), timeout=REMINDER)
-        if not ready:
-            say(f"waiting for Ray to start {', '.join(place.name for _, place in starting.values())}")
-        for ref in ready:
-            link, place = starting.pop(ref)
-            try:
-                link.pid = ray.get(ref).get()
-            except RayActorError as error:
-                raise EngineError(f"{place.name} died while it was loaded: {reason(error)}") from None
-    return [place.kind(place.name, link) for place, link in zip(wanted, links, strict=True)]
 
+    def hire(place: Place) -> RemoteWorker:
+        threads, computes = place.threads, place.computes
+        links.append(RayLink(place.name, threads=threads, cpus=cpus * threads, gpus=gpus * computes))
+        return place.kind(place.name, links[-1], heartbeat)
 
-def begin(links: Sequence[RayLink], wanted: Sequence[Place]) -> dict[Any, tuple[RayLink, Place]]:
-    """Ray hands on what the first rank says, when it says it: they load at the same time."""
-    both = list(zip(links, wanted, strict=True))
-    ranks = [link for link, place in both if place.meets]
-    meeting = [link.actor.meet.remote() for link in ranks[:1]]
-    return {
-        link.actor.start.remote(place.build, *(meeting if place.meets else [])): (link, place) for link, place in both
-    }
+    def meeting(first: RemoteWorker) -> Any:
+        """Ray hands on what it says, when it says it: ranks load at the same time."""
+        assert isinstance(first.link, RayLink)
+        return first.link.actor.meet.remote()
+
+    staff = Staff(hire)
+    staff.begin(wanted, meeting, say)
+    return staff
 
 
 def stop(links: Sequence[RayLink]) -> None:

@@ -160,38 +160,35 @@ def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
 
 
 async def serve(name: str, ours: socket) -> None:
-    def heard(message: Call | None, parcels: list[Parcel]) -> None:
-        if message is None:
-            channel.send(host.start(lambda: opened(parcels[0])()))
-            return
+    def heard(call: Call, parcels: list[Parcel]) -> None:
         try:
             bodies = [opened(parcel) for parcel in parcels]
-            host.accept(swapped(message, lambda body: found(bodies, body)))
+            host.accept(swapped(call, lambda body: found(bodies, body)))
         except Exception as error:  # whatever unpickling raises is the caller's to hear
-            tell(failed(message.id, error), [])
+            tell(failed(call.id, error), [])
 
-    def tell(answer: Answer, bodies: list[Any]) -> None:
+    def tell(answer: Answer, parcels: list[Parcel]) -> None:
         try:
-            channel.send(answer, packed(bodies))
+            channel.send(answer, parcels)
         except Exception as error:  # whatever pickling raises, too
             channel.send(failed(answer.id, error))
 
-    host, channel, hung_up = Host(name, tell), Channel(ours, heard), asyncio.Event()
+    host, channel, hung_up = Host(name, tell, packed), Channel(ours, heard), asyncio.Event()
     channel.attach(hung_up.set)
     await hung_up.wait()
     await host.close()
     channel.close()
 
 
-def packed(bodies: Sequence[Any]) -> list[Parcel]:
-    """Weights into memory that all may read; records together."""
+async def packed(bodies: Sequence[Any]) -> list[Parcel]:
+    """Weights into memory that all may read, beside the loop, which goes on; records together."""
     import numpy as np
 
     match bodies:
         case []:
             return []
         case [np.ndarray() as weights]:
-            return [Mapped.of(weights.data)]
+            return [await asyncio.to_thread(Mapped.of, weights.data)]
         case _:
             return [Packed(pickle.dumps(bodies, protocol=5))]
 
