@@ -6,7 +6,7 @@ import asyncio
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,12 @@ class Process:
 
 
 class MortalSampler(Process):
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
-        group: list[Handle] = await self.call(self.engine.generate(prompt, sampling))
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group: list[Handle] = await self.call(self.engine.generate(prompt, sampling, begun))
         return group
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        await self.call(self.engine.release(numbers))
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         loaded: Loaded = await self.call(self.engine.publish(weights, mode))
@@ -121,11 +124,12 @@ class MortalLearner(Process):
     async def export(self) -> Any:
         return await self.call(self.engine.export())
 
-    async def save(self, path: Path, *, optimizer: bool = True) -> None:
-        await self.call(self.engine.save(path, optimizer=optimizer))
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        await self.call(self.engine.save(path, groups, optimizer=optimizer))
 
-    async def restore(self, path: Path) -> None:
-        await self.call(self.engine.restore(path))
+    async def restore(self, path: Path) -> list[Group]:
+        groups: list[Group] = await self.call(self.engine.restore(path))
+        return groups
 
 
 class World:
@@ -232,13 +236,13 @@ class Once(SleepSampler):
 
     deaths = 1
 
-    async def generate(self, prompt: Prompt, sampling: Sampling) -> list[Handle]:
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if self.seated >= 5 and type(self).deaths:
             type(self).deaths -= 1
             self.seated = 10**9
         if self.seated >= 10**9:
             raise WorkerDied("its process is gone")
-        return await super().generate(prompt, sampling)
+        return await super().generate(prompt, sampling, begun)
 
 
 def mortal(deaths: int, *, samplers: int = 1, load: float = 10.0) -> Engines:
