@@ -46,7 +46,8 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
     assert set(get_args(AdvantageName)) == {name for name, each in ADVANTAGES.items() if not each.needs_critic}
     for name, each in ADVANTAGES.items():
         assert {option for option, default in each.options.items() if default is REQUIRED} <= set(each.evidence), name
-        assert set(each.options) == {*each.settings, *each.evidence}, name
+        folded = {"weights"} if name == "opob" else set()  # those of tokens are in its ‖g‖²
+        assert set(each.options) == {*each.settings, *each.evidence, *folded}, name
     assert get_args(LevelName) == get_args(Unit) and get_args(EstimateName) == KL_KINDS
     assert get_args(ReferenceConfig.model_fields["control"].annotation) == tuple(CONTROLLERS)
     assert set(get_args(RewardName)) == set(REWARDS)
@@ -139,7 +140,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             TWO_REWARDS | {"policy": {"advantage": advantage}, "sampler": {"group": 1}},
             f"policy.advantage = '{advantage}' compares the answers to one prompt, and sampler.group = 1",
         )
-        for advantage in ("gdpo", "opob", "optimal_token_baseline")
+        for advantage in ("gdpo", "gpg", "opob", "optimal_token_baseline")
     },
     "evidence as an option": (
         {"policy": {"advantage": "remax", "advantage_options": {"greedy_rewards": 1.0}}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
+from slipstream.estimators.tables.advantage import ADVANTAGES
 
 
 def rollout_sampling(config: Config) -> Sampling:
@@ -18,7 +19,7 @@ def rollout_sampling(config: Config) -> Sampling:
         top_p=sampler.top_p,
         top_k=sampler.top_k,
         min_p=sampler.min_p,
-        greedy=config.policy is not None and config.policy.advantage == "remax",
+        greedy=config.policy is not None and "greedy_rewards" in ADVANTAGES[config.policy.advantage].evidence,
         keep_mask=sampler.keep_mask,
     )
 

@@ -25,6 +25,7 @@ from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.estimators.kl import kl_reward
 from slipstream.estimators.options import formula
 from slipstream.estimators.policy import prepare as choose
+from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.policy import LOSSES
 from slipstream.objective.method import Method
 from slipstream.records import Scored, derive_seed
@@ -255,21 +256,30 @@ class Rewards:
         return advantage_BT
 
     def _evidence(self, mask_BT: Tensor, weight_BT: Tensor | None) -> dict[str, Any]:
-        """What some advantages need beside rewards."""
-        match self.method.policy and self.method.policy.advantage:
-            case "gdpo":
-                return {"components": self.of_each, "component_weights": self.method.rewards}
-            case "remax":
-                best = {name: self._named(greedy(name)) for name in self.method.rewards}
-                return {"greedy_rewards": self._summed(best)}
-            case "optimal_token_baseline":
-                return {"logp": _current(self.batch), "sum_pi_squared": self._squares(), "weights": weight_BT}
-            case "opob":
-                energy_BT = logit_energy(_current(self.batch), self._squares()) * (mask_BT != 0)
-                if weight_BT is not None:  # one weight for each token: ‖Σ_t w_t g_t‖², which is w²‖g‖² where they agree
-                    energy_BT = energy_BT * weight_BT.square()
-                return {"weights": torch.ones(len(mask_BT)), "grad_norm_squared": energy_BT.sum(-1)}
-        return {}
+        """What this advantage needs beside rewards."""
+        assert self.method.policy is not None
+        found: dict[str, Any] = {}
+        for name in ADVANTAGES[self.method.policy.advantage].evidence:
+            match name:
+                case "components":
+                    found[name] = self.of_each
+                case "component_weights":
+                    found[name] = self.method.rewards
+                case "greedy_rewards":
+                    found[name] = self._summed({each: self._named(greedy(each)) for each in self.method.rewards})
+                case "logp":
+                    found[name] = _current(self.batch)
+                case "sum_pi_squared":
+                    found[name] = self._squares()
+                case "weights":
+                    found[name] = weight_BT
+                case "grad_norm_squared":  # of the weighted answer: ‖Σ_t w_t g_t‖², which is w²‖g‖² where weights agree
+                    found[name] = self._energy(mask_BT, weight_BT)
+        return found
+
+    def _energy(self, mask_BT: Tensor, weight_BT: Tensor | None) -> Tensor:
+        energy_BT = logit_energy(_current(self.batch), self._squares()) * (mask_BT != 0)
+        return (energy_BT if weight_BT is None else energy_BT * weight_BT.square()).sum(-1)
 
     def _named(self, name: str) -> Tensor:
         return torch.tensor([sample.rewards[name] for sample in self.batch], dtype=torch.float64)

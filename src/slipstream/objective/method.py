@@ -24,7 +24,6 @@ from slipstream.estimators.tables.correction import (
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
-COMPARE_AND_WHITEN = ("reinforce_plus_plus_baseline", "gdpo")
 """Advantages that compare the answers to one prompt, and whose scope is the batch for another reason."""
 OURS = ("generator", "positive", "proximal_logp")
 """Options of policy losses that are tensors, and not for a config to give."""
@@ -91,8 +90,7 @@ class Method:
 
     @property
     def weighs_energy(self) -> bool:
-        """The advantage's baseline weighs tokens by how much gradient they have: π and Σπ² of the learner as it is."""
-        return self.policy is not None and self.policy.advantage in ("optimal_token_baseline", "opob")
+        return self.policy is not None and ADVANTAGES[self.policy.advantage].weighs_energy
 
     @property
     def draws_first(self) -> bool:
@@ -259,8 +257,7 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
         if policy.loss not in RATIO_TO_OLD | {"m2po", "dro"}:
             raise ConfigError(f'policy.old = "previous" does nothing: {policy.loss} has no ratio to an old policy')
     _check_rewards(config, policy)
-    compares = ADVANTAGES[policy.advantage].scope == "group" or policy.advantage in COMPARE_AND_WHITEN
-    if config.sampler.group == 1 and compares:
+    if config.sampler.group == 1 and ADVANTAGES[policy.advantage].compares:
         raise ConfigError(
             f"policy.advantage = {policy.advantage!r} compares the answers to one prompt, and sampler.group = 1: "
             'write group = 8, say, or advantage = "reinforce_plus_plus"'

@@ -63,13 +63,21 @@ def opo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     return spread(above_weighted(rewards_BT.sum(-1), length_B, mask_BT, group_B), mask_BT)
 
 
-def opob(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, weights: Tensor, grad_norm_squared: Tensor) -> Tensor:
+def opob(
+    rewards_BT: Tensor,
+    mask_BT: Tensor,
+    group_B: Tensor,
+    *,
+    grad_norm_squared: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
     """The baseline of least variance under importance weights.  (OPOB in VCPO, 2602.17616.)
 
     S − b, b = Σ w² ‖g‖² S / Σ w² ‖g‖² in the group; `weights` w and `grad_norm_squared` ‖g‖² are [B], g the gradient of
     the row's log-prob: by the weights of the model one backward pass for each row, by its logits Σ_t `logit_energy`.
     Stale rollouts, where few rows dominate the gradient.
     """
+    weights = torch.ones_like(grad_norm_squared) if weights is None else weights  # they may be in ‖g‖² already
     same_shape(groups=group_B, weights=weights, grad_norm_squared=grad_norm_squared)
     influence_B = weights.detach().double().square() * grad_norm_squared.detach().double()
     return spread(above_weighted(rewards_BT.sum(-1), influence_B, mask_BT, group_B), mask_BT)
