@@ -116,7 +116,7 @@ def gone_on_with(before: Admission) -> Admission:
     """From a checkpoint: what was being scored or learned from is so anew, and what is trained has been published."""
     standing = Standing(**json.loads(json.dumps(asdict(before.standing)), object_hook=with_numbers))
     assert standing == before.standing
-    after = Admission(before.schedule, updates=before.target // before.schedule.groups, standing=standing)
+    after = Admission(before.schedule, updates=before.updates, standing=standing)
     assert after.live == before.live and after.batches == before.batches
     assert after.rolling.keys() == before.rolling.keys()
     assert list(after.waiting) == [*before.scoring, *before.waiting] and not after.scoring

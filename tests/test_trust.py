@@ -405,9 +405,8 @@ def test_old_checkpoints_go_but_the_last_that_has_proven_sound(tmp_path: Path) -
         checkpoints = Checkpoints(tmp_path / f"{every} {keep} {proof}", every=every, keep=keep, proof=proof)
         learner = toy.ToyLearner(toy.random_table(V, seed=0))
         for update in range(every, 13, every):
-            await checkpoints.save(
-                learner, Standing(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
-            )
+            standing = Standing(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
+            await checkpoints.save(learner, standing, (), {"time": 0.0})
         return checkpoints.existing()
 
     assert asyncio.run(saved(1, 2, 0)) == [11, 12]

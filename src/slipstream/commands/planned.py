@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from slipstream.engines.http.client import TAKEN
 from slipstream.plan.plan import Plan
 from slipstream.runtimes import local
 from slipstream.runtimes.exchange import RemoteWorker
@@ -19,8 +20,9 @@ from slipstream.runtimes.places import Place
 class Planner:
     """Lives in a process forked from the nursery, which has imported what knows tokenizers and models."""
 
-    async def plan(self, make: Callable[[], Plan]) -> tuple[Plan, bytes]:
-        """The plan, and its tokenizer apart."""
+    async def plan(self, make: Callable[[], Plan], keys: Mapping[str, str]) -> tuple[Plan, bytes]:
+        """The plan, and its tokenizer apart. It asks endpoints, which takes their keys."""
+        TAKEN.update(keys)
         made = await asyncio.to_thread(make)
         return replace(made, tokenizer=None), pickle.dumps(made.tokenizer)
 
@@ -41,6 +43,6 @@ def planned(make: Callable[[], Plan], home: Nursery | ExitStack, *, say: Callabl
         return make()
     with ExitStack() as stack:
         (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], home, stack, say=say).places
-        found: tuple[Plan, bytes] = asyncio.run(planner.call("plan", make))
+        found: tuple[Plan, bytes] = asyncio.run(planner.call("plan", make, TAKEN))
     made, tokenizer = found
     return replace(made, tokenizer=Sealed(tokenizer))

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from slipstream.engines.base import Engines
+from slipstream.engines.http.client import TAKEN
 from slipstream.errors import EngineError, WorkerDied
 from slipstream.plan.engines import EnginesPlan
 from slipstream.runtimes.channel import Channel, Parcel
@@ -130,6 +131,7 @@ def forked(theirs: Connection, ours: Connection, secrets: Collection[str]) -> in
         return pid
     try:
         ours.close()
+        TAKEN.clear()
         for name in secrets:
             os.environ.pop(name, None)
         os.setsid()  # what a terminal sends goes to the coordinator alone
