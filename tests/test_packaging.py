@@ -21,7 +21,8 @@ def test_every_dependency_is_loaded_by_an_ordinary_run(tmp_path: Path) -> None:
 import sys
 from slipstream.cli import main
 if __name__ == "__main__":
-    arguments = ["--runtime.kind", "inline", "--updates", "1", "--learner.batch_size", "2", "--output", {str(tmp_path / "run")!r}]
+    small = ["--runtime.kind", "inline", "--updates", "1", "--learner.batch_size", "2"]
+    arguments = [*small, "--output", {str(tmp_path / "run")!r}]
     assert main(["train", {str(ROOT / "configs" / "forward_kl.toml")!r}, *arguments]) == 0
     print(*{{name.split(".")[0] for name in sys.modules}})
 """
