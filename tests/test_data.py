@@ -171,6 +171,20 @@ def test_a_subset_of_a_dataset_is_named_behind_a_colon(tmp_path: Path) -> None:
         load_rows(f"{home}:mian")
 
 
+def test_a_table_that_was_saved_alone_has_no_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.chdir(tmp_path)
+    datasets.Dataset.from_list([{"prompt": "B1=", "answer": "1"}]).save_to_disk("saved")
+    config = [("data", '{train = "saved"}'), ("task.reward", "none")]
+    Path("run.toml").write_text(CONFIG)
+    assert len(plan(load("run.toml", config)).prompts.rows) == 1
+    with pytest.raises(ConfigError, match="data.split = 'test' does nothing: saved has no splits; drop it"):
+        plan(load("run.toml", [*config, ("data.split", "test")]))
+    with pytest.raises(DataError, match="^saved:main: saved was saved without subsets: write saved$"):
+        load_rows("saved:main")
+
+
 # --- layouts -----------------------------------------------------------------------------------------------
 
 LAYOUTS = [
@@ -234,7 +248,12 @@ BAD: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     ),
     "UTF-16": ("a.csv", "prompt\na\n".encode("utf-16"), {}, ":1: not UTF-8 (byte 0xff): save it with this encoding"),
     "no gzip": ("a.jsonl", b"", {"gz": lines({"prompt": "a"})}, ": cannot be read: Not a gzipped file"),
-    "half a gzip": ("a.jsonl", b"", {"gz": gzip.compress(lines({"prompt": "a"}))[:-9]}, ": cannot be read: Compressed file"),
+    "half a gzip": (
+        "a.jsonl",
+        b"",
+        {"gz": gzip.compress(lines({"prompt": "a"}))[:-9]},
+        ": cannot be read: Compressed file",
+    ),
     "no parquet": ("a.parquet", b"PAR1", {}, ": cannot be read: "),
     "a list that does not end": ("a.json", b'[{"prompt": "a"},', {}, ": not a JSON list: "),
     "an object over lines": ("a.json", b'{\n"prompt": "a"}', {}, ":1: not a JSON object on one line: "),
@@ -370,6 +389,9 @@ def test_what_is_no_file_is_never_opened(tmp_path: Path) -> None:
     source = written(tmp_path / "good.jsonl", lines({"prompt": "a"}))
     with pytest.raises(DataError, match="good.jsonl is one file, without subsets: drop ':main'"):
         load_rows(f"{source}:main")
+    for nowhere in (f"{tmp_path}/gone", f"{tmp_path}/gone:main", "./gone", "../gone/away"):
+        with pytest.raises(DataError, match=f"^{re.escape(nowhere)}: no such file or directory$"):
+            load_rows(nowhere)
     for nothing in ("", " "):
         with pytest.raises(DataError, match="names no data: write a file"):
             load_rows(nothing)
@@ -405,7 +427,9 @@ def test_an_answer_that_a_reward_cannot_compare_is_refused_with_its_row(reward: 
     rows = [Row("a", "x", ground_truth="7"), Row("b", "x", ground_truth=truth, where="a.jsonl:2")]
     assert graded_rows(rows, ()) == rows
     if why:
-        with pytest.raises(DataError, match=re.escape(f"a.jsonl:2: the reward {reward!r} has no answer to compare")):
+        with pytest.raises(
+            DataError, match=r"^a\.jsonl:2: (the reward '(exact|math)' cannot compare the answer|has no answer, which)"
+        ):
             graded_rows(rows, (reward,))
     else:
         assert graded_rows(rows, (reward,)) == rows
@@ -504,7 +528,7 @@ REFUSED = {
     "blank": (
         "--data.train",
         "blank.csv",
-        "blank.csv:3: the reward 'exact' has no answer to compare with: there is none",
+        "blank.csv:3: has no answer, which the reward 'exact' needs: data.answer names a column",
     ),
     "a pipe": ("--data.train", "pipe.csv", "pipe.csv: is a pipe or a device, where a file is expected"),
     "a template of nothing": ("--data.template", "A1", "data.template: would be the same for every prompt"),
@@ -548,7 +572,7 @@ def test_eval_reads_data_as_training_does(home: Path, capsys: pytest.CaptureFixt
         (
             "--data.prompt",
             "question",
-        ): "table.csv:2: the reward 'exact' has no answer to compare with: there is none; data",
+        ): "table.csv:2: has no answer, which the reward 'exact' needs: data.answer names a column",
         ("--data.template", "A1"): "data.template: would be the same for every prompt",
         (
             "--data",

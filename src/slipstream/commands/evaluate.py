@@ -24,7 +24,7 @@ from slipstream.records import Handle
 from slipstream.tasks.chat import load_tokenizer
 from slipstream.tasks.data import check_told, load_rows
 from slipstream.tasks.rewards import PoolGrader, check_installed
-from slipstream.tasks.sources import ending_of
+from slipstream.tasks.sources import has_splits
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def evaluate(
         model = str(Path(model) / "final")
     told = data_section(data)
     check_told(told, source)
-    if split != "eval" and ending_of(source):
-        raise ConfigError(f"--split {split} does nothing: {source} is one file; drop it")
+    if split != "eval" and not has_splits(source):
+        raise ConfigError(f"--split {split} does nothing: {source} has no splits; drop it")
     model_path(model)
     check_installed((reward,))
     layout: list[str] = []

@@ -30,10 +30,13 @@ class Evaluation:
 def graded_rows(rows: Sequence[Row], rewards: Sequence[str]) -> Sequence[Row]:
     """Rows whose answers each of these rewards can compare with what a student says."""
     for row in rows if rewards else ():
+        if row.ground_truth is None:
+            raise DataError(
+                f"{row.place}: has no answer, which the reward {rewards[0]!r} needs: data.answer names a column"
+            )
         for reward in rewards:
             if why := unfit(reward, row.ground_truth):
-                name = "; data.answer names its column" if row.ground_truth is None else ""
-                raise DataError(f"{row.place}: the reward {reward!r} has no answer to compare with: {why}{name}")
+                raise DataError(f"{row.place}: the reward {reward!r} cannot compare the answer: {why}")
     return rows
 
 

@@ -27,7 +27,7 @@ from slipstream.runlog import check_trackers
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
 from slipstream.tasks.data import Prompts, check_there, check_told, load_rows
-from slipstream.tasks.sources import ending_of
+from slipstream.tasks.sources import has_splits
 
 TOO_FAST = 0.1
 """A learning rate that no model survives."""
@@ -204,8 +204,8 @@ def training_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], 
 
 def check_split(field: str, data: DataConfig, source: str) -> None:
     name = field.removeprefix("data.")
-    if ending_of(source) and getattr(data, name) != DataConfig.model_fields[name].default:
-        raise ConfigError(f"{field} = {getattr(data, name)!r} does nothing: {source} is one file; drop it")
+    if not has_splits(source) and getattr(data, name) != DataConfig.model_fields[name].default:
+        raise ConfigError(f"{field} = {getattr(data, name)!r} does nothing: {source} has no splits; drop it")
 
 
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
@@ -236,8 +236,8 @@ def held_out_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], 
     rows = graded_rows(loaded, config.task.reward)
     prompts = eval_prompts(rows, tokenizer, data, seed=config.seed)
     tokens, context = [prompt.tokens for prompt in prompts], sampler_context(config)
-    check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
-    check_ids(prompts, tokens, student, vocabulary_of(student))
+    check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
+    check_ids(rows, tokens, student, vocabulary_of(student))
     return prompts
 
 

@@ -79,6 +79,10 @@ def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
         raise DataError(f"{row.place}: the chat template refuses these messages: {first_line(error)}") from None
 
 
+def place_of(row: Row | Prompt) -> str:
+    return row.place if isinstance(row, Row) else row.id
+
+
 def check_fits(
     rows: Sequence[Row | Prompt], tokens: Sequence[Ints], *, max_tokens: int, context: int, model: str
 ) -> None:
@@ -86,8 +90,8 @@ def check_fits(
     need = len(tokens[longest]) + max_tokens
     if need > context:
         raise DataError(
-            f"{rows[longest].id}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed the "
-            f"context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
+            f"{place_of(rows[longest])}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed "
+            f"the context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
         )
 
 
@@ -96,7 +100,7 @@ def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, 
     for row, ids in zip(rows, tokens, strict=True):
         if (highest := int(ids.max())) >= vocabulary:
             raise ModelError(
-                f"{row.id}: token {highest} of its prompt is beyond the {vocabulary} embeddings of {model}: the "
+                f"{place_of(row)}: token {highest} of its prompt is beyond the {vocabulary} embeddings of {model}: the "
                 "tokenizer has more tokens than the model; use the tokenizer that it was trained with"
             )
 

@@ -34,6 +34,11 @@ def ending_of(source: str) -> str:
     return plain.suffix if plain.suffix in READERS else ""
 
 
+def has_splits(source: str) -> bool:
+    """Whether it may have; a file has none, and neither has a table that was saved alone."""
+    return not ending_of(source) and not (Path(source) / "state.json").exists()
+
+
 def check_there(source: str) -> None:
     """Whether a source can be there, without a look into it; hub names are for their library to find."""
     name, _, subset = source.rpartition(":")
@@ -43,6 +48,8 @@ def check_there(source: str) -> None:
         _check_file(Path(source))
     elif name and ending_of(name):
         raise DataError(f"{source}: {name} is one file, without subsets: drop {':' + subset!r}")
+    elif source.startswith(("/", "./", "../")) and not Path(named(source)[0]).exists():
+        raise DataError(f"{source}: no such file or directory")
     elif Path(source).exists() and not Path(source).is_dir():
         raise DataError(f"{source}: the name of a file of data ends in one of {', '.join(READERS)}, or that and .gz")
 
