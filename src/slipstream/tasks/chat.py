@@ -87,10 +87,11 @@ def check_fits(
     rows: Sequence[Row | Prompt], tokens: Sequence[Ints], *, max_tokens: int, context: int, model: str
 ) -> None:
     longest = max(range(len(rows)), key=lambda i: len(tokens[i]))
+    where = place_of(rows[longest])
     need = len(tokens[longest]) + max_tokens
     if need > context:
         raise DataError(
-            f"{place_of(rows[longest])}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed "
+            f"{where}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed "
             f"the context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
         )
 

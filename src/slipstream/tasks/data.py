@@ -171,8 +171,9 @@ def fault_of(value: Any, depth: int = 0) -> str:
     elif isinstance(value, dict | list):
         if depth == DEEPEST:
             return f"is nested deeper than {DEEPEST} levels"
-        inner = chain(value, value.values()) if isinstance(value, dict) else value
-        return next((fault for each in inner if (fault := fault_of(each, depth + 1))), "")
+        for each in chain(value, value.values()) if isinstance(value, dict) else value:
+            if isinstance(each, str | list | dict) and (fault := fault_of(each, depth + 1)):
+                return fault
     return ""
 
 
