@@ -456,6 +456,17 @@ def test_text_goes_through_the_chat_template_if_asked_to() -> None:
         encode_rows([*text, Row("s", [USER], where="a.csv:3")], tokenizer, DataConfig())
 
 
+def test_text_for_a_model_that_chats_is_noted(tmp_path: Path, models_dir: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(CONFIG.replace("builtin:", f"{models_dir}/").replace("table.csv", f"{tmp_path}/table.csv"))
+    (tmp_path / "table.csv").write_text(TABLE)
+    made = plan(load(path))
+    assert any("data.chat = true sends it as a user's message" in note for note in made.notes)
+    chatting = plan(load(path, [("data.chat", "true")]))
+    assert not any("data.chat" in note for note in chatting.notes)
+    assert at_a_look(chatting)[0] == "first prompt: '<bos><user>A1B0=<eos><assistant>'"
+
+
 # --- commands ----------------------------------------------------------------------------------------------
 
 CONFIG = """

@@ -195,6 +195,8 @@ def training_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], 
     data, max_tokens = config.data, config.sampler.max_tokens
     rows = graded_rows(load_rows(data.train, data, split=data.split, limit=data.limit, say=say), config.task.reward)
     tokens = encode_rows(rows, tokenizer, data)
+    if isinstance(rows[0].prompt, str) and not data.chat and tokenizer.chat_template is not None:
+        say(f"prompts are text, which {config.student} sees as it is: data.chat = true sends it as a user's message")
     context = sampler_context(config)
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
     check_ids(rows, tokens, config.student, vocabulary_of(config.student))
