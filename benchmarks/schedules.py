@@ -32,12 +32,13 @@ from slipstream.engines.base import Sampling
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import eval_prompts, eval_rows, evaluation
+from slipstream.plan.evaluation import eval_prompts, evaluation
 from slipstream.plan.plan import plan
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import inline, local, ray
 from slipstream.runtimes.build import build_grader
 from slipstream.runtimes.places import cpu_seconds
+from slipstream.tasks.data import load_rows
 
 CORES, BATCH, MAX_TOKENS = 2, 64, 80
 RUNTIMES = {"inline": inline, "local": local, "ray": ray}
@@ -124,7 +125,7 @@ async def timed(run: Run) -> tuple[float, dict[str, float]]:
 
 
 def accuracy_of(model: str, tokenizer: Any) -> float:
-    rows = eval_rows("builtin:arithmetic", split="eval", limit=200)
+    rows = load_rows("builtin:arithmetic", split="eval", limit=200)
     prompts = eval_prompts(rows, tokenizer, parse_data(), seed=0)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     try:

@@ -127,7 +127,7 @@ FILES = {
     "good.jsonl": "".join(json.dumps(row) + "\n" for row in GOOD),
     "malformed.jsonl": json.dumps(GOOD[0]) + '\n{"question": "?"}\n',
     "unanswered.jsonl": '{"prompt": "a"}\n',
-    "long.jsonl": '{"prompt": "' + "a" * 100 + '", "answer": ""}\n',
+    "long.jsonl": '{"prompt": "' + "a" * 100 + '", "answer": "x"}\n',
     "empty.jsonl": "",
     "taken/config.toml": "precious",
     "file": "",
@@ -266,11 +266,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "empty data": (["train", "good.toml", "--data.train", "empty.jsonl"], "empty.jsonl: no rows"),
     "data without answers": (
         ["train", "good.toml", "--data.train", "unanswered.jsonl"],
-        "task.reward = 'exact' needs 'ground_truth' or 'answer'; unanswered.jsonl:1 has neither",
+        "unanswered.jsonl:1: has no answer, which the reward 'exact' needs: data.answer names a column",
     ),
     "held-out data without answers": (
         ["train", "good.toml", "--data.eval", "unanswered.jsonl"],
-        "unanswered.jsonl:1: has neither 'ground_truth' nor 'answer' to grade against",
+        "unanswered.jsonl:1: has no answer, which the reward 'exact' needs: data.answer names a column",
     ),
     "prompt longer than the context": (
         ["train", "good.toml", "--data.train", "long.jsonl"],
@@ -322,7 +322,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "evaluation without answers": (
         ["eval", "models/student", "--data", "unanswered.jsonl"],
-        "unanswered.jsonl:1: has n",
+        "unanswered.jsonl:1: has no answer",
     ),
     "evaluation beyond the context": (
         ["eval", "models/student", "--data", "long.jsonl", "--max-tokens", "2"],

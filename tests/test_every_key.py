@@ -72,6 +72,9 @@ WITH = {
     "loss.k:jsd": "loss.cache=teacher_topk",
     "learner.lora.": "learner.lora.rank=2",
     "data.teacher_key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
+    "data.prompt": "data.train=rows.jsonl",
+    "data.answer": "data.train=rows.jsonl",
+    "data.template": "data.train=rows.jsonl",
     "teachers.NAME.key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
     "sampler.top_": "loss.importance=false",
     "sampler.min_p": "loss.importance=false",
@@ -92,6 +95,9 @@ OTHER = {
     "data.eval_split": "train",
     "data.limit": "10",
     "data.teacher_key": "level",
+    "data.prompt": "question",
+    "data.answer": "question",
+    "data.template": "A{question}",
     "sampler.longest": "200",
     "sampler.max_tokens": "20",
     "sampler.group": "4",
@@ -162,6 +168,7 @@ READ_BY = {
     "sampler.engine_args": "plan/vllm.py",
     "teachers.NAME.engine": "plan/engines.py",
     "teachers.NAME.tokenizer": "plan/teachers.py",
+    "data.chat": "tasks/chat.py",
     "data.system_prompt": "tasks/chat.py",
     "data.template_args": "tasks/chat.py",
     "eval.every": "pipeline/run.py",
@@ -250,7 +257,7 @@ def seen(made: Plan) -> list[Any]:
         made.sampling,
         eval_sampling(config),
         schedule_of(config.schedule, config.groups_per_update),
-        [(p.tokens.tolist(), p.seed, p.teacher) for p in [*prompts, *made.held_out]],
+        [(p.tokens.tolist(), p.seed, p.teacher, p.ground_truth) for p in [*prompts, *made.held_out]],
         list(map(str, made.needs)),
     ]
 
@@ -306,7 +313,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_TEST_KEY", "secret")
     Path("base.toml").write_text(BASE)
     rows = [
-        {"prompt": f"A{i}B{i}=", "answer": "x", "data_source": source, "level": level}
+        {"prompt": f"A{i}B{i}=", "answer": "x", "question": f"C{i}D{i}=", "data_source": source, "level": level}
         for i in range(4)
         for source, level in (("main", "other"), ("other", "main"))
     ]

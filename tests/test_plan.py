@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,9 @@ loss.kind=reverse_kl
 loss.kind=jsd
 loss.kind=jsd loss.cache=teacher_topk loss.k=8 loss.beta=0.1
 loss.temperature=0.7
+data.train=table.csv data.prompt=question
+data.train=table.csv data.prompt=question data.answer=solution task.reward=exact
+data.train=table.csv data.template=A1{{question}} data.answer=solution task.reward=exact
 loss.kind=decoupled_ppo learner.minibatches=2
 loss.kind=decoupled_ppo loss.m=4 loss.advantage=current loss.clip=[0.1,0.3] loss.weight_cap=2.0
 loss.kind=m2po
@@ -328,6 +332,18 @@ data.train=nowhere.jsonl
 data.train=nowhere/at-all
 data.split=validation
 data.system_prompt=hello
+data.chat=true
+data.prompt=question
+data.template=plain
+data.train=table.csv data.template={{question
+data.train=table.csv data.template={{question!r}}
+data.train=table.csv data.template={{nothing}}
+data.train=table.csv data.template={{question}} data.prompt=question
+data.train=table.csv data.prompt=nothing
+data.train=table.csv data.prompt=question data.answer=nothing.at.all
+data.train=table.csv data.prompt=question task.reward=exact
+data.train=pipe.jsonl
+data.train=ragged.csv
 student=nowhere/at-all
 teachers.main.model=nowhere/at-all
 teachers.main.model=self
@@ -430,6 +446,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "run.toml").write_text(BASE)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "config.toml").write_text("")
+    (tmp_path / "table.csv").write_text("question,solution\nB1=,1\nC2=,2\n")
+    (tmp_path / "ragged.csv").write_text("prompt,answer\nB1=,1\nC2=\n")
+    os.mkfifo(tmp_path / "pipe.jsonl")
     return "run.toml"
 
 

@@ -73,7 +73,7 @@ AT_A_GLANCE = {
     "no split": (["good.toml", "--data.split", "evl"], "has no split 'evl'; did you mean 'eval'?"),
     "a split of a file": (
         ["good.toml", "--data.train", "rows.jsonl", "--data.split", "test"],
-        "rows.jsonl is one file",
+        "rows.jsonl has no splits",
     ),
     "no held-out data": (
         ["good.toml", "--eval.every", "1", "--task.reward", "exact", "--data.eval", "no.parquet"],
@@ -109,7 +109,10 @@ OWN = {
     ),
     "eval on no data": (["eval", "builtin:student", "--data", "no.jsonl"], "no.jsonl: cannot be read"),
     "eval on no split": (["eval", "builtin:student", "--split", "evl"], "did you mean 'eval'?"),
-    "eval without answers": (["eval", "builtin:student", "--data", "ungraded.jsonl"], "ungraded.jsonl:1: has neither"),
+    "eval without answers": (
+        ["eval", "builtin:student", "--data", "ungraded.jsonl"],
+        "ungraded.jsonl:1: has no answer",
+    ),
     "eval on malformed rows": (["eval", "builtin:student", "--data", "malformed.jsonl"], "malformed.jsonl:1: expected"),
     "eval of too few": (["eval", "builtin:student", "-k", "8"], "write -n 8"),
     "demo with an unknown key": (["demo", "--lr", "1"], "unknown key 'lr'"),

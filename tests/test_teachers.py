@@ -332,7 +332,9 @@ def test_a_template_goes_through_the_tokenizer_once_with_its_special_tokens(toke
 
 def test_a_context_needs_what_it_names(tokenizer: PreTrainedTokenizerFast) -> None:
     silent = asked(tokenizer, ground_truth=None)
-    with pytest.raises(DataError, match=r"p: the teacher's context needs {ground_truth}, and the row has neither"):
+    with pytest.raises(
+        DataError, match=r"p: the teacher's context needs {ground_truth}, and the row has no answer: data.answer"
+    ):
         TemplateContext("{prompt}{ground_truth}", tokenizer).before(silent)
     TemplateContext("{prompt}", tokenizer).before(silent)
     with pytest.raises(DataError, match="is empty for it"):

@@ -114,6 +114,9 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--max-tokens", type=positive, default=96, help="longest response (default: %(default)s)")
     evaluate.add_argument("--temperature", type=not_negative, default=1.0, help="default: %(default)s")
     evaluate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    for name in ("prompt", "answer", "template"):
+        evaluate.add_argument(f"--data.{name}", dest=name, metavar="TEXT", help=f"as data.{name} of a config")
+    evaluate.add_argument("--data.chat", dest="chat", action="store_true", help="as data.chat of a config")
     evaluate.add_argument("--system-prompt", help="system message before every conversation")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.set_defaults(run=run_eval)
@@ -234,7 +237,7 @@ def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
         max_tokens=args.max_tokens,
         temperature=args.temperature,
         seed=args.seed,
-        system_prompt=args.system_prompt,
+        data={name: getattr(args, name) for name in ("prompt", "answer", "template", "chat", "system_prompt")},
         as_json=args.json,
     )
     return 0
@@ -252,12 +255,13 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     config = load(args.config, changes, say=note)
     print(to_toml(config), end="")
     if args.check:
-        from slipstream.plan.plan import plan
+        from slipstream.plan.plan import at_a_look, plan
         from slipstream.runlog import check_free, run_path
 
         check_free(run_path(config, Path(args.config).stem))
         made = plan(config)
-        for line in (*(f"warning: {each}" for each in made.warnings), *made.notes, made.method, *made.needs):
+        warnings = [f"warning: {each}" for each in made.warnings]
+        for line in (*warnings, *at_a_look(made), *made.notes, made.method, *made.needs):
             print(f"# {line}")
         print(f"# ok: {len(made.prompts.rows)} prompts, one vocabulary, everything fits the context")
     return 0

@@ -15,10 +15,11 @@ from slipstream.config.schema import Config
 from slipstream.engines.base import Sampling
 from slipstream.metrics import digest
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import eval_prompts, eval_rows, evaluation
+from slipstream.plan.evaluation import eval_prompts, evaluation
 from slipstream.plan.plan import at_a_glance
 from slipstream.runlog import check_free, read_lines, run_path
 from slipstream.tasks.chat import load_tokenizer
+from slipstream.tasks.data import load_rows
 
 PROMPTS, SAMPLES = 200, 2
 SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one line of a terminal
@@ -32,7 +33,7 @@ def demo(config: Config, console: Console) -> None:
     from slipstream.runtimes.build import build_grader, decoder
 
     tokenizer = load_tokenizer(config.student)
-    rows = eval_rows("builtin:arithmetic", split="eval", limit=PROMPTS)
+    rows = load_rows("builtin:arithmetic", split="eval", limit=PROMPTS)
     prompts = eval_prompts(rows, tokenizer, config.data, seed=config.seed)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     sampling = Sampling(max_tokens=config.sampler.max_tokens, group=SAMPLES)

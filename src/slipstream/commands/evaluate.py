@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from slipstream.assets import model_path
-from slipstream.config.schema import DataConfig
+from slipstream.config.file import data_section
 from slipstream.engines.base import Graded, Sampling
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.metrics import avg_at_n, pass_at_k
 from slipstream.pipeline.evaluate import answers, correctness
-from slipstream.plan.evaluation import Evaluation, eval_prompts, eval_rows, evaluation
+from slipstream.plan.evaluation import Evaluation, eval_prompts, evaluation, graded_rows
 from slipstream.records import Handle
 from slipstream.tasks.chat import load_tokenizer
-from slipstream.tasks.data import FILES
+from slipstream.tasks.data import check_told, load_rows
 from slipstream.tasks.rewards import PoolGrader, check_installed
+from slipstream.tasks.sources import has_splits
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def evaluate(
     max_tokens: int,
     temperature: float,
     seed: int,
-    system_prompt: str | None,
+    data: Mapping[str, Any],
     as_json: bool,
 ) -> None:
     if max(ks) > n:
@@ -91,13 +93,16 @@ def evaluate(
         raise RunDirError(f"{model}: this run has no final student; its checkpoints: {', '.join(kept) or 'none'}")
     if (Path(model) / "final").is_dir():
         model = str(Path(model) / "final")
-    if split != "eval" and Path(source).suffix in FILES:
-        raise ConfigError(f"--split {split} does nothing: {source} is one file; drop it")
+    told = data_section(data)
+    check_told(told, source)
+    if split != "eval" and not has_splits(source):
+        raise ConfigError(f"--split {split} does nothing: {source} has no splits; drop it")
     model_path(model)
     check_installed((reward,))
-    rows = eval_rows(source, split=split, limit=limit)
+    layout: list[str] = []
+    rows = graded_rows(load_rows(source, told, split=split, limit=limit, say=layout.append), (reward,))
     tokenizer = load_tokenizer(model)
-    prompts = eval_prompts(rows, tokenizer, DataConfig(system_prompt=system_prompt), seed=seed)
+    prompts = eval_prompts(rows, tokenizer, told, seed=seed)
     from slipstream.runtimes.build import build_grader
 
     sampling = Sampling(max_tokens=max_tokens, group=n, temperature=temperature)
@@ -112,7 +117,8 @@ def evaluate(
         print(json.dumps({"model": model, "prompts": len(prompts), "temperature": temperature, **scores}))
         return
     title = f"{model}: {len(prompts)} prompts of {source} ({split}), T = {temperature:g}"
-    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    for line in (*layout, title):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     table = Table()
     for name in scores:
         table.add_column(name, justify="right")

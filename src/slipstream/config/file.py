@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from slipstream.config.base import Section
 from slipstream.config.losses import ALIASES
-from slipstream.config.schema import Config
+from slipstream.config.schema import Config, DataConfig
 from slipstream.config.teacher import TeacherConfig, suited
 from slipstream.errors import ConfigError, did_you_mean
 
@@ -54,6 +54,15 @@ def parse(
     for note in notes:
         say(note)
     return config
+
+
+def data_section(given: Mapping[str, Any]) -> DataConfig:
+    """[data] alone, of what was given; for commands that have no file."""
+    try:
+        return DataConfig.model_validate({name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        (detail, *_) = error.errors()
+        raise ConfigError(_explain({**detail, "loc": ("data", *detail["loc"])})) from None
 
 
 def _with_kinds(tree: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from string import Formatter
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -30,7 +31,8 @@ def as_tuple(given: Any) -> Any:
 
 class DataConfig(Section):
     train: str = "builtin:arithmetic"
-    """Prompts: a .jsonl or .parquet file, a saved or hub HF dataset, or builtin:arithmetic."""
+    """Prompts: a .jsonl, .json, .csv (each also .gz) or .parquet file, a saved or hub HF dataset (with its subset:
+    openai/gsm8k:main), or builtin:arithmetic."""
     split: str = "train"
     """Split of a HF dataset, or of builtin:arithmetic (train, eval)."""
     eval: str | None = None
@@ -39,6 +41,15 @@ class DataConfig(Section):
     """Split of the held-out prompts."""
     limit: int | None = Field(None, ge=1)
     """Use only the first so many training rows."""
+    prompt: str | None = None
+    """Column of the prompt, text or a list of messages; dots lead into objects and lists (extra.question). What is well
+    known by its columns needs none: docs/data.md."""
+    answer: str | None = None
+    """Column of the answer, likewise (reward_model.ground_truth); of a list of answers each is right."""
+    template: str | None = None
+    """Text of the prompt around columns of the row, for example "Solve: {question}"; {{ and }} stand for braces."""
+    chat: bool = False
+    """Send prompts that are text as the message of a user, through the chat template."""
     shuffle: bool = True
     """Draw the rows of every epoch in a new random order that follows from `seed`."""
     system_prompt: str | None = None
@@ -47,6 +58,28 @@ class DataConfig(Section):
     """Arguments of the chat template, for example enable_thinking = false."""
     teacher_key: str = "data_source"
     """Column that says which teacher scores the answers to a prompt, where there are several."""
+
+    @field_validator("template")
+    @classmethod
+    def _of_columns(cls, template: str | None) -> str | None:
+        if template is None:
+            return None
+        try:
+            found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
+        except ValueError as error:
+            raise ValueError(f"{error}; write {{{{ and }}}} for braces that are meant") from None
+        if not found:
+            raise ValueError("would be the same for every prompt: name a column, as in {question}")
+        for name, spec, conversion in found:
+            if not name or spec or conversion:
+                raise ValueError("a column stands in it as {question}, and nothing else between the braces")
+        return template
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> DataConfig:
+        if self.prompt is not None and self.template is not None:
+            raise ValueError("prompt does nothing beside template, which names the columns itself: drop one of them")
+        return self
 
     @field_validator("template_args")
     @classmethod

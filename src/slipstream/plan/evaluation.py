@@ -12,7 +12,8 @@ from slipstream.errors import DataError
 from slipstream.plan.engines import GraderPlan, ModelPlan, SamplerPlan
 from slipstream.records import Prompt
 from slipstream.tasks.chat import Tokenizer, check_ids, encode_rows
-from slipstream.tasks.data import Prompts, Row, load_rows
+from slipstream.tasks.data import Prompts, Row
+from slipstream.tasks.rewards import unfit
 
 SLOTS = 64
 
@@ -26,12 +27,16 @@ class Evaluation:
     grader: GraderPlan
 
 
-def eval_rows(source: str, *, split: str, limit: int | None) -> Sequence[Row]:
-    """Those whose answers can be graded."""
-    rows = load_rows(source, split=split, limit=limit)
-    for row in rows:
+def graded_rows(rows: Sequence[Row], rewards: Sequence[str]) -> Sequence[Row]:
+    """Rows whose answers each of these rewards can compare with what a student says."""
+    for row in rows if rewards else ():
         if row.ground_truth is None:
-            raise DataError(f"{row.id}: has neither 'ground_truth' nor 'answer' to grade against")
+            raise DataError(
+                f"{row.place}: has no answer, which the reward {rewards[0]!r} needs: data.answer names a column"
+            )
+        for reward in rewards:
+            if why := unfit(reward, row.ground_truth):
+                raise DataError(f"{row.place}: the reward {reward!r} cannot compare the answer: {why}")
     return rows
 
 

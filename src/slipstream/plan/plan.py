@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 from slipstream.assets import model_path
 from slipstream.config.schema import Config, DataConfig
@@ -18,7 +18,7 @@ from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method, method_of
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of
-from slipstream.plan.evaluation import eval_prompts, eval_rows
+from slipstream.plan.evaluation import eval_prompts, graded_rows
 from slipstream.plan.placement import Need, adapted, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
 from slipstream.plan.vllm import sampler_context, with_vllm
@@ -26,7 +26,8 @@ from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
 from slipstream.tasks import rewards
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
-from slipstream.tasks.data import FILES, Prompts, check_there, load_rows
+from slipstream.tasks.data import Prompts, check_there, check_told, load_rows
+from slipstream.tasks.sources import has_splits
 
 TOO_FAST = 0.1
 """A learning rate that no model survives."""
@@ -69,12 +70,12 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_vllm(config, notes.append)
     method = method_of(config)
     tokenizer = load_tokenizer(config.student)
-    prompts = training_prompts(config, tokenizer)
+    prompts = training_prompts(config, tokenizer, notes.append)
     check_adapters(config)
     check_dropout(config)
     check_support(config)
     scored = check_teachers(config, tokenizer, prompts)
-    held_out = held_out_prompts(config, tokenizer) if config.eval.every else []
+    held_out = held_out_prompts(config, tokenizer, notes.append) if config.eval.every else []
     longest = max(len(prompt) for prompt in [*prompts.tokens, *(each.tokens for each in held_out)])
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
@@ -111,11 +112,13 @@ def at_a_glance(config: Config) -> None:
             model_path(config.model_of(teacher))
         if teacher.tokenizer is not None:
             model_path(teacher.tokenizer)
+    evaluated = [config.data.eval] if config.eval.every and config.data.eval is not None else []
+    check_told(config.data, config.data.train, *evaluated)
     check_split("data.split", config.data, config.data.train)
     check_there(config.data.train, config.data.split)
-    if config.eval.every and config.data.eval is not None:
-        check_split("data.eval_split", config.data, config.data.eval)
-        check_there(config.data.eval, config.data.eval_split)
+    for held_out in evaluated:
+        check_split("data.eval_split", config.data, held_out)
+        check_there(held_out, config.data.eval_split)
 
 
 def changed(made: Plan, config: Config) -> Plan:
@@ -188,15 +191,12 @@ def check_dropout(config: Config) -> None:
         raise ConfigError(f"learner.dropout does nothing: the config of {config.student} names none; drop it")
 
 
-def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
+def training_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], object]) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
-    rows = load_rows(data.train, split=data.split, limit=data.limit)
-    if config.task.reward and any(row.ground_truth is None for row in rows):
-        row = next(row for row in rows if row.ground_truth is None)
-        raise ConfigError(
-            f"task.reward = {config.task.reward[0]!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
-        )
+    rows = graded_rows(load_rows(data.train, data, split=data.split, limit=data.limit, say=say), config.task.reward)
     tokens = encode_rows(rows, tokenizer, data)
+    if isinstance(rows[0].prompt, str) and not data.chat and tokenizer.chat_template is not None:
+        say(f"prompts are text, which {config.student} sees as it is: data.chat = true sends it as a user's message")
     context = sampler_context(config)
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
     check_ids(rows, tokens, config.student, vocabulary_of(config.student))
@@ -206,8 +206,8 @@ def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
 
 def check_split(field: str, data: DataConfig, source: str) -> None:
     name = field.removeprefix("data.")
-    if Path(source).suffix in FILES and getattr(data, name) != DataConfig.model_fields[name].default:
-        raise ConfigError(f"{field} = {getattr(data, name)!r} does nothing: {source} is one file; drop it")
+    if not has_splits(source) and getattr(data, name) != DataConfig.model_fields[name].default:
+        raise ConfigError(f"{field} = {getattr(data, name)!r} does nothing: {source} has no splits; drop it")
 
 
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
@@ -231,15 +231,29 @@ def long_enough(section: str, given: int | None, longest: int) -> int:
     return given or longest
 
 
-def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+def held_out_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], object]) -> list[Prompt]:
     data, student = config.data, config.student
     assert data.eval is not None
-    rows = eval_rows(data.eval, split=data.eval_split, limit=config.eval.prompts)
+    loaded = load_rows(data.eval, data, split=data.eval_split, limit=config.eval.prompts, say=say)
+    rows = graded_rows(loaded, config.task.reward)
     prompts = eval_prompts(rows, tokenizer, data, seed=config.seed)
     tokens, context = [prompt.tokens for prompt in prompts], sampler_context(config)
-    check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
-    check_ids(prompts, tokens, student, vocabulary_of(student))
+    check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
+    check_ids(rows, tokens, student, vocabulary_of(student))
     return prompts
+
+
+def at_a_look(made: Plan) -> list[str]:
+    """The first prompt as the student sees it, and its answer, each short enough for a line."""
+    seen = str(made.tokenizer.decode(made.prompts.tokens[0]))
+    answer = made.prompts.rows[0].ground_truth
+    return [f"first prompt: {shortened(seen)}", f"its answer: {'none' if answer is None else shortened(answer)}"]
+
+
+def shortened(value: Any, width: int = 120) -> str:
+    """As Python writes it, so on one line and without what a terminal would obey; with both of its ends."""
+    told = repr(value)
+    return told if len(told) <= width else f"{told[: width * 2 // 3]} … {told[-width // 3 :]}"
 
 
 # --- what a person should know of it ----------------------------------------------------------------------------------

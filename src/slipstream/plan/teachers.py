@@ -30,10 +30,12 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
     for row in rows:
         key = row.data_source if column == "data_source" else row.meta.get(column)
         if key is None:
-            raise DataError(f"{row.id}: has no {column!r} (data.teacher_key), which names the teacher of each prompt")
+            raise DataError(
+                f"{row.place}: has no {column!r} (data.teacher_key), which names the teacher of each prompt"
+            )
         if str(key) not in by_key:
             raise ConfigError(
-                f"{row.id}: no teacher has key = {str(key)!r}, its {column} (data.teacher_key): add [teachers.NAME] "
+                f"{row.place}: no teacher has key = {str(key)!r}, its {column} (data.teacher_key): add [teachers.NAME] "
                 f"with this key; {did_you_mean(str(key), by_key)}"
             )
         found.append(by_key[str(key)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,54 +31,68 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> list[Ints]:
     """Plain text as it is; messages through the chat template, ready for the assistant's turn."""
-    texts = [row.prompt if isinstance(row.prompt, str) else _render(row, tokenizer, data) for row in rows]
-    if data.system_prompt is not None and any(isinstance(row.prompt, str) for row in rows):
-        raise ConfigError("data.system_prompt needs prompts that are messages; these are plain text")
-    plain = isinstance(rows[0].prompt, str)
+    text = isinstance(rows[0].prompt, str)
+    for row in rows:
+        if isinstance(row.prompt, str) != text:
+            raise DataError(f"{row.place}: prompts must be all text or all messages, as that of {rows[0].place} is")
+    if data.chat and not text:
+        raise ConfigError("data.chat does nothing: prompts are messages already; drop it")
+    plain = text and not data.chat
+    if data.system_prompt is not None and plain:
+        raise ConfigError("data.system_prompt needs prompts that are messages; these are plain text: write data.chat")
+    texts = [str(row.prompt) if plain else _render(row, tokenizer, data) for row in rows]
     for name in data.template_args:
         if plain or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             why = (
                 "prompts are plain text" if plain else f"the chat template of {tokenizer.name_or_path} does not read it"
             )
             raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
-    if any(isinstance(row.prompt, str) != plain for row in rows):
-        raise DataError(f"{rows[0].id} … : prompts must be all text or all messages")
     # a rendered template already holds its special tokens
+    encode = partial(tokenizer, add_special_tokens=plain, return_attention_mask=False, verbose=False)
     try:
-        ids = tokenizer(texts, add_special_tokens=plain, return_attention_mask=False, verbose=False)["input_ids"]
-    except Exception as error:  # tokenizers raises Exception itself
-        where = f"{rows[0].id} …"
-        raise DataError(f"{where}: {tokenizer.name_or_path} cannot encode these prompts: {first_line(error)}") from None
+        ids = encode(texts)["input_ids"]
+    except Exception:  # tokenizers raises Exception itself
+        for row, each in zip(rows, texts, strict=True):
+            try:
+                encode(each)
+            except Exception as error:
+                why = first_line(error)
+                raise DataError(f"{row.place}: {tokenizer.name_or_path} cannot encode this prompt: {why}") from None
+        raise
     for row, tokens in zip(rows, ids, strict=True):
         if not tokens:
-            raise DataError(f"{row.id}: the prompt has no tokens")
+            raise DataError(f"{row.place}: the prompt has no tokens")
     return [np.array(tokens, np.int32) for tokens in ids]
 
 
 def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
     if tokenizer.chat_template is None:
-        raise ModelError(
-            f"{tokenizer.name_or_path} has no chat template, and {row.id} holds messages: use text prompts"
-        )
-    messages = list(row.prompt)
+        why = "data.chat needs one: drop it" if data.chat else f"{row.place} holds messages: use text prompts"
+        raise ModelError(f"{tokenizer.name_or_path} has no chat template, and {why}")
+    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
     options = data.template_args | ({} if row.tools is None else {"tools": row.tools})
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
     except Exception as error:  # a template is a program, and may raise anything
-        raise DataError(f"{row.id}: the chat template refuses these messages: {first_line(error)}") from None
+        raise DataError(f"{row.place}: the chat template refuses these messages: {first_line(error)}") from None
+
+
+def place_of(row: Row | Prompt) -> str:
+    return row.place if isinstance(row, Row) else row.id
 
 
 def check_fits(
     rows: Sequence[Row | Prompt], tokens: Sequence[Ints], *, max_tokens: int, context: int, model: str
 ) -> None:
     longest = max(range(len(rows)), key=lambda i: len(tokens[i]))
+    where = place_of(rows[longest])
     need = len(tokens[longest]) + max_tokens
     if need > context:
         raise DataError(
-            f"{rows[longest].id}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed the "
-            f"context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
+            f"{where}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed "
+            f"the context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
         )
 
 
@@ -86,7 +101,7 @@ def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, 
     for row, ids in zip(rows, tokens, strict=True):
         if (highest := int(ids.max())) >= vocabulary:
             raise ModelError(
-                f"{row.id}: token {highest} of its prompt is beyond the {vocabulary} embeddings of {model}: the "
+                f"{place_of(row)}: token {highest} of its prompt is beyond the {vocabulary} embeddings of {model}: the "
                 "tokenizer has more tokens than the model; use the tokenizer that it was trained with"
             )
 

@@ -44,7 +44,7 @@ class TemplateContext:
         truth: Any = prompt.ground_truth
         if truth is None and "{ground_truth}" in self.template:
             raise DataError(
-                f"{prompt.id}: the teacher's context needs {{ground_truth}}, and the row has neither 'ground_truth' "
-                "nor 'answer'"
+                f"{prompt.id}: the teacher's context needs {{ground_truth}}, and the row has no answer: "
+                "data.answer names a column"
             )
         return truth if isinstance(truth, str) else json.dumps(truth)

@@ -1,28 +1,37 @@
 """Rows of a dataset, and the endless sequence of prompts that a run draws from them.
 
-A row has `prompt` (text, or a list of messages) or `messages`; optionally `data_source`, and `ground_truth` or
-`answer`; beside messages, `tools`, the JSON schemas of what the student may call.
+A row becomes a prompt (text, or a list of messages) and, if it has one, an answer. Where these lie is a matter of
+`layouts`; beside them `id`, `data_source` and, beside messages, `tools`, the JSON schemas of what the student may call,
+are read wherever they are.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
-from slipstream.errors import DataError, did_you_mean, first_line
+from slipstream.config.schema import DataConfig
+from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.records import Ints, Prompt, derive_seed, is_json
-from slipstream.tasks import arithmetic
+from slipstream.tasks import arithmetic, sources
+from slipstream.tasks.layouts import MARK, PLAIN, Layout, as_told, filled, first_of, layout_of, told
 
 Messages = list[dict[str, Any]]
 EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
-FILES = (".jsonl", ".json", ".parquet")
+NO_MESSAGE = "a message must have 'role' and 'content', both text"
+LIKELY = ("question", "problem", "instruction", "query", "input", "text")
+"""What the column of prompts is called where it is not called prompt."""
+LOOKED_AT = 8
+"""Rows, to see what they look like."""
+DEEPEST = 50
+"""Levels of lists and objects in a row."""
 ARITHMETIC_ROWS = 20_000
 """Rows of builtin:arithmetic when no limit is given."""
 
@@ -36,36 +45,51 @@ class Row:
     meta: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
     """What the chat template is told of tools."""
+    where: str = field(default="", compare=False)
+    """File and line."""
+
+    @property
+    def place(self) -> str:
+        """For a person who has to find it."""
+        return self.where or self.id
 
 
 def check_there(source: str, split: str) -> None:
     """Whether a source is there, without a look into it; hub names are for their library to find."""
-    kind, _, name = source.partition(":")
-    if kind == "builtin":
-        check_builtin(name, split)
-    elif Path(source).suffix in FILES and not Path(source).exists():
-        raise DataError(f"{source}: cannot be read: No such file or directory")
+    if source.startswith("builtin:"):
+        check_builtin(source.removeprefix("builtin:"), split)
+    else:
+        sources.check_there(source)
 
 
-def load_rows(source: str, *, split: str = "train", limit: int | None = None) -> Sequence[Row]:
-    """All rows of a source, checked one by one; the first bad one is named."""
-    path = Path(source)
+def check_told(data: DataConfig, *given: str) -> None:
+    """The built-in task has no columns that a config could name."""
+    if all(source.startswith("builtin:") for source in given):
+        for name in ("prompt", "answer", "template"):
+            if getattr(data, name) is not None:
+                raise ConfigError(f"data.{name} does nothing: {given[0]} has no columns; drop it")
+
+
+def load_rows(
+    source: str,
+    data: DataConfig | None = None,
+    *,
+    split: str = "train",
+    limit: int | None = None,
+    say: Callable[[str], object] = str,
+) -> Sequence[Row]:
+    """All rows of a source, checked one by one; the first bad one is named. What they look like is said."""
+    data = data or DataConfig()
     if source.startswith("builtin:"):
         check_builtin(source.removeprefix("builtin:"), split)
         return Problems(split, limit or ARITHMETIC_ROWS)
-    if path.suffix in (".jsonl", ".json"):
-        found = _jsonl(path)
-    elif path.suffix == ".parquet":
-        found = _parquet(path)
-    else:
-        found = _hf_dataset(source, split)
-    rows = []
-    for where, fields in found:
-        rows.append(_row(where, fields))
-        if len(rows) == limit:
-            break
+    found = islice(sources.rows_of(source, split), limit)
+    first = list(islice(found, LOOKED_AT))
+    layout = as_told(layout_of([fields for _, fields in first]), data)
+    rows = [_row(where, fields, layout, data) for where, fields in chain(first, found)]
     if not rows:
         raise DataError(f"{source}: no rows")
+    say(f"{source}: {layout}")
     return rows
 
 
@@ -99,100 +123,119 @@ class Problems(Sequence[Row]):
         return Problems, (self.split, self.size)
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    try:
-                        yield f"{path}:{number}", json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise DataError(
-                            f"{path}:{number}: not a JSON object on one line: {error}; {EXPECTED}"
-                        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror if isinstance(error, OSError) else error}") from None
-
-
-def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError("parquet needs pyarrow: pip install 'slipstream[data]'") from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches():
-                for fields in batch.to_pylist():
-                    yield f"{path}:{(number := number + 1)}", fields
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise DataError(f"{path}: cannot be read: {first_line(error)}") from None
-
-
-def _hf_dataset(source: str, split: str) -> Iterator[tuple[str, Any]]:
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"{source}: HF datasets need the datasets library: pip install 'slipstream[data]'") from None
-    try:
-        if (Path(source) / "dataset_dict.json").exists() or (Path(source) / "state.json").exists():
-            data = datasets.load_from_disk(source)
-            if isinstance(data, datasets.DatasetDict):
-                if split not in data:
-                    raise DataError(f"{source} has no split {split!r}; {did_you_mean(split, data)}")
-                data = data[split]
-        else:
-            data = datasets.load_dataset(source, split=split)
-    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{source} (split {split!r}): cannot be loaded: {first_line(error)}") from None
-    for number, fields in enumerate(data):
-        yield f"{source}[{split}]:{number + 1}", fields
-
-
-def _row(where: str, fields: Any) -> Row:
+def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
     if not isinstance(fields, dict):
         raise DataError(f"{where}: a row must be an object; {EXPECTED}")
-    prompt = fields.get("prompt") if fields.get("prompt") is not None else fields.get("messages")
-    if prompt is None:
-        raise DataError(f"{where}: {EXPECTED}; found {', '.join(map(repr, fields)) or 'nothing'}")
-    if not isinstance(prompt, str):
-        prompt = _messages(where, prompt)
-    if not prompt:
+    for name, value in fields.items():
+        if fault := fault_of(name) or fault_of(value):
+            raise DataError(f"{where}: {name!r} {fault}")
+    prompt, last_turn = _prompt(where, fields, layout, data), None
+    if isinstance(prompt, list):
+        prompt, last_turn = _conversation(where, prompt)
+    elif not isinstance(prompt, str):
+        raise DataError(f"{where}: the prompt is {reprlib.repr(prompt)}; {EXPECTED}")
+    elif not prompt.strip():
         raise DataError(f"{where}: the prompt is empty; {EXPECTED}")
     tools = fields.get("tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where}: 'tools' must be a list of objects, the JSON schemas of functions")
     if tools is not None and isinstance(prompt, str):
         raise DataError(f"{where}: 'tools' are for a chat template: write the prompt as a list of messages")
-    known = ("prompt", "messages", "data_source", "ground_truth", "answer", "id", "tools")
-    truth = fields.get("ground_truth") if fields.get("ground_truth") is not None else fields.get("answer")
+    truth = _answer(where, fields, layout, data)
     if not is_json(truth):
         raise DataError(
             f"{where}: the answer is of type {type(truth).__name__}, which no checkpoint holds: write it as text, a "
             "number, or lists and objects of those"
         )
+    known = {"data_source", "id", "tools", *layout.prompt, *layout.answer}
     return Row(
         id=str(fields["id"]) if fields.get("id") is not None else where,
         prompt=prompt,
         data_source=str(fields.get("data_source") or "default"),
-        ground_truth=truth,
+        ground_truth=last_turn if truth is None and data.answer is None else truth,
         meta={key: value for key, value in fields.items() if key not in known},
         tools=tools,
+        where=where,
     )
 
 
-def _messages(where: str, messages: Any) -> Messages:
-    """A conversation up to the turn that the student will write, with every field: trailing answers are cut off.
+def fault_of(value: Any, depth: int = 0) -> str:
+    """Why no tokenizer, file or process could take a value; empty if they can."""
+    if isinstance(value, str):
+        if "\0" in value:
+            return "holds a NUL character"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "holds half of a surrogate pair, which is no character"
+    elif isinstance(value, dict | list):
+        if depth == DEEPEST:
+            return f"is nested deeper than {DEEPEST} levels"
+        for each in chain(value, value.values()) if isinstance(value, dict) else value:
+            if isinstance(each, str | list | dict) and (fault := fault_of(each, depth + 1)):
+                return fault
+    return ""
+
+
+def _prompt(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig) -> Any:
+    """As the row has it."""
+    if data.template is not None:
+        return filled(where, data.template, fields)
+    if data.prompt is not None:
+        return told(where, fields, data.prompt, "data.prompt")
+    prompt = first_of(fields, layout.prompt)
+    if prompt is None:
+        expected = EXPECTED if layout.prompt == PLAIN.prompt else f"expected {' or '.join(map(repr, layout.prompt))}"
+        likely = next((name for name in LIKELY if isinstance(fields.get(name), str)), None)
+        hint = f': if {likely!r} is the prompt, write data.prompt = "{likely}"' if likely else ""
+        raise DataError(f"{where}: {expected}; found {', '.join(map(repr, fields)) or 'nothing'}{hint}")
+    return prompt
+
+
+def _answer(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig) -> Any:
+    if data.answer is not None:
+        return told(where, fields, data.answer, "data.answer")
+    answer = first_of(fields, layout.answer)
+    if layout.take == "last turn" and isinstance(answer, list):
+        said = [turn.get("content") for turn in answer if isinstance(turn, dict) and turn.get("role") == "assistant"]
+        return _joined(said[-1]) if said else None
+    if layout.take == "after mark" and answer is not None:
+        _, mark, answer = str(answer).rpartition(MARK)
+        if not mark:
+            raise DataError(f"{where}: no {MARK} before the answer, as in other rows; data.answer names another column")
+        return answer.strip().replace(",", "")
+    return answer
+
+
+def _conversation(where: str, messages: list[Any]) -> tuple[Messages, str | None]:
+    """A conversation up to the turn that the student will write, with every field; and what was said there.
 
     A message that calls tools may have no text. Tables have every column in every message: what is None is not there.
     """
-    if not (isinstance(messages, list) and all(isinstance(m, dict) and _is_message(m) for m in messages)):
-        raise DataError(f"{where}: a message must have 'role' and 'content', both text; {EXPECTED}")
-    kept = list(messages)
+    kept: Messages = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise DataError(f"{where}: {NO_MESSAGE}; {EXPECTED}")
+        kept.append({name: value for name, value in message.items() if value is not None or name == "content"})
+        if "content" in message:
+            kept[-1]["content"] = _joined(message["content"])
+        if not _is_message(kept[-1]):
+            raise DataError(f"{where}: {NO_MESSAGE}; {EXPECTED}")
+    last_turn = None
     while kept and kept[-1]["role"] == "assistant":
-        kept.pop()
-    return [{name: value for name, value in m.items() if value is not None or name == "content"} for m in kept]
+        last = kept.pop().get("content")
+        last_turn = last if last_turn is None else last_turn
+    if not kept or (not (kept[-1].get("content") or "").strip() and not kept[-1].get("tool_calls")):
+        raise DataError(f"{where}: the prompt is empty; {EXPECTED}")
+    return kept, last_turn
+
+
+def _joined(content: Any) -> Any:
+    """The text of a content that comes in parts, if they are all text; anything else as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else content
 
 
 def _is_message(message: dict[str, Any]) -> bool:

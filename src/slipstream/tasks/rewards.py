@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import reprlib
 import signal
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -19,6 +20,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from importlib.util import find_spec
+from math import isfinite
 from typing import Any
 
 from slipstream.errors import ConfigError, SlipstreamError
@@ -37,6 +39,29 @@ def math(text: str, truth: Any) -> float:
     # as LaTeX first: read as prose, 2^{10} is its first number, 2
     gold = parse(f"${truth}$", parsing_timeout=None) or parse(str(truth), parsing_timeout=None)
     return float(verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None))
+
+
+def unfit(reward: str, truth: Any) -> str:
+    """Why no answer could be found right by a reward; empty if one could."""
+    if isinstance(truth, list):
+        return next((why for each in truth if (why := _unfit(reward, each))), "" if truth else "the list is empty")
+    return _unfit(reward, truth)
+
+
+def _unfit(reward: str, truth: Any) -> str:
+    if truth is None:
+        return "there is none"
+    if isinstance(truth, str):
+        return "" if truth.strip() else "it is blank"
+    if isinstance(truth, bool):
+        return f'{truth} may be written in several ways: make it text, "yes" or "true"'
+    if isinstance(truth, int):
+        return ""
+    if not isinstance(truth, float):
+        return f"it is {reprlib.repr(truth)}, where text or a number is expected: name a part of it by data.answer"
+    if not isfinite(truth):
+        return f"it is {truth}"
+    return "" if reward != "exact" else f'{truth} may be written in several ways: make it text, or write "math"'
 
 
 REWARDS: dict[str, Callable[[str, Any], float]] = {"exact": exact, "math": math}
@@ -64,11 +89,16 @@ def _grade(reward: str, text: str, truth: Any, timeout: float) -> dict[str, floa
     try:
         signal.setitimer(signal.ITIMER_REAL, timeout)
         try:
-            return {reward: REWARDS[reward](text, truth)}
+            return {reward: max(REWARDS[reward](text, each) for each in _each(truth))}
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     except OutOfTime:
         return {reward: 0.0, "timeout": 1.0}
+
+
+def _each(truth: Any) -> list[Any]:
+    """Of several answers any is right."""
+    return truth if isinstance(truth, list) else [truth]
 
 
 def merged(parts: Iterable[dict[str, float]]) -> dict[str, float]:

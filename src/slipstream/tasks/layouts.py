@@ -1,0 +1,134 @@
+"""Where the prompt and the answer of a row lie: known layouts, recognised by their columns, and what a config says.
+
+A place in a row is a column, or a dotted path into what it holds: `reward_model.ground_truth`, `choices.0.text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from string import Formatter
+from typing import Any, Literal
+
+from slipstream.config.schema import DataConfig
+from slipstream.errors import DataError, did_you_mean
+
+MARK = "####"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The first place that holds something is the prompt, and so with the answer."""
+
+    name: str
+    prompt: tuple[str, ...]
+    answer: tuple[str, ...]
+    take: Literal["all", "after mark", "last turn"] = "all"
+    """What of the answer's place is the answer."""
+
+    def __str__(self) -> str:
+        taken = f" after {MARK}" if self.take == "after mark" else ""
+        answer = f"answer from {' or '.join(self.answer) or 'the last turn'}{taken}"
+        looks = f"look like {self.name}: " if self.name else "are read as the config says: "
+        return f"rows {looks}prompt from {' or '.join(self.prompt)}, {answer}"
+
+
+PLAIN = Layout("the plain layout", ("prompt", "messages"), ("ground_truth", "answer"))
+VERL = Layout("verl", ("prompt",), ("reward_model.ground_truth",))
+TRL = Layout("TRL", ("prompt",), ("completion",), take="last turn")
+OPENAI = Layout("OpenAI messages", ("messages",), (), take="last turn")
+DEEPMATH = Layout("DeepMath", ("question",), ("final_answer",))
+GSM8K = Layout("GSM8K", ("question",), ("answer",), take="after mark")
+
+
+def layout_of(rows: Sequence[Any]) -> Layout:
+    """By the columns of the first row, and by what the answers of the first rows look like; ours if it is no other."""
+    found = next((row for row in rows if isinstance(row, dict)), {})
+    asked, graded = found.keys() & {"prompt", "messages"}, found.keys() & {"ground_truth", "answer"}
+    if asked and graded:
+        return PLAIN
+    if "prompt" in found and isinstance(found.get("reward_model"), dict):
+        return VERL
+    if {"prompt", "completion"} <= found.keys():
+        return TRL
+    if asked == {"messages"}:
+        return OPENAI
+    if not asked and {"question", "final_answer"} <= found.keys():
+        return DEEPMATH
+    if not asked and {"question", "answer"} <= found.keys() and any(MARK in str(each) for each in _column(rows)):
+        return GSM8K
+    return PLAIN
+
+
+def _column(rows: Iterable[Any]) -> Iterable[Any]:
+    return (row.get("answer") for row in rows if isinstance(row, dict))
+
+
+def as_told(layout: Layout, data: DataConfig) -> Layout:
+    """With what a config says in place of what rows look like."""
+    if data.template is not None:
+        layout = replace(layout, prompt=(f"data.template = {data.template!r}",))
+    if data.prompt is not None:
+        layout = replace(layout, prompt=(data.prompt,))
+    if data.answer is not None:
+        layout = replace(layout, answer=(data.answer,), take="all")
+    asked, graded = (data.prompt or data.template) is not None, data.answer is not None
+    recognised = layout.name != PLAIN.name and not (asked and graded)
+    return layout if recognised or not (asked or graded) else replace(layout, name="")
+
+
+def reach(fields: Any, path: str) -> Any:
+    """What lies at a path; a column whose name has dots in it comes first. LookupError if there is none."""
+    if isinstance(fields, Mapping) and path in fields:
+        return fields[path]
+    head, dot, rest = path.partition(".")
+    if isinstance(fields, list) and head.isdecimal():
+        below = fields[int(head)]
+    elif isinstance(fields, Mapping):
+        below = fields[head]
+    else:
+        raise LookupError(path)
+    return reach(below, rest) if dot else below
+
+
+def first_of(fields: Mapping[str, Any], paths: Iterable[str]) -> Any:
+    """What lies at the first path that holds something; None if none does."""
+    for path in paths:
+        try:
+            found = reach(fields, path)
+        except LookupError:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def told(where: str, fields: Mapping[str, Any], path: str, setting: str) -> Any:
+    """What lies at a path that a setting names, and that every row must have therefore."""
+    try:
+        return reach(fields, path)
+    except LookupError:
+        raise DataError(f"{where}: has no {path!r} ({setting}); {did_you_mean(path, _paths(fields))}") from None
+
+
+def _paths(fields: Mapping[str, Any], before: str = "") -> list[str]:
+    """Columns, and what lies one step into them."""
+    found = []
+    for name, value in fields.items():
+        inner = _paths(value, f"{name}.") if isinstance(value, Mapping) and not before else [f"{before}{name}"]
+        found += inner
+    return found
+
+
+def filled(where: str, template: str, fields: Mapping[str, Any]) -> str:
+    """A template with the columns of a row in it."""
+    parts = []
+    for text, path, _, _ in Formatter().parse(template):
+        parts.append(text)
+        if path is not None:
+            value = told(where, fields, path, "data.template")
+            if value is None or value != value or isinstance(value, (Mapping, list)):
+                found = "nothing" if value is None or value != value else "no text"
+                raise DataError(f"{where}: {path!r} holds {found} (data.template)")
+            parts.append(str(value))
+    return "".join(parts)

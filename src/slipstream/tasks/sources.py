@@ -1,0 +1,181 @@
+"""What a source holds, row by row, each with its place: a file, or a dataset that is saved or on the hub.
+
+Files are read as they come, by their ending, and in UTF-8; what cannot be read is told in one line, with its place.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import stat
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import DataError, did_you_mean, first_line
+
+Rows = Iterator[tuple[str, Any]]
+"""Where each stands, and what stands there: FILE:LINE, or FILE:ROW where a file has no lines."""
+
+
+def rows_of(source: str, split: str) -> Rows:
+    check_there(source)
+    ending = ending_of(source)
+    return READERS[ending](Path(source)) if ending else _hf_dataset(source, split)
+
+
+def ending_of(source: str) -> str:
+    """That which says how a file is written, `.jsonl` of `a.jsonl.gz`, too; empty for what is not one file."""
+    path = Path(source)
+    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    return plain.suffix if plain.suffix in READERS else ""
+
+
+def has_splits(source: str) -> bool:
+    """Whether it may have; a file has none, and neither has a table that was saved alone."""
+    return not ending_of(source) and not (Path(source) / "state.json").exists()
+
+
+def check_there(source: str) -> None:
+    """Whether a source can be there, without a look into it; hub names are for their library to find."""
+    name, _, subset = source.rpartition(":")
+    if not source.strip():
+        raise DataError(f"{source!r} names no data: write a file ({', '.join(READERS)}) or a HF dataset")
+    if ending_of(source):
+        _check_file(Path(source))
+    elif name and ending_of(name):
+        raise DataError(f"{source}: {name} is one file, without subsets: drop {':' + subset!r}")
+    elif source.startswith(("/", "./", "../")) and not Path(named(source)[0]).exists():
+        raise DataError(f"{source}: no such file or directory")
+    elif Path(source).exists() and not Path(source).is_dir():
+        raise DataError(f"{source}: the name of a file of data ends in one of {', '.join(READERS)}, or that and .gz")
+
+
+def _check_file(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {_why(error)}") from None
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise DataError(f"{path}: is {kind}, where a file is expected")
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{error.object[error.start]:02x}"
+        raise DataError(f"{path}:{number}: not UTF-8 ({found}): save it with this encoding") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cannot be read: {_why(error)}") from None
+
+
+def _json(path: Path) -> Rows:
+    """An object on every line; or one list of them."""
+    lines = ((number, line) for number, line in _lines(path) if line.strip())
+    for number, line in lines:
+        if number == 1 and line.lstrip().startswith("["):
+            whole = "".join([line, *(rest for _, rest in lines)])
+            yield from ((f"{path}:{row}", fields) for row, fields in enumerate(_parsed(str(path), whole, "list"), 1))
+        else:
+            yield f"{path}:{number}", _parsed(f"{path}:{number}", line, "object on one line")
+
+
+def _parsed(where: str, text: str, expected: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not a JSON {expected}: {error}") from None
+    except RecursionError:
+        raise DataError(f"{where}: nested too deeply") from None
+    except ValueError:
+        most = sys.get_int_max_str_digits()
+        raise DataError(f"{where}: a number of more than {most} digits: write it as text") from None
+
+
+def _csv(path: Path) -> Rows:
+    """With a header; an empty cell holds nothing, and a column without a name, as indices have, is left out."""
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader((line for _, line in _lines(path)), strict=True)
+    names: list[str] = []
+    while True:
+        where = f"{path}:{reader.line_num + 1}"
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise DataError(f"{where}: not CSV: {error}") from None
+        if not names and cells:
+            names = cells
+            if twice := sorted({name for name in names if name and names.count(name) > 1}):
+                raise DataError(f"{where}: two columns are named {twice[0]!r}: give each a name of its own")
+        elif cells:
+            if len(cells) != len(names):
+                raise DataError(f"{where}: has {len(cells)} cells, and the header {len(names)}: quote commas in text")
+            yield where, {name: cell or None for name, cell in zip(names, cells, strict=True) if name}
+
+
+def _parquet(path: Path) -> Rows:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError("parquet needs pyarrow: pip install 'slipstream[data]'") from None
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for fields in batch.to_pylist():
+                    yield f"{path}:{(number := number + 1)}", fields
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        where = f" after row {number}" if number else ""
+        raise DataError(f"{path}: cannot be read{where}: {first_line(error)}") from None
+
+
+def _hf_dataset(source: str, split: str) -> Rows:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{source}: HF datasets need the datasets library: pip install 'slipstream[data]'") from None
+    name, subset = named(source)
+    try:
+        if (Path(name) / "dataset_dict.json").exists() or (Path(name) / "state.json").exists():
+            if subset is not None:
+                raise DataError(f"{source}: {name} was saved without subsets: write {name}")
+            data = datasets.load_from_disk(name)
+            if isinstance(data, datasets.DatasetDict):
+                if split not in data:
+                    raise DataError(f"{source} has no split {split!r}; {did_you_mean(split, data)}")
+                data = data[split]
+        else:
+            data = datasets.load_dataset(name, subset, split=split)
+    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+        line = first_line(error)
+        if subset is None and line.startswith("Config name is missing"):
+            several = " ".join(str(error).splitlines()[1:2]).partition(": ")[2]
+            line = f"it has the subsets {several}: name one of them, as in {name}:SUBSET"
+        raise DataError(f"{source} (split {split!r}): cannot be loaded: {line}") from None
+    for number, fields in enumerate(data):
+        yield f"{source}[{split}]:{number + 1}", fields
+
+
+def named(source: str) -> tuple[str, str | None]:
+    """A dataset and its subset: `openai/gsm8k:main`. A directory may have a colon in its name."""
+    name, colon, subset = source.rpartition(":")
+    return (source, None) if not colon or Path(source).exists() else (name, subset)
+
+
+def _why(error: BaseException) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or first_line(error)
+
+
+READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
+"""By the ending of a file's name."""
