@@ -138,6 +138,7 @@ OTHER = {
     "schedule.publish_every": "2 eval.every=2",
     "runtime.device": "cpu",
     "schedule.on_old": "restart",
+    "task.reward": "math",
     "teachers.NAME.model": "builtin:student",
     "teachers.NAME.base_url": "http://127.0.0.1:1/v1",
     "teachers.NAME.api_key_env": "SLIPSTREAM_TEST_KEY",

@@ -105,7 +105,9 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("model", help="HF directory or hub name, a run directory, or builtin:student")
     evaluate.add_argument("--data", default="builtin:arithmetic", help="prompts with answers (default: %(default)s)")
     evaluate.add_argument("--split", default="eval", help="split of the data (default: %(default)s)")
-    evaluate.add_argument("--reward", default="exact", choices=["exact", "math"], help="default: %(default)s")
+    evaluate.add_argument(
+        "--reward", type=reward, default="exact", help="as task.reward in a config (default: %(default)s)"
+    )
     evaluate.add_argument(
         "--limit", type=positive, default=200, help="use the first so many prompts (default: %(default)s)"
     )
@@ -129,6 +131,15 @@ def parser() -> argparse.ArgumentParser:
     estimators.add_argument("name", nargs="?", help="only this one, in full")
     estimators.set_defaults(run=run_estimators)
     return top
+
+
+def reward(text: str) -> str:
+    from slipstream.config.schema import check_reward
+
+    try:
+        return check_reward(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:

@@ -32,7 +32,7 @@ def demo(config: Config, console: Console) -> None:
     from slipstream.runtimes.build import build_grader, decoder
 
     tokenizer = load_tokenizer(config.student)
-    rows = eval_rows("builtin:arithmetic", split="eval", limit=PROMPTS)
+    rows = eval_rows("builtin:arithmetic", split="eval", limit=PROMPTS, rewards=("exact",))
     prompts = eval_prompts(rows, tokenizer, config.data, seed=config.seed)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     sampling = Sampling(max_tokens=config.sampler.max_tokens, group=SAMPLES)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.assets import model_path
-from slipstream.config.schema import DataConfig
+from slipstream.config.schema import DataConfig, name_of
 from slipstream.engines.base import Graded, Sampling
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.metrics import avg_at_n, pass_at_k
@@ -22,7 +24,7 @@ from slipstream.plan.evaluation import Evaluation, eval_prompts, eval_rows, eval
 from slipstream.records import Handle
 from slipstream.tasks.chat import load_tokenizer
 from slipstream.tasks.data import FILES
-from slipstream.tasks.rewards import PoolGrader, check_installed
+from slipstream.tasks.grading import PoolGrader, needs
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Measured:
     """Rewards of every sample of every prompt."""
     best: list[Handle]
     """The greedy answers."""
+    ungraded: Counter[str]
+    """How many answers could not be graded, which counts as not right, by the cause."""
     seconds: float
     tokens: int
 
@@ -47,7 +51,8 @@ def measure(made: Evaluation, grader: PoolGrader) -> Measured:
     from slipstream.runtimes.build import build_sampler
 
     torch.set_num_threads(1)
-    sampler, sampling, (reward,) = build_sampler(made.sampler, made.tokenizer), made.sampling, made.grader.rewards
+    sampler, sampling = build_sampler(made.sampler, made.tokenizer), made.sampling
+    (reward,) = map(name_of, made.grader.rewards)
     greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0)
 
     async def both() -> tuple[list[list[Handle]], list[list[Handle]]]:
@@ -63,6 +68,7 @@ def measure(made: Evaluation, grader: PoolGrader) -> Measured:
         greedy=avg_at_n(correctness(best, reward)),
         sampled=correctness(sampled, reward),
         best=[group[0] for group in best],
+        ungraded=Counter(h.header.ungraded.said for group in sampled + best for h in group if h.header.ungraded),
         seconds=time.perf_counter() - began,
         tokens=sum(handle.header.tokens for group in sampled + best for handle in group),
     )
@@ -94,8 +100,8 @@ def evaluate(
     if split != "eval" and Path(source).suffix in FILES:
         raise ConfigError(f"--split {split} does nothing: {source} is one file; drop it")
     model_path(model)
-    check_installed((reward,))
-    rows = eval_rows(source, split=split, limit=limit)
+    needs((reward,))
+    rows = eval_rows(source, split=split, limit=limit, rewards=(reward,))
     tokenizer = load_tokenizer(model)
     prompts = eval_prompts(rows, tokenizer, DataConfig(system_prompt=system_prompt), seed=seed)
     from slipstream.runtimes.build import build_grader
@@ -108,6 +114,8 @@ def evaluate(
     finally:
         grader.close()
     scores = {f"avg@{n}": found.avg, **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks}, "greedy": found.greedy}
+    for said, count in found.ungraded.items():
+        print(f"{count} answers have no reward and count as wrong: {said}", file=sys.stderr)
     if as_json:
         print(json.dumps({"model": model, "prompts": len(prompts), "temperature": temperature, **scores}))
         return

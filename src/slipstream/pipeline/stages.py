@@ -202,8 +202,9 @@ async def roll(flow: Flow, number: int) -> None:
         if unfinished(rolled):
             worker.track.tokens += tokens_of(rolled)
             return rolled
+        flow.account.ungraded(number, [handle.header for handle in rolled], flow.samplers.say)
         group = answered(rolled)
-        flow.account.failed(len(rolled) - len(group))
+        flow.account.failed(sum(handle.header.finish == "error" for handle in rolled))
         beside = sum(handle.header.greedy_tokens for handle in rolled)
         flow.account.greedy_tokens += beside
         worker.track.tokens += beside + tokens_of(group)
@@ -259,11 +260,20 @@ def go_on(flow: Flow, version: int) -> None:
     flow.begin(number for number in rolling if number not in flow.running)
 
 
-def answered(group: Group) -> list[Handle]:
-    """Without the members that the engine could not answer: they end here, and the others go on. GivenUp if all are."""
+def answered_at_all(group: Group) -> list[Handle]:
+    """Also where there is no reward. GivenUp if nobody has answered."""
     found = [handle for handle in group if handle.header.finish != "error"]
     if not found:
         raise GivenUp(group[0].header.cause or "the engine could not answer it")
+    return found
+
+
+def answered(group: Group) -> list[Handle]:
+    """Without the members that have no answer, or no reward: they end here, and the others go on. GivenUp if all do."""
+    there = answered_at_all(group)
+    found = [handle for handle in there if handle.header.ungraded is None]
+    if not found:
+        raise GivenUp("; ".join(sorted({h.header.ungraded.said for h in there if h.header.ungraded is not None})))
     return found
 
 

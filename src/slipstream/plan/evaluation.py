@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from slipstream.config.schema import DataConfig
@@ -11,6 +11,7 @@ from slipstream.engines.native.config import context_length, load_config, vocabu
 from slipstream.errors import DataError
 from slipstream.plan.engines import GraderPlan, ModelPlan, SamplerPlan
 from slipstream.records import Prompt
+from slipstream.tasks import grading
 from slipstream.tasks.chat import Tokenizer, check_ids, encode_rows
 from slipstream.tasks.data import Prompts, Row, load_rows
 
@@ -26,13 +27,20 @@ class Evaluation:
     grader: GraderPlan
 
 
-def eval_rows(source: str, *, split: str, limit: int | None) -> Sequence[Row]:
+def eval_rows(source: str, *, split: str, limit: int | None, rewards: Sequence[str]) -> Sequence[Row]:
     """Those whose answers can be graded."""
     rows = load_rows(source, split=split, limit=limit)
-    for row in rows:
-        if row.ground_truth is None:
-            raise DataError(f"{row.id}: has neither 'ground_truth' nor 'answer' to grade against")
+    if (lacks := without_truth(rows, rewards)) is not None:
+        raise DataError(f"{lacks[0].id}: has neither 'ground_truth' nor 'answer' to grade against")
     return rows
+
+
+def without_truth(rows: Iterable[Row], rewards: Sequence[str]) -> tuple[Row, str] | None:
+    """A row that lacks the right answer, and a reward that needs it."""
+    row = next((row for row in rows if row.ground_truth is None), None)
+    if row is None:
+        return None
+    return next(((row, spec) for spec, needs in grading.needs(rewards).items() if "ground_truth" in needs), None)
 
 
 def eval_prompts(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int) -> list[Prompt]:

@@ -18,13 +18,13 @@ from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method, method_of
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of
-from slipstream.plan.evaluation import eval_prompts, eval_rows
+from slipstream.plan.evaluation import eval_prompts, eval_rows, without_truth
 from slipstream.plan.placement import Need, adapted, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
-from slipstream.tasks import rewards
+from slipstream.tasks import grading
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
 from slipstream.tasks.data import FILES, Prompts, check_there, load_rows
 
@@ -102,7 +102,7 @@ def at_a_glance(config: Config) -> None:
         if engine == "vllm":
             check_installed(f"{where}.engine")
     method_of(config)
-    rewards.check_installed(config.task.reward)
+    grading.needs(config.task.reward)
     if config.learner.lora is not None and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
     model_path(config.student)
@@ -191,11 +191,9 @@ def check_dropout(config: Config) -> None:
 def training_prompts(config: Config, tokenizer: Tokenizer) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
     rows = load_rows(data.train, split=data.split, limit=data.limit)
-    if config.task.reward and any(row.ground_truth is None for row in rows):
-        row = next(row for row in rows if row.ground_truth is None)
-        raise ConfigError(
-            f"task.reward = {config.task.reward[0]!r} needs 'ground_truth' or 'answer'; {row.id} has neither"
-        )
+    if (lacks := without_truth(rows, config.task.reward)) is not None:
+        row, reward = lacks
+        raise ConfigError(f"task.reward = {reward!r} needs 'ground_truth' or 'answer'; {row.id} has neither")
     tokens = encode_rows(rows, tokenizer, data)
     context = sampler_context(config)
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
@@ -234,7 +232,7 @@ def long_enough(section: str, given: int | None, longest: int) -> int:
 def held_out_prompts(config: Config, tokenizer: Tokenizer) -> list[Prompt]:
     data, student = config.data, config.student
     assert data.eval is not None
-    rows = eval_rows(data.eval, split=data.eval_split, limit=config.eval.prompts)
+    rows = eval_rows(data.eval, split=data.eval_split, limit=config.eval.prompts, rewards=config.task.reward)
     prompts = eval_prompts(rows, tokenizer, data, seed=config.seed)
     tokens, context = [prompt.tokens for prompt in prompts], sampler_context(config)
     check_fits(prompts, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
