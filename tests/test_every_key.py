@@ -182,6 +182,7 @@ READ_BY = {
     "teachers.NAME.recheck": "pipeline/run.py",
     "log.to": "runlog.py",
     "log.project": "runlog.py",
+    "log.samples": "pipeline/run.py",
     "log.trace": "runlog.py",
     "runtime.kind": "commands/train.py",
     "runtime.address": "runtimes/ray.py",

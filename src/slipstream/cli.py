@@ -120,6 +120,12 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.set_defaults(run=run_eval)
 
+    said = commands.add_parser("samples", help="print what the student said in a run")
+    said.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    said.add_argument("--update", type=positive, metavar="N", help="of this update; the last ones without it")
+    said.add_argument("-n", type=positive, default=2, help="at most so many (default: %(default)s)")
+    said.set_defaults(run=run_samples)
+
     config = commands.add_parser(
         "config", help="print a resolved config, or every setting with its help", epilog=OVERRIDES
     )
@@ -248,6 +254,13 @@ def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
         system_prompt=args.system_prompt,
         as_json=args.json,
     )
+    return 0
+
+
+def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.samples import samples
+
+    samples(args.directory, console(), update=args.update, count=args.n)
     return 0
 
 

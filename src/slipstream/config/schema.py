@@ -243,6 +243,9 @@ class LogConfig(Section):
     """Also send the metrics there: any of tensorboard, wandb, mlflow, trackio; one name or a list."""
     project: str = "slipstream"
     """Project name for trackers that have one."""
+    samples: int = Field(2, ge=0)
+    """Write so many samples of every update into samples.jsonl, whole, with what student and teacher thought of every
+    token; `slipstream samples` prints them."""
     trace: bool = True
     """Write trace.json, what every worker did when; opens in ui.perfetto.dev."""
 

@@ -19,6 +19,8 @@ T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
 """What a publish does to running requests: go on under the new weights, finish first, or begin again."""
 Fingerprint = str
+Quote = dict[str, Any]
+"""A line of samples.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,10 @@ class Learner(Protocol):
 
         Raises NonFiniteError before a bad gradient touches the weights.
         """
+        ...
+
+    async def quote(self, batch: Batch) -> list[Quote]:
+        """What was said in these samples of the update in hand, whose bodies may be gone."""
         ...
 
     async def compare(self, batch: Batch) -> Metrics:

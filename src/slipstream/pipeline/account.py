@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
+from slipstream.engines.base import Quote
 from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, trust_metrics, usage
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.restarts import Restarts
@@ -102,6 +103,10 @@ class Account:
     def published(self, numbers: Metrics) -> None:
         self.publish = numbers
         self.thrown += round(numbers.pop("thrown_tokens"))
+
+    def quoted(self, quotes: Sequence[Quote]) -> None:
+        if quotes:
+            self.log.samples(quotes)
 
     def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
         """At the end of an update: its metrics, and what everybody did since the end of the one before."""

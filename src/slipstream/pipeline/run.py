@@ -162,6 +162,7 @@ class Run:
                 if teacher.base_url is not None
             },
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
+            quoted=self.config.log.samples,
             due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
             checkpoint=self._checkpoint,
             after_publish=self._evaluate,

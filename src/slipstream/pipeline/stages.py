@@ -82,6 +82,8 @@ class Flow:
     trace: Trace
     tasks: asyncio.TaskGroup
     passes: Steps
+    quoted: int
+    """How many samples of an update are written down."""
     due: Callable[[], bool]
     """Whether there is to be a checkpoint at the end of this update."""
     checkpoint: Callable[[], Save]
@@ -387,6 +389,7 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
 async def finish(flow: Flow, update: Update) -> None:
     """The optimizer step, and the gradients and steps of all mini-batches that follow."""
     began, counts = flow.trace.now(), total(update.counts)
+    quotes = await flow.learner.quote(some(update, flow.quoted)) if flow.quoted else []  # none is lost with a step
     with flow.learning.busy(f"update {update.number}"):
         steps = [await flow.learner.step(ONE if flow.admission.schedule.learn == "batch" else counts)]
         flow.torn = bool(update.ahead)
@@ -401,8 +404,16 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
     flow.account.trained(update.groups, update=update.number, version=version, size=flow.sampling.group)
+    flow.account.quoted(quotes)
     line = flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
     flow.health.look(line)
+
+
+def some(update: Update, count: int) -> Batch:
+    """So many samples from all over an update, each for itself."""
+    handles = [handle for group in update.groups for handle in group]
+    count = min(count, len(handles))
+    return Batch(tuple([handles[i * len(handles) // count]] for i in range(count)), update.number)
 
 
 async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
