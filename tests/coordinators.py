@@ -42,7 +42,7 @@ def left() -> list[str]:
     return []
 
 
-if __name__ == "__main__":  # graders read this file too
+if __name__ == "__main__":
     import slipstream.commands.train  # noqa: F401
     from slipstream.runtimes.worker import PR_SET_CHILD_SUBREAPER, prctl
 

@@ -19,7 +19,7 @@ from slipstream.config.file import fields, parse
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_lines
 
-COMMANDS = ["demo", "train", "doctor", "resume", "eval", "config", "estimators"]
+COMMANDS = ["demo", "train", "doctor", "resume", "eval", "samples", "config", "estimators"]
 HEAVY = {"torch", "transformers", "tokenizers", "datasets", "pydantic", "numpy", "rich"}
 
 # every line is one command; what each writes to its two outputs is caught at the file descriptors
@@ -119,6 +119,12 @@ reward = "exact"
 every = 2
 """
 
+MINE = """
+def score(text, ground_truth, tokens):
+    if len(tokens) == 5:
+        raise ValueError("five")
+    return {"length": len(tokens), "right": text == ground_truth}
+"""
 GOOD = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(6)]
 FILES = {
     "good.toml": CONFIG,
@@ -128,6 +134,7 @@ FILES = {
     "malformed.jsonl": json.dumps(GOOD[0]) + '\n{"question": "?"}\n',
     "unanswered.jsonl": '{"prompt": "a"}\n',
     "long.jsonl": '{"prompt": "' + "a" * 100 + '", "answer": "x"}\n',
+    "mine.py": MINE,
     "empty.jsonl": "",
     "taken/config.toml": "precious",
     "file": "",
@@ -353,6 +360,30 @@ def test_overrides_are_pairs_in_either_form() -> None:
 
 
 # --- a run -------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_of_ones_own_is_trained_on_and_what_was_said_is_printed(shell: Shell) -> None:
+    own = ("--task.reward", '["./mine.py:score", "exact"]', "--policy.loss", "vanilla", "--sampler.group", "2")
+    done = shell("train", "good.toml", *own, "--policy.reward_weights", "{exact = 2.0}", "--output", "own")
+    assert done.code == 0, done.err
+    assert "rewards of a few short answers: score " in done.out
+    for line in read_lines(shell.home / "own" / "metrics.jsonl"):
+        assert line["reward/score"] == pytest.approx(line["reward/score/length"] + line["reward/score/right"])
+        if line["kind"] == "train":
+            both = line["policy/reward/score"] + 2 * line["policy/reward/exact"]
+            assert line["policy/reward"] == pytest.approx(both)
+    said = read_lines(shell.home / "own" / "samples.jsonl")
+    assert [quote["update"] for quote in said] == [1, 1, 2, 2]
+    for quote in said:
+        assert quote["rewards"]["score/length"] == len(quote["tokens"]) == len(quote["logp"]) != 5
+        assert len(quote["teacher_logp"]) == sum(count for _, count in quote["versions"]) == len(quote["tokens"])
+    printed = shell("samples", "own", "--update", "1", "-n", "1")
+    assert printed.code == 0 and printed.out.startswith(f"update 1: {said[1]['prompt_id']}, answer ")
+    assert f"prompt:\n{said[1]['prompt']}\nresponse:\n{said[1]['response']}\nscored by main" in printed.out
+    assert shell("samples", "own", "--update", "7").err == (
+        "error: own has no samples of update 7: they go from 1 to 2\n"
+    )
+    assert shell("samples", "nowhere").err == "error: nowhere holds no run: there is no config.toml in it\n"
 
 
 def test_a_run_leaves_a_directory_that_can_be_evaluated_and_is_never_overwritten(shell: Shell) -> None:

@@ -160,7 +160,7 @@ def test_a_teacher_that_lies_is_found_out_before_a_run(lie: str, opened: tuple[P
     told, said = LIES[lie]
     lying = replace(engines, scorers={name: (Lying(s[0], told),) for name, s in engines.scorers.items()})
     found = asyncio.run(at_the_start(job, lying, [job.prompts.at(number) for number in range(PROMPTS)]))
-    assert [finding.ok for finding in found] == [True, False]
+    assert [finding.ok for finding in found] == [True, False, True]
     with pytest.raises(CheckFailed, match=f"^teacher main: .*{said}.*--skip-checks"):
         raised(found)
 

@@ -17,7 +17,7 @@ from slipstream.config.objective import (
     PresetName,
     ReferenceConfig,
 )
-from slipstream.config.schema import Config, RewardName
+from slipstream.config.schema import REWARDS, Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError
 from slipstream.estimators.control import CONTROLLERS
@@ -28,7 +28,7 @@ from slipstream.estimators.tables.correction import PRESETS, Unit
 from slipstream.estimators.tables.policy import LOSSES, Mode
 from slipstream.objective.method import OURS, method_of
 from slipstream.plan import engines
-from slipstream.tasks.rewards import REWARDS
+from slipstream.tasks.rewards import BUILT_IN
 
 
 def config(**sections: Any) -> Config:
@@ -50,7 +50,7 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
         assert set(each.options) == {*each.settings, *each.evidence, *folded}, name
     assert get_args(LevelName) == get_args(Unit) and get_args(EstimateName) == KL_KINDS
     assert get_args(ReferenceConfig.model_fields["control"].annotation) == tuple(CONTROLLERS)
-    assert set(get_args(RewardName)) == set(REWARDS)
+    assert set(BUILT_IN) == set(REWARDS)
     for name, loss in LOSSES.items():
         assert loss.takes == tuple(loss.options), name
     required = {name for each in LOSSES.values() for name, default in each.options.items() if default is REQUIRED}

@@ -23,7 +23,7 @@ from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.pipeline.run import Run
-from slipstream.records import Group, Handle, Prompt, Rollout, header_of
+from slipstream.records import Group, Handle, Prompt, Rollout, Ungraded, header_of
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
@@ -158,6 +158,42 @@ def test_a_failed_member_is_not_graded() -> None:
     one, two = asyncio.run(Graded(Careless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
     assert (one.header.index, two.header.index, two.header.rewards) == (0, 1, {}) and "ended" in one.header.rewards
     asyncio.run(Graded(Useless(table), Strict()).generate(prompt, Sampling(max_tokens=4, group=2)))
+
+
+class Partial(toy.ToyGrader):
+    """Has no reward for one member of every third group, and for all of every fifth."""
+
+    async def grade(self, group: Group) -> list[Handle]:
+        return [self.look(handle) for handle in await super().grade(group)]
+
+    def look(self, handle: Handle) -> Handle:
+        header = handle.header
+        if header.number % 5 == 2:
+            return Handle(replace(header, ungraded=Ungraded("error", "ended raised KeyError: 'x'")), handle.body)
+        if header.number % 3 == 0 and header.index == 1:
+            return Handle(replace(header, ungraded=Ungraded("timeout", "ended took more than 1 s")), handle.body)
+        return handle
+
+
+def test_a_member_without_a_reward_is_not_learned_from_and_counted_by_its_cause(tmp_path: Path) -> None:
+    engines = replace(toy_engines(), samplers=(Graded(toy.ToySampler(toy.random_table(VOCAB, seed=0)), Partial()),))
+    said: list[str] = []
+    settings = config()
+    with RunLog.create(settings, tmp_path) as log:
+        virtual.run(Run(settings, engines, prompts(), log, say=said.append).train())
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    for entry in ledger:
+        if entry["number"] % 5 == 2:
+            assert (entry["end"], entry["cause"]) == ("dropped", "ended raised KeyError: 'x'")
+        elif entry["number"] % 3 == 0:
+            assert (entry["failed"], entry["causes"]) == ([1], ["ended took more than 1 s"])
+        else:
+            assert "causes" not in entry and len(entry["tokens"]) == 2
+    last = read_lines(tmp_path / "metrics.jsonl")[-1]
+    assert last["failed_samples"] == 0 and last["samples"] < 8
+    assert last["ungraded/timeout"] >= 5 and last["ungraded/error"] == 2 * last["dropped"] >= 8
+    causes = sorted(line.partition("has no reward and is dropped: ")[2] for line in said)
+    assert causes == ["ended raised KeyError: 'x'", "ended took more than 1 s"], "once for each"
 
 
 def test_the_greedy_answer_leaves_its_reward_and_nothing_else() -> None:

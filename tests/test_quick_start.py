@@ -40,6 +40,7 @@ FILES = {
     "outdated/config.toml": CONFIG.replace("updates", "upates"),
     "rows.jsonl": '{"prompt": "1+1=", "answer": "2"}\n',
     "ungraded.jsonl": '{"prompt": "1+1="}\n',
+    "mine.py": "def score(text, answer): return 1\n",
     "malformed.jsonl": '{"question": "1+1="}\n',
 }
 ANYWHERE = {
@@ -79,6 +80,11 @@ AT_A_GLANCE = {
         ["good.toml", "--eval.every", "1", "--task.reward", "exact", "--data.eval", "no.parquet"],
         "no.parquet: cannot be read: No such file",
     ),
+    "no reward": (["good.toml", "--task.reward", "exakt"], "'exakt' is no reward; did you mean 'exact'?"),
+    "two rewards of one name": (["good.toml", "--task.reward", '["a:f", "b:f"]'], "two of these have one name"),
+    "no file of a reward": (["good.toml", "--task.reward", "./none.py:score"], "there is no file none.py"),
+    "no function in it": (["good.toml", "--task.reward", "mine:skore"], "no function 'skore' in it; did you mean"),
+    "a reward that asks too much": (["good.toml", "--task.reward", "./mine.py:score"], "for its parameter 'answer'"),
     "no key": (
         [
             *("good.toml", "--teachers.main.model", "m", "--teachers.main.base_url", "http://nowhere:1/v1"),

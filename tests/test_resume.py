@@ -39,6 +39,10 @@ SCHEDULES = [
 ]
 
 
+def quoted(path: Path) -> list[int]:
+    return [quote["update"] for quote in read_lines(path / "samples.jsonl")]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_stopped_at_any_time_and_gone_on_every_group_is_trained_on_once(tmp_path: Path, schedule: Any) -> None:
     for index, seconds in enumerate((0.1, 1.5, 3.1, 4.4, 6.1)):
@@ -54,6 +58,7 @@ def test_stopped_at_any_time_and_gone_on_every_group_is_trained_on_once(tmp_path
         assert len(ledger) - 24 == lines[-1]["dropped"]
         assert [line["update"] for line in lines] == list(range(1, 9))
         assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+        assert quoted(path) == sorted([*range(1, 9)] * 2), "two of each update"
         assert (path / "final" / "table.npy").exists()
         events = json.loads((path / "trace.json").read_text().rstrip(",\n") + "]")
         assert {event["name"] for event in events} >= {"update 1", "update 8"}
@@ -134,11 +139,12 @@ def test_what_came_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
         checkpoint = tmp_path / "checkpoints" / str(later)
         if checkpoint.exists():
             checkpoint.rename(tmp_path / f"lost-{later}")
-    for name in ("metrics.jsonl", "ledger.jsonl", "trace.json"):
+    for name in ("metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"):
         with (tmp_path / name).open("a") as file:
             file.write('{"kind": "train", "upd')
     go(tmp_path, Async(tau=1))
     assert ends(tmp_path) == list(range(24))
+    assert quoted(tmp_path) == sorted([*range(1, 9)] * 2)
     assert [line["update"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
 
 

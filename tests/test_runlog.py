@@ -49,6 +49,7 @@ def test_a_new_run_directory_says_what_runs_and_where(tmp_path: Path) -> None:
             "ledger.jsonl",
             "meta.json",
             "metrics.jsonl",
+            "samples.jsonl",
             "trace.json",
         ]
     assert parse(tomllib.loads((path / "config.toml").read_text("utf-8"))) == config

@@ -159,7 +159,7 @@ def test_a_run_has_the_losses_of_one_process_and_all_its_processes_end(
             assert ray.util.get_node_ip_address() == "127.0.0.1", "Ray's ports run code for whoever can reach them"
         else:
             assert len(said) == 1 and said[0].startswith("loading student")
-            assert len(started) <= 6, "three engines, the nursery, a grader and what cleans up after that"
+            assert len(started) <= 5, "three engines, the nursery and a grader"
     finally:
         engines.close()
     assert found == pytest.approx(real.losses, rel=1e-5)
@@ -744,8 +744,8 @@ class Coordinators:
             time.sleep(0.02)
         (nursery,) = below(coordinator)
         engines = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(nursery)}
-        graders = {f"grader-{index}": pid for index, pid in enumerate(below(engines["sampler"]))}
-        return {"coordinator": coordinator, "nursery": nursery, **engines, **graders}
+        (grader,) = below(engines["sampler"])
+        return {"coordinator": coordinator, "nursery": nursery, **engines, "grader": grader}
 
     def end(self) -> int:
         """The exit status of the run; nothing is left of it."""
@@ -822,7 +822,7 @@ def test_nothing_is_left_however_a_run_ends(
     coordinators: Coordinators, victim: str, number: int, status: int, says: str
 ) -> None:
     pids = coordinators.running("--runtime.restarts", "0")
-    assert pids.keys() == {"coordinator", "nursery", "learner", "sampler", "scorer", "grader-0", "grader-1"}
+    assert pids.keys() == {"coordinator", "nursery", "learner", "sampler", "scorer", "grader"}
     shared = set[str]().union(*map(semaphores, pids.values()))
     assert not listening() & set[str]().union(*map(open_files, pids.values())), "nobody can connect to any of them"
     # a terminal sends Ctrl-C and its end to the whole group of processes, and others to one of them
@@ -875,7 +875,7 @@ def test_a_run_outlives_its_engines_and_nothing_is_left_of_any(
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
 def test_a_run_goes_on_when_a_grader_is_killed(coordinators: Coordinators) -> None:
     pids = coordinators.running()
-    os.kill(pids["grader-1"], signal.SIGKILL)
+    os.kill(pids["grader"], signal.SIGKILL)
     metrics = coordinators.home / "run" / "metrics.jsonl"
     seen, until = len(read_lines(metrics)), time.monotonic() + 60
     while len(read_lines(metrics)) < seen + 5:

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from transformers import PreTrainedTokenizerFast
 from conftest import build_tokenizer
 from hostile import Deadly, Endless
 from slipstream.config.schema import DataConfig
-from slipstream.errors import ConfigError, DataError, ModelError
-from slipstream.records import Handle, Prompt, header_of
-from slipstream.tasks import arithmetic
+from slipstream.errors import ConfigError, DataError, EngineError, ModelError
+from slipstream.records import Handle, Prompt, Ungraded, header_of
+from slipstream.tasks import arithmetic, grading
 from slipstream.tasks.chat import check_fits, check_ids, check_same_vocabulary, encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.data import Prompts, Row, load_rows
-from slipstream.tasks.rewards import PoolGrader, exact, grade_texts, math
+from slipstream.tasks.grading import PoolGrader, needs
+from slipstream.tasks.rewards import Answer, Grades, exact, grade, math, reward_of
 from tiny import uniform
 
 USER = {"role": "user", "content": "Hi"}
@@ -491,23 +493,127 @@ def test_math_knows_a_wrong_answer(answer: str, truth: object) -> None:
     assert math(answer, truth) == 0.0
 
 
-def test_an_answer_that_takes_too_long_is_wrong_and_the_next_one_is_graded() -> None:
+def answer(text: str, truth: Any = None, **more: Any) -> Answer:
+    given = {"tokens": [1], "prompt": "?", "meta": {}, "data_source": "default", "finish": "eos"}
+    return Answer(text=text, ground_truth=truth, **(given | more))
+
+
+def grades(rewards: Sequence[str], text: str, truth: Any = None, timeout: float = 10.0, **more: Any) -> Grades:
+    return grade([reward_of(spec) for spec in rewards], answer(text, truth, **more), timeout)
+
+
+def test_an_answer_that_takes_too_long_has_no_reward_and_the_next_one_is_graded() -> None:
     before = signal.getsignal(signal.SIGALRM)
-    assert grade_texts(("exact",), ["a", "b"], Endless(), 0.05) == [{"exact": 0.0, "timeout": 1.0}] * 2
+    late = Ungraded("timeout", "exact took more than 0.05 s (task.timeout)")
+    assert [grades(("exact",), text, Endless(), 0.05) for text in "ab"] == [late, late]
     # math-verify catches every Exception on its way and tries the next thing
-    assert grade_texts(("math",), ["$9^{9^{9^{9}}}$", "$3$"], "3", 0.5) == [
-        {"math": 0.0, "timeout": 1.0},
-        {"math": 1.0},
-    ]
+    late = Ungraded("timeout", "math took more than 0.5 s (task.timeout)")
+    assert [grades(("math",), text, "3", 0.5) for text in ("$9^{9^{9^{9}}}$", "$3$")] == [late, {"math": 1.0}]
     assert signal.getsignal(signal.SIGALRM) is before
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_an_answer_is_graded_by_every_reward_that_is_named() -> None:
-    both = grade_texts(("exact", "math"), ["0.5", "1/2", "2"], "1/2", 10.0)
+    both = [grades(("exact", "math"), text, "1/2") for text in ("0.5", "1/2", "2")]
     assert both == [{"exact": 0.0, "math": 1.0}, {"exact": 1.0, "math": 1.0}, {"exact": 0.0, "math": 0.0}]
     grader = PoolGrader(("exact", "math"), decode)
-    assert grade_all(grader, group_of(["1"], Deadly())) == [[{"exact": 0.0, "math": 0.0, "crash": 1.0}]]
+    assert grade_all(grader, group_of(["1"], Deadly())) == [[crash("exact, math")]]
+
+
+def crash(rewards: str = "exact") -> Ungraded:
+    return Ungraded("crash", f"{rewards} ended its process: exit status 1")
+
+
+OWN = """
+import math
+
+def brief(text):
+    return 1 / len(text)
+
+def several(text, ground_truth=None, *, meta):
+    return {"right": text == ground_truth, "level": meta["level"]}
+
+def chosen(text):
+    return {"reward": 2, "other": 3.5}
+
+def everything(**given):
+    return len(given)
+
+def bad(text):
+    return eval(text)
+
+late = lambda: 0
+"""
+
+
+def own(tmp_path: Path, name: str, text: str = OWN) -> str:
+    (tmp_path / "own.py").write_text(text)
+    return f"{tmp_path / 'own.py'}:{name}"
+
+
+def test_a_reward_of_ones_own_gets_what_it_asks_for(tmp_path: Path) -> None:
+    brief, several, everything = (own(tmp_path, name) for name in ("brief", "several", "everything"))
+    found = grades((brief, "exact", several, everything), "yes", "yes", meta={"level": 3})
+    parts = {"several": 4.0, "several/right": 1.0, "several/level": 3.0}
+    assert found == {"brief": 1 / 3, "exact": 1.0, **parts, "everything": 7.0}
+    assert grades((own(tmp_path, "chosen"),), "") == {"chosen": 2.0, "chosen/other": 3.5}
+    assert reward_of(several).needs == ("text", "meta")
+
+
+BAD_RETURNS: dict[str, tuple[str, str, str]] = {
+    "nothing": ("None", "type", "returned None, which is no number"),
+    "text": ("'1.0'", "type", "returned str '1.0', which is no number"),
+    "no number by name": ("{}", "type", "returned no number"),
+    "text by name": ("{'a': 1, 'b': 'x'}", "type", "returned for 'b' str 'x', which is no number"),
+    "a name of two words": ("{'a b': 1}", "type", "returned a number under the name 'a b': a name is one word"),
+    "not a number": ("math.nan", "nan", "returned nan"),
+    "infinite by name": ("{'a': math.inf}", "nan", "returned inf for 'a'"),
+    "an error": ("1 / 0", "error", "raised ZeroDivisionError: division by zero (own.py:17)"),
+    "the end of a program": ("exit(3)", "error", "raised SystemExit: 3 (own.py:17)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_RETURNS)
+def test_what_is_no_reward_is_not_a_reward_of_0(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    returned, cause, said = BAD_RETURNS[case]
+    assert grades((own(tmp_path, "bad"), "exact"), returned) == Ungraded(cause, f"{tmp_path}/own.py:bad {said}")
+
+
+BAD_FILES: dict[str, tuple[str, str, str]] = {
+    "no file": ("./none.py:score", "", "there is no file none.py"),
+    "no module": ("none.at_all:score", "", "there is no module 'none.at_all' here or among what is installed"),
+    "no function": ("./own.py:skore", "def score(text): pass", "no function 'skore' in it; did you mean 'score'?"),
+    "nothing in it": ("./own.py:score", "", "no function 'score' in it; it has none"),
+    "a number": ("./own.py:score", "score = 1", "score is int 1, and no function"),
+    "asks too much": (
+        "own:score",
+        "def score(text, answer): pass",
+        "nothing is known for its parameter 'answer'; known: text, tokens, prompt, ground_truth, meta, data_source, "
+        "finish",
+    ),
+    "by position": ("own:score", "def score(text, /): pass", "nothing is known for its parameter 'text'; known: "),
+    "a coroutine": ("own:score", "async def score(text): pass", "it is a coroutine function: write `def` in place of"),
+    "imports nothing": (
+        "./own.py:score",
+        "\n\nimport nothing_at_all",
+        "cannot be imported: ModuleNotFoundError: No module named 'nothing_at_all' (own.py:3)",
+    ),
+    "no Python": ("./own.py:score", "\ndef score(:", "cannot be imported: SyntaxError: invalid syntax (own.py:2)"),
+    "ends at once": ("own:score", "exit(7)", "cannot be imported: SystemExit: 7 (own.py:1)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_reward_that_cannot_be_had_is_told_in_one_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spec, text, said = BAD_FILES[case]
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"task.reward = {spec!r}: {said}")) as caught:
+        needs((spec,))
+    assert "\n" not in str(caught.value)
 
 
 def group_of(texts: list[str], truth: Any) -> list[Handle]:
@@ -519,18 +625,22 @@ def group_of(texts: list[str], truth: Any) -> list[Handle]:
     return group
 
 
+def grades_of(handle: Handle) -> Grades:
+    return handle.header.ungraded or handle.header.rewards
+
+
 def decode(tokens: Any) -> str:
     return "".join(map(chr, tokens))
 
 
-def grade_all(grader: PoolGrader, *groups: list[Handle]) -> list[list[dict[str, float]]]:
+def grade_all(grader: PoolGrader, *groups: list[Handle]) -> list[list[Grades]]:
     """All groups at the same time, as a run does."""
 
     async def run() -> list[list[Handle]]:
         return await asyncio.gather(*(grader.grade(group) for group in groups))
 
     try:
-        return [[handle.header.rewards for handle in graded] for graded in asyncio.run(run())]
+        return [list(map(grades_of, graded)) for graded in asyncio.run(run())]
     finally:
         grader.close()
 
@@ -550,25 +660,59 @@ def test_without_a_reward_groups_pass_ungraded() -> None:
 
 def test_a_grading_process_is_not_held_up_by_an_endless_answer() -> None:
     grader = PoolGrader(("exact",), decode, timeout=0.1)
+    late = Ungraded("timeout", "exact took more than 0.1 s (task.timeout)")
     found = grade_all(grader, group_of(["a", "b"], Endless()), group_of(["1"], 1))
-    assert found == [[{"exact": 0.0, "timeout": 1.0}] * 2, [{"exact": 1.0}]]
+    assert found == [[late] * 2, [{"exact": 1.0}]]
 
 
-def test_an_answer_that_kills_its_grading_process_is_wrong_and_costs_no_other_answer() -> None:
+DEAF = """
+import signal
+
+def deaf(text):
+    if text == "1":
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        while True:
+            pass
+    return 1
+"""
+
+
+def test_a_reward_that_hears_no_alarm_is_ended_with_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "GRACE", 0.1)
+    spec = own(tmp_path, "deaf", DEAF)
+    found = grade_all(PoolGrader((spec,), decode, timeout=0.1), group_of(["0", "1", "2"], None))
+    late = Ungraded("timeout", f"{spec} took more than 0.1 s (task.timeout) and did not stop")
+    assert found == [[{"deaf": 1.0}, late, {"deaf": 1.0}]]
+
+
+def test_an_answer_that_kills_its_grading_process_has_no_reward_and_costs_no_other_answer() -> None:
     grader = PoolGrader(("exact",), decode)
     found = grade_all(grader, group_of(["1"], 1), group_of(["a", "b"], Deadly()), group_of(["2", "3"], 3))
-    assert found == [[{"exact": 1.0}], [{"exact": 0.0, "crash": 1.0}] * 2, [{"exact": 0.0}, {"exact": 1.0}]]
+    assert found == [[{"exact": 1.0}], [crash()] * 2, [{"exact": 0.0}, {"exact": 1.0}]]
 
 
-def test_the_pool_that_replaces_a_broken_one_grades_on() -> None:
+def test_a_grading_process_that_is_killed_while_it_has_nothing_to_do_costs_nothing() -> None:
     grader = PoolGrader(("exact",), decode)
 
-    async def run() -> list[list[Handle]]:
-        return [await grader.grade(group) for group in (group_of(["a"], Deadly()), group_of(["1"], 1))]
+    async def run() -> list[Handle]:
+        await grader.grade(group_of(["1"], 1))
+        grader.processes[0].process.kill()
+        grader.processes[0].process.wait()
+        return await grader.grade(group_of(["1"], 1))
 
-    first, second = asyncio.run(run())
+    (found,) = asyncio.run(run())
     grader.close()
-    assert [handle.header.rewards for handle in first + second] == [{"exact": 0.0, "crash": 1.0}, {"exact": 1.0}]
+    assert found.header.rewards == {"exact": 1.0}
+
+
+def test_grading_processes_that_cannot_start_end_the_run(tmp_path: Path) -> None:
+    grader = PoolGrader((own(tmp_path, "killer", "import os\nos._exit(3)"),), decode)
+    with pytest.raises(
+        EngineError, match=r"no grading process can start \(exit status 3\), importing .*own\.py:killer"
+    ):
+        grade_all(grader, group_of(["1"], 1))
 
 
 def test_a_cancelled_call_leaves_the_pool_whole() -> None:
@@ -585,24 +729,48 @@ def test_a_cancelled_call_leaves_the_pool_whole() -> None:
                 await task
         return await grader.grade(group_of(["1", "2"], 1))
 
-    pool = grader.pool
+    (process,) = grader.processes
     graded = asyncio.run(run())
-    assert grader.pool is pool
+    assert grader.processes == [process]
     grader.close()
     assert [handle.header.rewards for handle in graded] == [{"exact": 1.0}, {"exact": 0.0}]
 
 
+UNGUARDED = """
+import asyncio
+import numpy as np
+from slipstream.records import Handle, Prompt, header_of, one_turn
+from slipstream.tasks.grading import PoolGrader
+
+print("begun", flush=True)
+rollout = one_turn(
+    Prompt(id="p", number=0, tokens=np.array([1]), ground_truth="7"), 0, actions=np.array([[7]]),
+    action_logp=np.zeros((1, 1), np.float32), versions=np.zeros(1, np.int32), finish="eos",
+)
+grader = PoolGrader(("exact",), lambda tokens: str(tokens[0]), processes=2)
+(graded,) = asyncio.run(grader.grade([Handle(header_of(rollout), rollout)]))
+print(graded.header.rewards)
+grader.close()
+"""
+
+
+def test_a_script_that_grades_needs_no_guard(tmp_path: Path) -> None:
+    """Its grading processes never run it."""
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    ran = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.stderr) == ("begun\n{'exact': 1.0}\n", "")
+
+
 KILLED = """
 import os, signal
-from slipstream.tasks.rewards import PoolGrader
+from slipstream.tasks.grading import PoolGrader
 
-if __name__ == "__main__":
-    pool = PoolGrader(("exact",), str).pool
-    child = pool.submit(os.getpid).result()
-    if {busy}:
-        pool.submit(signal.pause)
-    print(child, flush=True)
-    signal.pause()
+process = PoolGrader(("{reward}",), str).processes[0]
+process.ready()
+if {busy}:
+    process.connection.send([None])
+print(process.process.pid, flush=True)
+signal.pause()
 """
 
 
@@ -610,8 +778,9 @@ if __name__ == "__main__":
 def test_grading_processes_do_not_outlive_a_parent_that_is_killed(busy: bool, tmp_path: Path) -> None:
     """All its processes hold the other end of the pipe that is read here: it ends when the last of them has ended."""
     script = tmp_path / "killed.py"
-    script.write_text(KILLED.format(busy=busy))
-    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE) as parent:
+    reward = own(tmp_path, "stuck", "def stuck():\n    while True:\n        pass")
+    script.write_text(KILLED.format(busy=busy, reward=reward))
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         parent.kill()

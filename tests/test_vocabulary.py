@@ -25,7 +25,7 @@ from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.tries import GivenUp
 from slipstream.plan.engines import snapshots_of
-from slipstream.records import Group, Handle, Prompt
+from slipstream.records import Group, Handle, Prompt, Ungraded
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
@@ -140,6 +140,17 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     return read_lines(path / "metrics.jsonl")
 
 
+class Overtaxed(toy.ToyGrader):
+    """Has no reward for an answer that did not end."""
+
+    async def grade(self, group: Group) -> list[Handle]:
+        late = Ungraded("timeout", "ended took more than 1 s")
+        return [
+            Handle(replace(h.header, ungraded=None if h.header.rewards["ended"] else late), h.body)
+            for h in await super().grade(group)
+        ]
+
+
 class Failing(toy.ToySampler):
     """Cannot answer every fifth prompt, and does not survive the fourth one, if it may die."""
 
@@ -165,7 +176,7 @@ def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         return Graded(other, toy.ToyGrader())
 
     engines = Engines(
-        samplers=(Graded(Failing(student, seconds=0.5), toy.ToyGrader()),),
+        samplers=(Graded(Failing(student, seconds=0.5), Overtaxed()),),
         scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
         learner=toy.ToyLearner(student, cost=lambda _: 0.1),
         close=lambda: None,

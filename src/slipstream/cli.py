@@ -105,7 +105,9 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("model", help="HF directory or hub name, a run directory, or builtin:student")
     evaluate.add_argument("--data", default="builtin:arithmetic", help="prompts with answers (default: %(default)s)")
     evaluate.add_argument("--split", default="eval", help="split of the data (default: %(default)s)")
-    evaluate.add_argument("--reward", default="exact", choices=["exact", "math"], help="default: %(default)s")
+    evaluate.add_argument(
+        "--reward", type=reward, default="exact", help="as task.reward in a config (default: %(default)s)"
+    )
     evaluate.add_argument(
         "--limit", type=positive, default=200, help="use the first so many prompts (default: %(default)s)"
     )
@@ -121,6 +123,12 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", help="print one JSON object")
     evaluate.set_defaults(run=run_eval)
 
+    said = commands.add_parser("samples", help="print what the student said in a run")
+    said.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    said.add_argument("--update", type=positive, metavar="N", help="of this update; the last ones without it")
+    said.add_argument("-n", type=positive, default=2, help="at most so many (default: %(default)s)")
+    said.set_defaults(run=run_samples)
+
     config = commands.add_parser(
         "config", help="print a resolved config, or every setting with its help", epilog=OVERRIDES
     )
@@ -132,6 +140,15 @@ def parser() -> argparse.ArgumentParser:
     estimators.add_argument("name", nargs="?", help="only this one, in full")
     estimators.set_defaults(run=run_estimators)
     return top
+
+
+def reward(text: str) -> str:
+    from slipstream.config.schema import check_reward
+
+    try:
+        return check_reward(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def positive(text: str) -> int:
@@ -240,6 +257,13 @@ def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
         data={name: getattr(args, name) for name in ("prompt", "answer", "template", "chat", "system_prompt")},
         as_json=args.json,
     )
+    return 0
+
+
+def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.samples import samples
+
+    samples(args.directory, console(), update=args.update, count=args.n)
     return 0
 
 

@@ -304,6 +304,15 @@ class Scored:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Ungraded:
+    """Why an answer has no reward: a cause to count by, and a line for a person."""
+
+    cause: str
+    """timeout, crash, error, nan or type."""
+    said: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """What the coordinator sees of one sample: small, and enough to admit, order, route and account for it."""
@@ -319,6 +328,8 @@ class Header:
     """Runs of (version, trained tokens), in the order of the response."""
     finish: Finish
     rewards: dict[str, float] = field(default_factory=dict)
+    ungraded: Ungraded | None = None
+    """Why it has no rewards, where it was to have some: nothing can be learned from it."""
     teacher: str = ""
     """Who will score it, or has."""
     greedy_tokens: int = 0

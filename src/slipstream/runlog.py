@@ -2,8 +2,9 @@
 
 config.toml    the resolved configuration          metrics.jsonl   one line per update (and per evaluation)
 meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended
-checkpoints/N  HF directories to go on from        trace.json      what every worker did when, in Chrome's format
-final/         the trained student, a HF directory lock            who writes here, as long as somebody does
+checkpoints/N  HF directories to go on from        samples.jsonl   some samples of every update: what the student said
+final/         the trained student, a HF directory trace.json      what every worker did when, in Chrome's format
+                                                   lock            who writes here, as long as somebody does
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +30,9 @@ from slipstream.durable import Extent, Lines, begins_with, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError, first_line
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
-METRICS, LEDGER, TRACE = "metrics.jsonl", "ledger.jsonl", "trace.json"
+METRICS, LEDGER, SAMPLES, TRACE = "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"
+LOOKED_AT = (SAMPLES, TRACE)
+"""What is large, and nothing depends on."""
 AHEAD = 1 << 16
 """Bytes of the trace that wait to be written together."""
 FIXED = ("student", "seed", "sampler.group", "learner.batch_size", "learner.lora", "schedule.kind")
@@ -46,7 +49,9 @@ class Sink(Protocol):
 
 
 class RunLog:
-    def __init__(self, path: Path, sinks: list[Sink], *, trace: bool = True, mark: Mark | None = None) -> None:
+    def __init__(
+        self, path: Path, sinks: list[Sink], *, samples: bool = True, trace: bool = True, mark: Mark | None = None
+    ) -> None:
         """With a `mark`, go on from there: what the files hold beyond it is cut off."""
         self.path, self.sinks = path, sinks
         before = mark or {}
@@ -57,9 +62,11 @@ class RunLog:
         """The metrics of the last update."""
         self.evaluated: int | None = before.get("evaluated")
         """The last update after which there was an evaluation."""
+        self.quotes: Sequence[Mapping[str, Any]] = ()
+        """The samples of the last update."""
         self.time: float = before.get("time", 0.0)
         """Seconds that the run had gone on when it was stopped."""
-        names = (METRICS, LEDGER, *([TRACE] if trace else []))
+        names = (METRICS, LEDGER, *([SAMPLES] if samples else []), *([TRACE] if trace else []))
         with writing(path):
             self.files = {
                 name: Lines(path / name, end=ends.get(name), ahead=AHEAD if name == TRACE else 0) for name in names
@@ -83,7 +90,7 @@ class RunLog:
             for written in ("config.toml", "meta.json"):  # the directory may hold files of the user's own
                 (path / written).unlink()
             raise
-        return cls(path, sinks, trace=config.log.trace)
+        return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace)
 
     @classmethod
     def reopen(cls, config: Config, path: Path, mark: Mark, *, prompts: str | None = None) -> RunLog:
@@ -97,7 +104,8 @@ class RunLog:
                 (path / "final").rename(kept)
             write_atomic(path / "config.toml", to_toml(config))
             write_meta(path, meta | begun_with(config, prompts))  # last: who is killed before it may ask the same again
-        return cls(path, start_trackers(config, path), trace=config.log.trace, mark=mark)
+        sinks = start_trackers(config, path)
+        return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace, mark=mark)
 
     def mark(self, *, time: float = 0.0) -> Mark:
         """Where the log stands, all of it on disk: what a checkpoint must know to go on from here."""
@@ -128,6 +136,10 @@ class RunLog:
 
     def ledger(self, *entries: Mapping[str, Any]) -> None:
         self.files[LEDGER].write(as_lines(entries))
+
+    def samples(self, quotes: Sequence[Mapping[str, Any]]) -> None:
+        self.quotes = quotes
+        self.files[SAMPLES].write(as_lines(quotes))
 
     def __enter__(self) -> RunLog:
         return self
@@ -161,8 +173,8 @@ def check_lines(path: Path, mark: Mark) -> None:
 
 
 def ends_of(path: Path, mark: Mark) -> dict[str, Extent]:
-    """Where every file stood. A trace is large and only looked at: who removed it begins another."""
-    return {name: end for name, end in mark["files"].items() if name != TRACE or (path / TRACE).exists()}
+    """Where every file stood. Who removed one that is only looked at begins another."""
+    return {name: end for name, end in mark["files"].items() if name not in LOOKED_AT or (path / name).exists()}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,11 @@ WORDS = {
     "STAGE": (r"rollout|score|learn", "rollout, score, learn"),
     "WORKER": (r"(sampler|scorer|learner)(-\w+)*", "a worker, as trace.json calls it"),
     "TEACHER": (r"\w+", "a teacher's name in the config"),
-    "REWARD": (r"\w+", "a reward: those of task.reward, timeout, crash; greedy_… is the greedy answer's"),
+    "REWARD": (
+        r"\w+(/\w+)?",
+        "a reward of task.reward, and NAME/PART what it is made of; greedy_… is the greedy answer's",
+    ),
+    "CAUSE": (r"timeout|crash|error|nan|type", "why an answer has no reward: timeout, crash, error, nan, type"),
     "MODE": (r"(token|seq_sum|seq_mean|seq_max)_(k[123]|kl)|negative_seq", "a rejection mode of correction.rs"),
     "REASON": (r"[a-z_ ]+", "why a group was dropped, as the ledger has it"),
 }
@@ -116,7 +120,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("reference/beta", "what that counts, where it is steered", "settles", FROZEN),
     ),
     "Task rewards": (
-        Term("reward/REWARD", "mean over responses", "rises; timeout and crash near 0", METRICS, "REWARD"),
+        Term("reward/REWARD", "mean over responses", "rises", METRICS, "REWARD"),
         Term("policy/loss", "the policy loss, without its weight", "–", POLICY),
         Term("policy/reward", "mean reward that advantages were made of", "rises", FROZEN),
         Term("policy/reward/REWARD", "its parts, where task.reward names several", "rises", FROZEN),
@@ -240,6 +244,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("teacher/differed", "of these, whose scores were others the second time", "0", ACCOUNT),
         Term("teacher/recheck_max", "by how much at most (root mean square over a response)", "near 0", ACCOUNT),
         Term("restarts/WORKER", "how often so far it died, or hung, and was started again", "0", ACCOUNT),
+        Term("ungraded/CAUSE", "members that have no reward, and are not learned from", "0", ACCOUNT),
         Term("failed_samples", "members that an engine could not answer, of groups that went on without", "0", ACCOUNT),
     ),
 }

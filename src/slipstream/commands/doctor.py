@@ -167,10 +167,10 @@ def rewarded(config: Config, group: Group) -> Group:
     """Answers that differ in their reward, so that a policy loss has something to learn from."""
     if config.policy is None:
         return group
-    best = {greedy(name): 0.5 for name in config.task.reward if rollout_sampling(config).greedy}
+    best = {greedy(name): 0.5 for name in config.task.names if rollout_sampling(config).greedy}
 
     def rewards(number: int) -> dict[str, float]:
-        return dict.fromkeys(config.task.reward, float(number % 2)) | best
+        return dict.fromkeys(config.task.names, float(number % 2)) | best
 
     return [Handle(replace(h.header, rewards=rewards(h.header.number + i)), h.body) for i, h in enumerate(group)]
 

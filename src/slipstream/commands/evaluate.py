@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.table import Table
 
 from slipstream.assets import model_path
 from slipstream.config.file import data_section
+from slipstream.config.schema import name_of
 from slipstream.engines.base import Graded, Sampling
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.metrics import avg_at_n, pass_at_k
@@ -23,7 +26,7 @@ from slipstream.plan.evaluation import Evaluation, eval_prompts, evaluation, gra
 from slipstream.records import Handle
 from slipstream.tasks.chat import load_tokenizer
 from slipstream.tasks.data import check_told, load_rows
-from slipstream.tasks.rewards import PoolGrader, check_installed
+from slipstream.tasks.grading import PoolGrader, needs
 from slipstream.tasks.sources import has_splits
 
 
@@ -34,6 +37,8 @@ class Measured:
     """Rewards of every sample of every prompt."""
     best: list[Handle]
     """The greedy answers."""
+    ungraded: Counter[str]
+    """How many answers could not be graded, which counts as not right, by the cause."""
     seconds: float
     tokens: int
 
@@ -49,7 +54,8 @@ def measure(made: Evaluation, grader: PoolGrader) -> Measured:
     from slipstream.runtimes.build import build_sampler
 
     torch.set_num_threads(1)
-    sampler, sampling, (reward,) = build_sampler(made.sampler, made.tokenizer), made.sampling, made.grader.rewards
+    sampler, sampling = build_sampler(made.sampler, made.tokenizer), made.sampling
+    (reward,) = map(name_of, made.grader.rewards)
     greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0)
 
     async def both() -> tuple[list[list[Handle]], list[list[Handle]]]:
@@ -65,6 +71,7 @@ def measure(made: Evaluation, grader: PoolGrader) -> Measured:
         greedy=avg_at_n(correctness(best, reward)),
         sampled=correctness(sampled, reward),
         best=[group[0] for group in best],
+        ungraded=Counter(h.header.ungraded.said for group in sampled + best for h in group if h.header.ungraded),
         seconds=time.perf_counter() - began,
         tokens=sum(handle.header.tokens for group in sampled + best for handle in group),
     )
@@ -98,7 +105,7 @@ def evaluate(
     if split != "eval" and not has_splits(source):
         raise ConfigError(f"--split {split} does nothing: {source} has no splits; drop it")
     model_path(model)
-    check_installed((reward,))
+    needs((reward,))
     layout: list[str] = []
     rows = graded_rows(load_rows(source, told, split=split, limit=limit, say=layout.append), (reward,))
     tokenizer = load_tokenizer(model)
@@ -113,6 +120,8 @@ def evaluate(
     finally:
         grader.close()
     scores = {f"avg@{n}": found.avg, **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks}, "greedy": found.greedy}
+    for said, count in found.ungraded.items():
+        print(f"{count} answers have no reward and count as wrong: {said}", file=sys.stderr)
     if as_json:
         print(json.dumps({"model": model, "prompts": len(prompts), "temperature": temperature, **scores}))
         return

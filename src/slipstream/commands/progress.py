@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -15,6 +16,8 @@ from rich.text import Text
 from slipstream.pipeline.admission import Admission
 from slipstream.vocabulary import label
 
+SHARES = ("reward/exact", "reward/math")
+"""Rewards that are 0 or 1. Of one's own, nobody knows."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -93,7 +96,8 @@ def readings(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
     found = []
     if "train/loss" in numbers:
         found.append((label("loss"), f"{numbers['train/loss']:.4f}"))
-    found += [(label(name), f"{value:.1%}") for name, value in numbers.items() if name.startswith("reward/")]
+    rewards = {name: value for name, value in numbers.items() if re.fullmatch(r"reward/\w+", name)}
+    found += [(label(name), f"{value:.1%}" if name in SHARES else f"{value:.3g}") for name, value in rewards.items()]
     if "lag/mean" in numbers:
         found.append((label("lag/mean"), f"{numbers['lag/mean']:.1f} (max {numbers['lag/max']:.0f})"))
     if "train/tokens_per_s" in numbers:

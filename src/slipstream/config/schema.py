@@ -6,6 +6,7 @@ kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from string import Formatter
 from typing import Any, Literal
@@ -18,9 +19,12 @@ from slipstream.config.objective import CorrectionConfig, PolicyConfig, Referenc
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.teacher import SELF, problems
 from slipstream.config.teacher import TeacherConfig as TeacherConfig
+from slipstream.errors import did_you_mean
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-RewardName = Literal["exact", "math"]
+REWARDS = ("exact", "math")
+OWN = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
+"""A reward of the user's own: `./file.py:function` or `package.module:function`."""
 
 
 def as_tuple(given: Any) -> Any:
@@ -182,12 +186,23 @@ class LearnerConfig(Section):
     """CPU threads of the learner; runtime.threads without it."""
 
 
+def name_of(reward: str) -> str:
+    return reward.rpartition(":")[2]
+
+
+def check_reward(spec: str) -> str:
+    if spec not in REWARDS and not OWN.fullmatch(spec):
+        near = f"{did_you_mean(spec, REWARDS)}; " if ":" not in spec else ""
+        raise ValueError(f'{spec!r} is no reward; {near}your own is "./file.py:function" or "module:function"')
+    return spec
+
+
 class TaskConfig(Section):
-    reward: tuple[RewardName, ...] = ()
-    """How answers are graded: exact text, or math-verify; one name or a list. All are logged, the first one is the
-    accuracy of eval."""
+    reward: tuple[str, ...] = ()
+    """How answers are graded: exact text, math (by math-verify), or a function of your own, "./file.py:function" or
+    "module:function"; one or a list. All are logged, the first one is the accuracy of eval."""
     timeout: float = Field(10.0, gt=0)
-    """Seconds that grading one answer by one reward may take; longer counts as wrong, and is counted."""
+    """Seconds that grading one answer by one reward may take; an answer that takes longer is dropped, and counted."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -196,10 +211,18 @@ class TaskConfig(Section):
 
     @field_validator("reward")
     @classmethod
-    def _each_once(cls, reward: tuple[RewardName, ...]) -> tuple[RewardName, ...]:
+    def _each_once(cls, reward: tuple[str, ...]) -> tuple[str, ...]:
+        names = [name_of(check_reward(spec)) for spec in reward]
         if len(set(reward)) < len(reward):
             raise ValueError(f"{', '.join(reward)} names a reward twice: write each once")
+        if len(set(names)) < len(names):
+            raise ValueError(f"{', '.join(reward)}: two of these have one name, which metrics go by: rename a function")
         return reward
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What metrics and policy.reward_weights call them: a function of one's own by its name."""
+        return tuple(map(name_of, self.reward))
 
 
 class EvalConfig(Section):
@@ -253,6 +276,9 @@ class LogConfig(Section):
     """Also send the metrics there: any of tensorboard, wandb, mlflow, trackio; one name or a list."""
     project: str = "slipstream"
     """Project name for trackers that have one."""
+    samples: int = Field(2, ge=0)
+    """Write so many samples of every update into samples.jsonl, whole, with what student and teacher thought of every
+    token; `slipstream samples` prints them."""
     trace: bool = True
     """Write trace.json, what every worker did when; opens in ui.perfetto.dev."""
 

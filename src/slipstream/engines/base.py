@@ -19,6 +19,8 @@ T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
 """What a publish does to running requests: go on under the new weights, finish first, or begin again."""
 Fingerprint = str
+Quote = dict[str, Any]
+"""A line of samples.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,10 @@ class Learner(Protocol):
         """
         ...
 
+    async def quote(self, batch: Batch) -> list[Quote]:
+        """What was said in these samples of the update in hand, whose bodies may be gone."""
+        ...
+
     async def compare(self, batch: Batch) -> Metrics:
         """How far these weights are from what drew the tokens, and from the teacher; changes nothing."""
         ...
@@ -197,7 +203,10 @@ class Graded:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         if unfinished(members.result()) or unfinished(best.result()):
-            return [Handle(replace(h.header, finish="released", rewards={}), h.body) for h in members.result()]
+            return [
+                Handle(replace(h.header, finish="released", rewards={}, ungraded=None), h.body)
+                for h in members.result()
+            ]
         return beside(best.result()[0].header, members.result())
 
     async def release(self, numbers: Collection[int] = ()) -> None:
@@ -217,6 +226,8 @@ def beside(best: Header, group: Group) -> list[Handle]:
     """The group with the rewards of the greedy answer to its prompt. If there is none, there is nothing to learn."""
     if best.finish == "error":
         return [Handle(replace(handle.header, finish="error"), handle.body) for handle in group]
+    if best.ungraded is not None:
+        return [Handle(replace(handle.header, ungraded=best.ungraded), handle.body) for handle in group]
     rewards = {greedy(name): reward for name, reward in best.rewards.items()}
     costs = [best.tokens, *[0] * (len(group) - 1)]
     return [

@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Sampling, TensorSpec, WeightsRef
+from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, TensorSpec, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
+from slipstream.engines.quotes import as_numbers, quote
 from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.engines.trust import scored
 from slipstream.engines.weights import checksum, combined, view_of
@@ -262,6 +263,9 @@ class ToyLearner:
         norm = self.table.grad.norm().item() * scale
         self.table.grad = None
         return {"loss": loss * scale, "grad_norm": norm, "lr": self.lr}
+
+    async def quote(self, batch: Batch) -> list[Quote]:
+        return [quote(h, self.samples[h.number, h.index], self.update, as_numbers) for h in batch.headers]
 
     async def compare(self, batch: Batch) -> Metrics:
         rollouts = [handle.body.rollout for handle in batch.handles]

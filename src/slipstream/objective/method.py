@@ -161,7 +161,7 @@ def method_of(config: Config) -> Method:
         correction=preset,
         reference=config.reference,
         teachers={name: teacher.weight for name, teacher in config.teachers.items()},
-        rewards={name: policy.reward_weights.get(name, 1.0) for name in config.task.reward} if policy else {},
+        rewards={name: policy.reward_weights.get(name, 1.0) for name in config.task.names} if policy else {},
         temperature=config.sampler.temperature,
         max_tokens=config.sampler.max_tokens,
         seed=config.seed,
@@ -265,7 +265,7 @@ def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
 
 
 def _check_rewards(config: Config, policy: PolicyConfig) -> None:
-    names, weights = config.task.reward, policy.reward_weights
+    names, weights = config.task.names, policy.reward_weights
     if policy.advantage == "gdpo" and len(names) == 1:
         raise ConfigError(
             f'policy.advantage = "gdpo" normalises each of several rewards by itself, and task.reward is {names[0]!r} '

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
+from slipstream.engines.base import Quote
 from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, trust_metrics, usage
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
-from slipstream.records import Batch, Group
+from slipstream.records import Batch, Group, Header
 from slipstream.runlog import RunLog
 
 
@@ -21,6 +22,9 @@ class Account:
         """Tokens of responses that were rolled out and not learned from."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
         """Members that an engine could not answer, of groups that went on without them."""
+        before = {name.partition("/")[2]: round(n) for name, n in log.last.items() if name.startswith("ungraded/")}
+        self.unrewarded = Counter[str](before)
+        """Members whose reward could not be had, by the cause; they are not learned from."""
         self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
         """Tokens of greedy answers, of which only the rewards are used."""
         self.publish: Metrics = {}
@@ -28,7 +32,7 @@ class Account:
         self.unusable, self.told = 0, set[str]()
         """Responses since the last update whose scores cannot be used, and the teachers of whom that was said."""
         self.causes: dict[int, list[str]] = {}
-        """Why not, of the groups that go on without."""
+        """Why members were left out, of the groups that go on without."""
         self.again: list[float] = []
         """Of every group since the last update that was scored twice: how far the two answers are apart."""
         self.differed = 0
@@ -56,6 +60,17 @@ class Account:
 
     def failed(self, members: int) -> None:
         self.failed_samples += members
+
+    def ungraded(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
+        """Members of a group that was rolled out that have no reward end here; the first of each cause is told."""
+        self.causes.pop(number, None)
+        for header in members:
+            if header.ungraded is None:
+                continue
+            if header.ungraded.cause not in self.unrewarded:
+                say(f"an answer to {header.prompt} has no reward and is dropped: {header.ungraded.said}")
+            self.unrewarded[header.ungraded.cause] += 1
+            self.causes.setdefault(number, []).append(header.ungraded.said)
 
     def scored(self, group: Group, say: Callable[[str], None]) -> None:
         """What a scorer returned: members that failed there end here, and the first of each teacher is told."""
@@ -89,6 +104,10 @@ class Account:
         self.publish = numbers
         self.thrown += round(numbers.pop("thrown_tokens"))
 
+    def quoted(self, quotes: Sequence[Quote]) -> None:
+        if quotes:
+            self.log.samples(quotes)
+
     def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
         """At the end of an update: its metrics, and what everybody did since the end of the one before."""
         admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
@@ -113,6 +132,7 @@ class Account:
             "restarted": float(admission.restarted),
             "thrown_tokens": float(self.thrown),
             "failed_samples": float(self.failed_samples),
+            **{f"ungraded/{cause}": float(count) for cause, count in sorted(self.unrewarded.items())},
             **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
             **self.restarts.metrics,
             "version": float(batch.update),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 from slipstream.engines.base import Sampling
@@ -24,10 +25,11 @@ async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampl
 
 
 def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:
-    """Of every group, the reward of each episode."""
-    return [list({h.header.episode: h.header.rewards[reward] for h in group}.values()) for group in groups]
+    """Of every group, the reward of each episode; an answer that cannot be graded is not right."""
+    return [list({h.header.episode: h.header.rewards.get(reward, 0.0) for h in group}.values()) for group in groups]
 
 
 def summary(groups: list[list[Handle]], reward: str) -> Metrics:
     headers = [handle.header for group in groups for handle in group]
-    return {"accuracy": avg_at_n(correctness(groups, reward)), **sample_metrics(headers)}
+    ungraded = Counter(f"ungraded/{header.ungraded.cause}" for header in headers if header.ungraded is not None)
+    return {"accuracy": avg_at_n(correctness(groups, reward)), **sample_metrics(headers), **ungraded}

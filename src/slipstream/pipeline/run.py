@@ -28,7 +28,7 @@ from slipstream.pipeline.publish import Samplers
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.silence import Silence
-from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered, go_on, hand_over, learn, watch
+from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered_at_all, go_on, hand_over, learn, watch
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.runlog import Mark, RunLog
@@ -162,6 +162,7 @@ class Run:
                 if teacher.base_url is not None
             },
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
+            quoted=self.config.log.samples,
             due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
             checkpoint=self._checkpoint,
             after_publish=self._evaluate,
@@ -238,7 +239,7 @@ class Run:
         return save
 
     async def _evaluate(self) -> None:
-        every, rewards, update = self.config.eval.every, self.config.task.reward, self.admission.version
+        every, rewards, update = self.config.eval.every, self.config.task.names, self.admission.version
         flow = self.flow
         if not every or update % every or not rewards or flow is None or update == self.log.evaluated:
             return
@@ -246,7 +247,7 @@ class Run:
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
             async def answer(worker: Worker[Sampler]) -> Group:
                 found = await worker.engine.generate(prompt, sampling, group)
-                return found if unfinished(found) else answered(found)
+                return found if unfinished(found) else answered_at_all(found)
 
             group: Group = ()
             while unfinished(group):

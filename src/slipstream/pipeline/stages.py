@@ -82,6 +82,8 @@ class Flow:
     trace: Trace
     tasks: asyncio.TaskGroup
     passes: Steps
+    quoted: int
+    """How many samples of an update are written down."""
     due: Callable[[], bool]
     """Whether there is to be a checkpoint at the end of this update."""
     checkpoint: Callable[[], Save]
@@ -202,8 +204,9 @@ async def roll(flow: Flow, number: int) -> None:
         if unfinished(rolled):
             worker.track.tokens += tokens_of(rolled)
             return rolled
+        flow.account.ungraded(number, [handle.header for handle in rolled], flow.samplers.say)
         group = answered(rolled)
-        flow.account.failed(len(rolled) - len(group))
+        flow.account.failed(sum(handle.header.finish == "error" for handle in rolled))
         beside = sum(handle.header.greedy_tokens for handle in rolled)
         flow.account.greedy_tokens += beside
         worker.track.tokens += beside + tokens_of(group)
@@ -259,11 +262,20 @@ def go_on(flow: Flow, version: int) -> None:
     flow.begin(number for number in rolling if number not in flow.running)
 
 
-def answered(group: Group) -> list[Handle]:
-    """Without the members that the engine could not answer: they end here, and the others go on. GivenUp if all are."""
+def answered_at_all(group: Group) -> list[Handle]:
+    """Also where there is no reward. GivenUp if nobody has answered."""
     found = [handle for handle in group if handle.header.finish != "error"]
     if not found:
         raise GivenUp(group[0].header.cause or "the engine could not answer it")
+    return found
+
+
+def answered(group: Group) -> list[Handle]:
+    """Without the members that have no answer, or no reward: they end here, and the others go on. GivenUp if all do."""
+    there = answered_at_all(group)
+    found = [handle for handle in there if handle.header.ungraded is None]
+    if not found:
+        raise GivenUp("; ".join(sorted({h.header.ungraded.said for h in there if h.header.ungraded is not None})))
     return found
 
 
@@ -377,6 +389,7 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
 async def finish(flow: Flow, update: Update) -> None:
     """The optimizer step, and the gradients and steps of all mini-batches that follow."""
     began, counts = flow.trace.now(), total(update.counts)
+    quotes = await flow.learner.quote(some(update, flow.quoted)) if flow.quoted else []  # none is lost with a step
     with flow.learning.busy(f"update {update.number}"):
         steps = [await flow.learner.step(ONE if flow.admission.schedule.learn == "batch" else counts)]
         flow.torn = bool(update.ahead)
@@ -391,8 +404,16 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
     flow.account.trained(update.groups, update=update.number, version=version, size=flow.sampling.group)
+    flow.account.quoted(quotes)
     line = flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
     flow.health.look(line)
+
+
+def some(update: Update, count: int) -> Batch:
+    """So many samples from all over an update, each for itself."""
+    handles = [handle for group in update.groups for handle in group]
+    count = min(count, len(handles))
+    return Batch(tuple([handles[i * len(handles) // count]] for i in range(count)), update.number)
 
 
 async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:

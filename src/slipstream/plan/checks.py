@@ -6,6 +6,7 @@ The numbers come from the engines, the judgement is here: pure functions from nu
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -67,7 +68,9 @@ class Limits:
 async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
     """What `train` looks at before it begins: sampler against learner, and the teacher's rows."""
     await publish(engines)
-    groups = await scored(engines, await rolled(plan, engines, prompts))
+    groups = await rolled(plan, engines, prompts)
+    returned = [rewarding(groups)] if plan.engines.grader.rewards else []
+    groups = await scored(engines, groups)
     for teacher in plan.engines.scorers:
         groups += await until_enough(plan, engines, teacher, groups)
     headers = [handle.header for group in groups for handle in group]
@@ -75,7 +78,7 @@ async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, vers
         # with the others: what a long sequence does to a short one beside it is looked at too
         groups += await rolled(plan, engines, [furthest])
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
-    return [*agreement(numbers, Limits.of(plan.engines), groups), *teachers(numbers, headers)]
+    return [*agreement(numbers, Limits.of(plan.engines), groups), *teachers(numbers, headers), *returned]
 
 
 async def until_enough(plan: Plan, engines: Engines, teacher: str, groups: Sequence[Group]) -> list[Group]:
@@ -134,6 +137,20 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
     alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
     same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
     return [Finding("sampler and learner, one checkpoint", same, said, "" if same else cause(numbers))]
+
+
+def rewarding(groups: Sequence[Group]) -> Finding:
+    """What rewards make of a few short answers. That they differ is not to be expected of those."""
+    headers = [handle.header for group in groups for handle in group]
+    names = dict.fromkeys(name for header in headers for name in header.rewards)
+    said = [
+        f"{name} " + " ".join(f"{header.rewards[name]:.3g}" for header in headers if name in header.rewards)
+        for name in names
+    ]
+    why = Counter(header.ungraded.said for header in headers if header.ungraded is not None)
+    said += [f"none for {count} of {len(headers)}: {each}" for each, count in why.items()]
+    fix = "such answers are dropped; see docs/rewards.md" if why else ""
+    return Finding("rewards of a few short answers", not why, "; ".join(said), fix, fatal=why.total() == len(headers))
 
 
 def cause(numbers: Metrics) -> str:

@@ -11,6 +11,7 @@ from slipstream.engines.native.config import context_length, load_config, vocabu
 from slipstream.errors import DataError
 from slipstream.plan.engines import GraderPlan, ModelPlan, SamplerPlan
 from slipstream.records import Prompt
+from slipstream.tasks import grading
 from slipstream.tasks.chat import Tokenizer, check_ids, encode_rows
 from slipstream.tasks.data import Prompts, Row
 from slipstream.tasks.rewards import unfit
@@ -29,13 +30,15 @@ class Evaluation:
 
 def graded_rows(rows: Sequence[Row], rewards: Sequence[str]) -> Sequence[Row]:
     """Rows whose answers each of these rewards can compare with what a student says."""
+    needed = grading.needs(rewards)
     for row in rows if rewards else ():
-        if row.ground_truth is None:
-            raise DataError(
-                f"{row.place}: has no answer, which the reward {rewards[0]!r} needs: data.answer names a column"
-            )
         for reward in rewards:
-            if why := unfit(reward, row.ground_truth):
+            if row.ground_truth is None:
+                if "ground_truth" in needed[reward]:
+                    raise DataError(
+                        f"{row.place}: has no answer, which the reward {reward!r} needs: data.answer names a column"
+                    )
+            elif why := unfit(reward, row.ground_truth):
                 raise DataError(f"{row.place}: the reward {reward!r} cannot compare the answer: {why}")
     return rows
 

@@ -24,7 +24,7 @@ from slipstream.plan.teachers import check_budget, check_endpoints, check_teache
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
-from slipstream.tasks import rewards
+from slipstream.tasks import grading
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
 from slipstream.tasks.data import Prompts, check_there, check_told, load_rows
 from slipstream.tasks.sources import has_splits
@@ -103,7 +103,7 @@ def at_a_glance(config: Config) -> None:
         if engine == "vllm":
             check_installed(f"{where}.engine")
     method_of(config)
-    rewards.check_installed(config.task.reward)
+    grading.needs(config.task.reward)
     if config.learner.lora is not None and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
     model_path(config.student)

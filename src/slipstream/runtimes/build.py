@@ -25,7 +25,7 @@ from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.plan.engines import GraderPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.context import TemplateContext
-from slipstream.tasks.rewards import PoolGrader
+from slipstream.tasks.grading import PoolGrader
 
 AnySampler = NativeSampler | VllmSampler
 AnyScorer = NativeScorer | HttpScorer | VllmScorer

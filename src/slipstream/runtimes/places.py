@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.engines.base import Engines, Fingerprint, Loaded, Metrics, Mode, Sampling, Unscored, WeightsRef
+from slipstream.engines.base import Engines, Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, Unscored, WeightsRef
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.plan.engines import EnginesPlan, LearnerPlan, ScorerPlan
@@ -48,13 +48,15 @@ class RemoteLearner(RemoteWorker):
         return counts
 
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
-        """The learner has the bodies since `prepare`."""
-        groups = tuple([Handle(handle.header, None) for handle in group] for group in batch.groups)
-        await self.call("accumulate", Batch(groups, batch.update), counts)
+        await self.call("accumulate", without_bodies(batch), counts)
 
     async def step(self, counts: Counts = ONE) -> Metrics:
         metrics: Metrics = await self.call("step", counts)
         return metrics
+
+    async def quote(self, batch: Batch) -> list[Quote]:
+        quotes: list[Quote] = await self.call("quote", without_bodies(batch))
+        return quotes
 
     async def compare(self, batch: Batch) -> Metrics:
         metrics: Metrics = await self.call("compare", batch)
@@ -70,6 +72,12 @@ class RemoteLearner(RemoteWorker):
     async def restore(self, path: Path) -> Sequence[Group]:
         groups: Sequence[Group] = await self.call("restore", path.absolute())
         return groups
+
+
+def without_bodies(batch: Batch) -> Batch:
+    """For a learner, which has them since `prepare`."""
+    groups = tuple([Handle(handle.header, None) for handle in group] for group in batch.groups)
+    return Batch(groups, batch.update)
 
 
 @dataclass(frozen=True)

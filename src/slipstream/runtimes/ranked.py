@@ -17,7 +17,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.engines.base import Fingerprint, Learner, Metrics, WeightsRef
+from slipstream.engines.base import Fingerprint, Learner, Metrics, Quote, WeightsRef
 from slipstream.engines.native.packing import cost
 from slipstream.errors import EngineError, SlipstreamError, WorkerDied
 from slipstream.records import ONE, Batch, Counts, Group
@@ -56,6 +56,10 @@ class RankedLearner:
 
     async def step(self, counts: Counts = ONE) -> Metrics:
         return (await self._all(lambda rank: self.ranks[rank].step(counts)))[0]
+
+    async def quote(self, batch: Batch) -> list[Quote]:
+        parts = self._split(batch)
+        return [each for found in await self._all(lambda rank: self.ranks[rank].quote(parts[rank])) for each in found]
 
     async def compare(self, batch: Batch) -> Metrics:
         return (await self._all(lambda rank: self.ranks[rank].compare(batch)))[0]

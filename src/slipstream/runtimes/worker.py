@@ -35,7 +35,7 @@ from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, swapp
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 GRACE = 5.0
-"""Seconds in which what killed engines leave behind ends by itself: graders, and whoever cleans up after those."""
+"""Seconds in which what killed engines leave behind ends by itself: graders."""
 
 
 @dataclass(frozen=True, slots=True)

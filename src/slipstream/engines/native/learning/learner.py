@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Fingerprint, Metrics, WeightsRef
+from slipstream.engines.base import Fingerprint, Metrics, Quote, WeightsRef
 from slipstream.engines.native.learning.dummy_batch import nothing
 from slipstream.engines.native.learning.first_look import FirstLook
 from slipstream.engines.native.learning.optimizer import make_optimizer
@@ -29,6 +29,7 @@ from slipstream.engines.native.learning.storage import restore, save
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import over_tokens
+from slipstream.engines.quotes import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
@@ -104,6 +105,11 @@ class NativeLearner:
     async def step(self, counts: Counts = ONE) -> Metrics:
         return await self._run(lambda: self._step(counts))
 
+    async def quote(self, batch: Batch) -> list[Quote]:
+        return await self._run(
+            lambda: [quote(each, self.samples[key_of(each)], self.update, self._decode) for each in batch.headers]
+        )
+
     async def compare(self, batch: Batch) -> Metrics:
         return await self._run(lambda: self._compare([scored(handle) for handle in batch.handles]))
 
@@ -121,6 +127,9 @@ class NativeLearner:
 
     def close(self) -> None:
         self.thread.shutdown()
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return as_numbers(tokens) if self.tokenizer is None else str(self.tokenizer.decode(tokens))
 
     # --- before the first gradient ---------------------------------------------------------------------------
 

@@ -1,0 +1,74 @@
+"""What a student said in a run, for a person to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.errors import RunDirError
+from slipstream.runlog import SAMPLES, read_lines
+
+SHOWN = 5
+"""Tokens that the teacher found least likely."""
+
+
+def samples(path: Path, console: Console, *, update: int | None, count: int) -> None:
+    """The last so many, or those of one update."""
+    for quote in chosen(path, update)[-count:]:
+        console.print(Text(head(quote), style="bold"), soft_wrap=True)
+        for name in ("prompt", "response"):
+            console.print(Text(f"{name}:", style="cyan"))
+            console.print(Text(quote[name]), soft_wrap=True)
+        for line in against_teacher(quote):
+            console.print(Text(line, style="dim"), soft_wrap=True)
+        console.print()
+
+
+def chosen(path: Path, update: int | None) -> list[dict[str, Any]]:
+    if not (path / "config.toml").exists():
+        raise RunDirError(f"{path} holds no run: there is no config.toml in it")
+    found = read_lines(path / SAMPLES) if (path / SAMPLES).exists() else []
+    if not found:
+        raise RunDirError(f"{path} has no samples yet: log.samples says how many of each update it writes")
+    of_update = [quote for quote in found if update in (None, quote["update"])]
+    if not of_update:
+        first, last = found[0]["update"], found[-1]["update"]
+        raise RunDirError(f"{path} has no samples of update {update}: they go from {first} to {last}")
+    return of_update
+
+
+def head(quote: dict[str, Any]) -> str:
+    """All that is told of one in a line."""
+    ended = {"eos": "ended", "length": "cut off"}[quote["finish"]]
+    versions = [version for version, _ in quote["versions"]]
+    drawn = f"version {versions[0]}" if len(set(versions)) == 1 else f"versions {min(versions)} to {max(versions)}"
+    rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
+    return (
+        f"update {quote['update']}: {quote['prompt_id']}, answer {quote['index']}, "
+        f"{len(quote['tokens'])} tokens by {drawn}, {ended}{rewards}"
+    )
+
+
+def against_teacher(quote: dict[str, Any]) -> Iterator[str]:
+    """How far the teacher is from it, and where it is farthest."""
+    if quote["teacher_logp"] is None:
+        return
+    gaps = [
+        (ours - theirs, place, token)
+        for place, (token, ours, theirs) in enumerate(
+            zip(quote["tokens"], quote["logp"], quote["teacher_logp"], strict=True)
+        )
+        if ours is not None and theirs is not None
+    ]
+    if not gaps:
+        return
+    worst = [f"{token!r} at {place} ({gap:.2f})" for gap, place, token in sorted(gaps, reverse=True)[:SHOWN] if gap > 0]
+    of = f" by {quote['teacher']}" if quote["teacher"] else ""
+    yield f"scored{of}: log-probs of its tokens are {fmean(gap for gap, *_ in gaps):.3f} lower than the student's"
+    if worst:
+        yield f"most of all: {', '.join(worst)}"

@@ -1,0 +1,42 @@
+"""What a student said, for a person: a line of samples.jsonl, made where the records are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from slipstream.engines.base import Quote
+from slipstream.records import Header, Scored, version_runs
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
+    """With special tokens, as they were seen and written; the lists have an entry for each token that is trained."""
+    rollout, teacher = sample.rollout, sample.teacher_logp
+    trained = rollout.loss_mask
+    return {
+        "update": update,
+        "number": header.number,
+        "index": header.index,
+        "prompt_id": header.prompt,
+        "prompt": decode(rollout.prompt.tokens.tolist()),
+        "response": decode(rollout.tokens.tolist()),
+        "finish": header.finish,
+        "rewards": header.rewards,
+        "teacher": header.teacher,
+        "versions": version_runs(rollout.versions, trained),
+        "tokens": [decode([token]) for token in rollout.tokens[trained].tolist()],
+        "logp": rounded(rollout.logp[trained].tolist()),
+        "teacher_logp": None if teacher is None else rounded(teacher.tolist()),
+    }
+
+
+def rounded(numbers: Iterable[float]) -> list[float | None]:
+    """What JSON has no word for is left out."""
+    return [round(x, 4) if math.isfinite(x) else None for x in numbers]
+
+
+def as_numbers(tokens: Sequence[int]) -> str:
+    """For engines that know no text."""
+    return " ".join(map(str, tokens))

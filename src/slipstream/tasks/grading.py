@@ -1,0 +1,220 @@
+"""The processes in which answers are graded, one answer at a time.
+
+A reward may loop, crash or run out of memory on what a model writes, so it does not run where engines are. Each process
+is started afresh, `python -m slipstream.tasks.grading`, and knows nothing of the script or notebook that started it.
+An answer that takes too long, or ends its process, or whose reward is no number, is `Ungraded`, and no other one is. A
+grading process, with whatever rewards have started in it, ends with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from queue import SimpleQueue
+from subprocess import DEVNULL, Popen
+from typing import Any
+
+from slipstream.errors import ConfigError, EngineError
+from slipstream.records import Group, Handle, Rollout, Ungraded
+from slipstream.tasks.rewards import Answer, Grades, check_installed, grade, is_own, reward_of
+
+STARTED = 120.0
+"""Seconds in which what rewards import must have been imported."""
+GRACE = 5.0
+"""Seconds after an answer's deadlines in which its process may still say so itself."""
+
+
+# --- in a grading process ---------------------------------------------------------------------------------------------
+
+
+def serve(parent: Connection) -> None:
+    """First the names of all rewards, and then answers by their grades; as long as there is a parent."""
+    specs, timeout = parent.recv()
+    inbox = SimpleQueue[bytes]()
+    threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
+    sys.dont_write_bytecode = True  # beside files that are not ours
+    sys.path.insert(0, str(Path.cwd()))  # where a config's `module:function` is looked for first
+    try:
+        rewards = [reward_of(spec) for spec in specs]
+    except ConfigError as error:
+        parent.send(error)
+        return
+    parent.send({reward.spec: reward.needs for reward in rewards})
+    while True:
+        for answer in pickle.loads(inbox.get()):
+            parent.send(grade(rewards, answer, timeout))
+
+
+def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            inbox.put(parent.recv_bytes())
+    os.killpg(0, signal.SIGKILL)  # whatever is at work here
+
+
+# --- and in its parent ------------------------------------------------------------------------------------------------
+
+
+class GradingProcess:
+    """All that is asked of it is asked by one thread at a time."""
+
+    def __init__(self, specs: Sequence[str], timeout: float) -> None:
+        self.specs, self.timeout = tuple(specs), timeout
+        self.connection, theirs = Pipe()
+        self.needs: dict[str, tuple[str, ...]] = {}
+        with theirs:
+            self.process = Popen(
+                [sys.executable, "-P", "-m", "slipstream.tasks.grading", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=DEVNULL,
+                stdout=2,  # what rewards print is for a person, and not our output
+                start_new_session=True,  # what a terminal sends is the parent's to handle
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        with suppress(OSError):  # who cannot start is found out when it should be ready
+            self.connection.send((self.specs, timeout))
+
+    @property
+    def ended(self) -> bool:
+        return self.connection.closed or self.process.poll() is not None
+
+    def ready(self) -> None:
+        """Wait until it is; ConfigError if a reward cannot be had."""
+        if self.needs:
+            return
+        try:
+            if not self.connection.poll(STARTED):
+                raise ConfigError(f"task.reward: what it imports takes more than {STARTED:.0f} s")
+            said = self.connection.recv()
+        except (EOFError, OSError):
+            own = ", ".join(filter(is_own, self.specs))
+            raise EngineError(f"no grading process can start ({self._end()}), importing {own or 'nothing'}") from None
+        if isinstance(said, ConfigError):
+            raise said
+        self.needs = said
+
+    def grades(self, answers: Sequence[Answer]) -> list[Grades]:
+        """In turn, up to the first that ends the process."""
+        found: list[Grades] = []
+        self.ready()
+        try:
+            self.connection.send(answers)
+            while len(found) < len(answers):
+                if not self.connection.poll(self.timeout * len(self.specs) + GRACE):
+                    self.close()
+                    limit = f"{self.timeout:g} s (task.timeout) and did not stop"
+                    return [*found, Ungraded("timeout", f"{', '.join(self.specs)} took more than {limit}")]
+                found.append(self.connection.recv())
+        except (EOFError, OSError):
+            return [*found, Ungraded("crash", f"{', '.join(self.specs)} ended its process: {self._end()}")]
+        return found
+
+    def _end(self) -> str:
+        self.kill()
+        self.close()
+        code = self.process.returncode
+        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def kill(self) -> None:
+        """With all that was started in it."""
+        if self.process.returncode is None:  # nobody else has its number yet
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        self.process.wait()
+        self.connection.close()
+
+
+def needs(specs: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """What each of these rewards cannot do without; ConfigError if one cannot be had. What is not ours is looked at in
+    a process of its own."""
+    check_installed(specs)
+    if not any(map(is_own, specs)):
+        return {spec: reward_of(spec).needs for spec in specs}
+    process = GradingProcess(specs, timeout=0.0)
+    try:
+        process.ready()
+    finally:
+        process.close()
+    return process.needs
+
+
+class PoolGrader:
+    """Grades whole groups by every reward; without any it hands them on."""
+
+    def __init__(
+        self, rewards: Sequence[str], decode: Callable[[Any], str], *, processes: int = 1, timeout: float = 30.0
+    ) -> None:
+        check_installed(rewards)
+        self.rewards, self.decode, self.timeout = tuple(rewards), decode, timeout
+        self.closed = False
+        self.processes = [self._process() for _ in range(processes if rewards else 0)]  # they start while models load
+        self.idle = SimpleQueue[int]()
+        for place in range(len(self.processes)):
+            self.idle.put(place)
+        self.threads = ThreadPoolExecutor(max(1, processes), "grading")
+
+    def _process(self) -> GradingProcess:
+        return GradingProcess(self.rewards, self.timeout)
+
+    async def grade(self, group: Group) -> list[Handle]:
+        if not self.rewards:
+            return list(group)
+        answers = [self._answer(handle.body) for handle in group]
+        found = await asyncio.get_running_loop().run_in_executor(self.threads, self._grades, answers)
+        return [with_grades(handle, each) for handle, each in zip(group, found, strict=True)]
+
+    def _answer(self, rollout: Rollout) -> Answer:
+        prompt = rollout.prompt
+        return Answer(
+            text=self.decode(rollout.tokens),
+            tokens=rollout.tokens.tolist(),
+            prompt=self.decode(prompt.tokens),
+            ground_truth=prompt.ground_truth,
+            meta=prompt.meta,
+            data_source=prompt.data_source,
+            finish=rollout.finish,
+        )
+
+    def _grades(self, answers: Sequence[Answer]) -> list[Grades]:
+        """By whichever process is free. One that an answer has ended is replaced, and the others are not lost."""
+        place, found = self.idle.get(), list[Grades]()
+        try:
+            while len(found) < len(answers) and not self.closed:
+                if self.processes[place].ended:
+                    self.processes[place].close()
+                    self.processes[place] = self._process()
+                found += self.processes[place].grades(answers[len(found) :])
+            return found
+        finally:
+            self.idle.put(place)
+
+    def close(self) -> None:
+        self.closed = True
+        for process in self.processes:
+            process.kill()
+        self.threads.shutdown(cancel_futures=True)
+        for process in self.processes:
+            process.close()
+
+
+def with_grades(handle: Handle, grades: Grades) -> Handle:
+    if isinstance(grades, Ungraded):
+        return Handle(replace(handle.header, ungraded=grades), handle.body)
+    return Handle(replace(handle.header, rewards=grades), handle.body)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])))
