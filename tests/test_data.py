@@ -27,7 +27,7 @@ from slipstream.runlog import read_lines
 from slipstream.tasks.chat import encode_rows
 from slipstream.tasks.data import Row, load_rows
 from slipstream.tasks.layouts import DEEPMATH, GSM8K, OPENAI, PLAIN, TRL, VERL, as_told, layout_of, reach
-from slipstream.tasks.rewards import grade_texts, unfit
+from slipstream.tasks.rewards import exact, math, unfit
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Hello"}
@@ -436,8 +436,8 @@ def test_an_answer_that_a_reward_cannot_compare_is_refused_with_its_row(reward: 
 
 
 def test_of_several_answers_each_is_right() -> None:
-    found = grade_texts(("exact", "math"), ["VII", "7.0", "8"], ["7", "VII"], 10.0)
-    assert found == [{"exact": 1.0, "math": 0.0}, {"exact": 0.0, "math": 1.0}, {"exact": 0.0, "math": 0.0}]
+    found = [(exact(text, ["7", "VII"]), math(text, ["7", "VII"])) for text in ("VII", "7.0", "8")]
+    assert found == [(1.0, 0.0), (0.0, 1.0), (0.0, 0.0)]
 
 
 # --- through a template of the tokenizer -------------------------------------------------------------------
