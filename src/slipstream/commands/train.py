@@ -26,7 +26,7 @@ from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.run import Run, admission_of
+from slipstream.pipeline.run import Run, admission_of, in_time
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, at_a_glance, plan
 from slipstream.records import Group
@@ -94,7 +94,8 @@ def go_on(made: Plan, born: Home, path: Path, console: Console, checkpoint: Chec
     """From a checkpoint. What came later is forgotten once the learner has it."""
     with opened(made, born, console) as engines:
         try:
-            groups = asyncio.run(engines.learner.restore(checkpoint.path))
+            reading = engines.learner.restore(checkpoint.path)
+            groups = asyncio.run(in_time(reading, made.config.runtime.patience, f"reading {checkpoint.path}"))
         except WorkerDied as error:
             raise LearnerDied(str(error)) from None
         in_flight = len(checkpoint.standing.in_flight)
@@ -150,7 +151,7 @@ def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Confi
 def nursery(config: Config) -> AbstractContextManager[Home]:
     """Where engines will be forked from, if they are: to be opened before anything here starts a thread."""
     secrets = [teacher.api_key_env for teacher in config.teachers.values() if teacher.api_key_env is not None]
-    return Nursery(secrets) if config.runtime.kind == "local" else ExitStack()
+    return Nursery(secrets, config.runtime.heartbeat) if config.runtime.kind == "local" else ExitStack()
 
 
 @contextmanager
