@@ -92,18 +92,19 @@ def resume(
 
 def go_on(made: Plan, born: Home, path: Path, console: Console, checkpoint: Checkpoint, restarts: Restarts) -> None:
     """From a checkpoint. What came later is forgotten once the learner has it."""
-    with opened(made, born, console) as engines:
-        try:
+    try:
+        with opened(made, born, console) as engines:
             reading = engines.learner.restore(checkpoint.path)
             groups = asyncio.run(in_time(reading, made.config.runtime.patience, f"reading {checkpoint.path}"))
-        except WorkerDied as error:
-            raise LearnerDied(str(error)) from None
-        in_flight = len(checkpoint.standing.in_flight)
-        saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight go on")
-        Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)  # before the lines that they need
-        with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
-            where: Any = {"standing": checkpoint.standing, "groups": groups, "restarts": restarts}
-            go(made, engines, log, console, name=path.name, **where)
+            in_flight = len(checkpoint.standing.in_flight)
+            saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight go on")
+            # before the lines that they need
+            Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
+            with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
+                where: Any = {"standing": checkpoint.standing, "groups": groups, "restarts": restarts}
+                go(made, engines, log, console, name=path.name, **where)
+    except WorkerDied as error:  # any of them, while it is loaded, or the learner
+        raise LearnerDied(str(error)) from None
 
 
 def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console) -> None:

@@ -168,7 +168,7 @@ class LocalLink:
         try:
             await worker.call(START, pickle.dumps(partial(build, *told)))
         except WorkerDied:
-            raise EngineError(f"{worker.name} died while it was loaded: {self.ended()}") from None
+            raise WorkerDied(f"{worker.name} died while it was loaded: {self.ended()}") from None
         self.started = True
 
     def attach(self, worker: RemoteWorker) -> None:
