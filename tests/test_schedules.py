@@ -235,10 +235,22 @@ def test_a_run_in_which_nothing_moves_is_stopped_and_says_who_waits_for_whom(tmp
     assert (tmp_path / "checkpoints" / "0").exists()
 
 
-def test_a_learner_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        ("accumulate", "no checkpoint could be saved: Stalled: the learner has been writing it for 60 s"),
+        ("step", "nothing is saved: the update in hand may have made some of its optimizer steps"),
+    ],
+)
+def test_a_learner_that_hangs_does_not_hold_up_the_end(tmp_path: Path, where: str, says: str) -> None:
+    """In a step, its weights may be those of the next update: they are of no version."""
+
     class Hangs(SleepLearner):
-        async def step(self, scale: float = 1.0) -> dict[str, float]:
-            await asyncio.sleep(1e9)
+        async def accumulate(self, *args: Any) -> None:
+            await asyncio.sleep(1e9 * (where == "accumulate"))
+
+        async def step(self, *args: Any) -> dict[str, float]:
+            await asyncio.sleep(1e9 * (where == "step"))
             return {}
 
         async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
@@ -255,7 +267,32 @@ def test_a_learner_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
             return asyncio.get_running_loop().time()
 
         assert virtual.run(main())[0] < 200
-    assert said[0].startswith("no checkpoint could be saved: TimeoutError")
+    assert said[0].startswith(says)
+
+
+@pytest.mark.parametrize("until", [10.0, None], ids=["stopped", "finished"])
+def test_no_end_waits_longer_than_patience(tmp_path: Path, until: float | None) -> None:
+    """For a learner that hangs in writing a checkpoint, with an event loop that answers."""
+
+    class Hangs(SleepLearner):
+        async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+            await asyncio.sleep(1e9)
+
+    async def main(run: Run) -> float:
+        task = run.task = asyncio.create_task(run.train())
+        await asyncio.wait([task], timeout=until)
+        if until:
+            run.stop()
+        await asyncio.wait([task])
+        assert task.cancelled() if until else isinstance(task.exception(), Stalled)
+        return asyncio.get_running_loop().time()
+
+    said: list[str] = []
+    with RunLog(tmp_path, []) as log:
+        made = replace(engines(), learner=Hangs(lambda _: 1.0))
+        run = Run(config(Sync(), updates=3), made, PROMPTS, log, patience=30, say=said.append)
+        assert virtual.run(main(run))[0] < 200
+    assert said[0].startswith("no checkpoint could be saved: Stalled: the learner has been writing it for ")
 
 
 def test_an_update_that_is_interrupted_in_its_step_is_whole(tmp_path: Path) -> None:
@@ -278,6 +315,30 @@ def test_an_update_that_is_interrupted_in_its_step_is_whole(tmp_path: Path) -> N
     assert run.admission.version == 1 and (tmp_path / "checkpoints" / "1" / "steps").read_text() == "1"
     ends = [(entry["end"], entry["number"]) for entry in read_lines(tmp_path / "ledger.jsonl")]
     assert ends == [("trained", number) for number in range(4)]
+
+
+def test_a_run_that_is_told_twice_to_stop_leaves_nothing_behind(tmp_path: Path) -> None:
+    """In a step that never ends: the first time it waits for that."""
+
+    class Hangs(SleepLearner):
+        async def step(self, *args: Any) -> dict[str, float]:
+            await asyncio.sleep(1e9)
+            return {}
+
+    with RunLog(tmp_path, []) as log:
+        run = Run(config(Sync()), replace(engines(), learner=Hangs(lambda _: 1.0)), PROMPTS, log)
+
+        async def main() -> None:
+            run.task = task = asyncio.create_task(run.train())
+            for seconds in (9, 1):
+                await asyncio.wait([task], timeout=seconds)
+                assert not task.done()
+                run.stop()
+                run.at_once = True
+            await asyncio.wait([task])
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        assert virtual.run(main())[1] < 20
 
 
 def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> None:

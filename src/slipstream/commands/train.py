@@ -26,7 +26,7 @@ from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.run import Run, admission_of
+from slipstream.pipeline.run import Run, admission_of, in_time
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, at_a_glance, plan
 from slipstream.records import Group
@@ -92,17 +92,19 @@ def resume(
 
 def go_on(made: Plan, born: Home, path: Path, console: Console, checkpoint: Checkpoint, restarts: Restarts) -> None:
     """From a checkpoint. What came later is forgotten once the learner has it."""
-    with opened(made, born, console) as engines:
-        try:
-            groups = asyncio.run(engines.learner.restore(checkpoint.path))
-        except WorkerDied as error:
-            raise LearnerDied(str(error)) from None
-        in_flight = len(checkpoint.standing.in_flight)
-        saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight go on")
-        Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)  # before the lines that they need
-        with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
-            where: Any = {"standing": checkpoint.standing, "groups": groups, "restarts": restarts}
-            go(made, engines, log, console, name=path.name, **where)
+    try:
+        with opened(made, born, console) as engines:
+            reading = engines.learner.restore(checkpoint.path)
+            groups = asyncio.run(in_time(reading, made.config.runtime.patience, f"reading {checkpoint.path}"))
+            in_flight = len(checkpoint.standing.in_flight)
+            saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight go on")
+            # before the lines that they need
+            Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
+            with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
+                where: Any = {"standing": checkpoint.standing, "groups": groups, "restarts": restarts}
+                go(made, engines, log, console, name=path.name, **where)
+    except WorkerDied as error:  # any of them, while it is loaded, or the learner
+        raise LearnerDied(str(error)) from None
 
 
 def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console) -> None:
@@ -150,7 +152,7 @@ def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Confi
 def nursery(config: Config) -> AbstractContextManager[Home]:
     """Where engines will be forked from, if they are: to be opened before anything here starts a thread."""
     secrets = [teacher.api_key_env for teacher in config.teachers.values() if teacher.api_key_env is not None]
-    return Nursery(secrets) if config.runtime.kind == "local" else ExitStack()
+    return Nursery(secrets, config.runtime.heartbeat) if config.runtime.kind == "local" else ExitStack()
 
 
 @contextmanager

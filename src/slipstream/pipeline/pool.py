@@ -121,8 +121,13 @@ class Pool(Generic[E]):
         if pause is None:
             self._without(worker, str(error))
         else:
-            self.say(f"{worker.name} died and is started again: {error}")
-            self.coming[worker.name] = self.tasks.create_task(self._start_again(worker, pause))
+            again = self._start_again(worker, pause)
+            try:
+                self.coming[worker.name] = self.tasks.create_task(again)
+            except RuntimeError:  # all that the run does is being cancelled, and only the others hand over
+                again.close()
+            else:
+                self.say(f"{worker.name} died and is started again: {error}")
 
     def close(self) -> None:
         """Nobody need come any more."""

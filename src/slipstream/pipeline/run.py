@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
@@ -34,6 +34,7 @@ from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.runlog import Mark, RunLog
 from slipstream.tasks.data import Prompts
 
+T = TypeVar("T")
 HANDING_OVER = 30.0
 """Seconds for samplers to hand over what they have, when a run is stopped; an answer may have to be graded first."""
 STALLED_SAVE = 60.0
@@ -83,9 +84,9 @@ class Run:
             with rare_collections():
                 await self._update_all()
             if self.checkpoints.at_end:
-                await self._checkpoint()()
+                await in_time(self._checkpoint()(), self.patience, "writing a checkpoint")
             final = self.log.path / "final"
-            await save_whole(self.engines.learner, final)
+            await in_time(save_whole(self.engines.learner, final), self.patience, "writing the final student")
             return final
         except BaseExceptionGroup as group:
             await self._stopped(_cause(group))
@@ -208,12 +209,12 @@ class Run:
         if self.at_once or isinstance(cause, WorkerDied):
             raise cause
         if self.flow and self.flow.torn:
-            self.say("nothing is saved: the update in hand has made some of its optimizer steps and not the others")
+            self.say("nothing is saved: the update in hand may have made some of its optimizer steps and not others")
             raise cause from cause.__cause__
-        limit = STALLED_SAVE if isinstance(cause, Stalled) else None
+        limit = STALLED_SAVE if isinstance(cause, Stalled) else self.patience
         suspect = isinstance(cause, Unhealthy) and cause.harmful
         try:
-            path = await asyncio.wait_for(self._checkpoint(mark, stopping=True, suspect=suspect)(), limit)
+            path = await in_time(self._checkpoint(mark, stopping=True, suspect=suspect)(), limit, "writing it")
         except Exception as error:  # the learner itself may be what failed: the cause is what matters
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
@@ -273,6 +274,14 @@ def rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+async def in_time(work: Coroutine[Any, Any, T], seconds: float | None, doing: str) -> T:
+    """What the learner does while nobody watches: it may hang there too, with an event loop that answers."""
+    try:
+        return await asyncio.wait_for(work, seconds)
+    except TimeoutError:
+        raise Stalled(f"the learner has been {doing} for {seconds:.0f} s, and is not done") from None
 
 
 def _cause(group: BaseException) -> BaseException:

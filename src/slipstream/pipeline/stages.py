@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
-from slipstream.errors import Stalled, WorkerDied
+from slipstream.errors import NonFiniteError, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
@@ -108,7 +108,7 @@ class Flow:
     moved: float = 0.0
     """When something last changed."""
     torn: bool = False
-    """Some of the optimizer steps of an update are made and some are not: the weights are of no version."""
+    """Some of the optimizer steps of an update may be made and some not: the weights are of no version."""
     stalled: bool = False
     """Nothing has changed for so long that the run is stopped."""
     waits: dict[str, float] = field(default_factory=dict)
@@ -391,8 +391,12 @@ async def finish(flow: Flow, update: Update) -> None:
     began, counts = flow.trace.now(), total(update.counts)
     quotes = await flow.learner.quote(some(update, flow.quoted)) if flow.quoted else []  # none is lost with a step
     with flow.learning.busy(f"update {update.number}"):
-        steps = [await flow.learner.step(ONE if flow.admission.schedule.learn == "batch" else counts)]
-        flow.torn = bool(update.ahead)
+        try:
+            flow.torn = True
+            steps = [await flow.learner.step(ONE if flow.admission.schedule.learn == "batch" else counts)]
+        except NonFiniteError:
+            flow.torn = False
+            raise
         while update.ahead:
             await flow.learner.accumulate(*update.ahead.popleft())
             steps.append(await flow.learner.step())
@@ -430,17 +434,20 @@ async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
 async def unbroken(flow: Flow, work: Coroutine[Any, Any, T]) -> T:
     """Whoever is cancelled here waits until the work is done: an update happens with all its bookkeeping or not.
 
-    Unless the run is stopped because nothing moves: then this may be what hangs.
+    Unless the run is stopped because nothing moves: then this may be what hangs. Or it is told again.
     """
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if flow.stalled:
+        try:
+            if not flow.stalled:
+                await asyncio.wait([task])
+        finally:
             task.cancel()
-        await asyncio.wait([task])
-        if not task.cancelled():
-            task.exception()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()
         raise
 
 

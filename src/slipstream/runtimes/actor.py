@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from slipstream.errors import EngineError, first_line
+from slipstream.errors import EngineError, WorkerDied, first_line
 from slipstream.runtimes.exchange import NOBODY, Answer, Body, Call, Host, RemoteWorker, swapped
 
 TICK = 0.02
@@ -124,7 +124,7 @@ class RayLink:
         try:
             answer: Answer = await self.actor.start.remote(build, *told)
         except RayActorError as error:
-            raise EngineError(f"{worker.name} died while it was loaded: {reason(error)}") from None
+            raise WorkerDied(f"{worker.name} died while it was loaded: {reason(error)}") from None
         self.pid = answer.get()
 
     def kill(self) -> None:

@@ -48,10 +48,11 @@ class Nursery:
 
     It is a fork of this one as long as there is only one thread here, and begins to import at once: `train` makes it
     before it does anything that takes time. Else it is started afresh. No engine inherits the environment variables in
-    `secrets`.
+    `secrets`. Once it has imported all, one that has not answered for `heartbeat` seconds hangs, and is killed.
     """
 
-    def __init__(self, secrets: Collection[str] = ()) -> None:
+    def __init__(self, secrets: Collection[str] = (), heartbeat: float = HEARTBEAT) -> None:
+        self.heartbeat, self.patience = heartbeat, HEARD
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each engine takes some, here and there
         self.gone = False
@@ -98,9 +99,11 @@ class Nursery:
 
     def _answer(self) -> Any:
         """Whoever waits here stops the whole run: not for a nursery that hangs."""
-        if not self.control.poll(HEARD):
+        if not self.control.poll(self.patience):
             os.kill(self.pid, signal.SIGKILL)
-        return self.control.recv()
+        answer = self.control.recv()
+        self.patience = self.heartbeat
+        return answer
 
     def __enter__(self) -> Nursery:
         return self
@@ -165,7 +168,7 @@ class LocalLink:
         try:
             await worker.call(START, pickle.dumps(partial(build, *told)))
         except WorkerDied:
-            raise EngineError(f"{worker.name} died while it was loaded: {self.ended()}") from None
+            raise WorkerDied(f"{worker.name} died while it was loaded: {self.ended()}") from None
         self.started = True
 
     def attach(self, worker: RemoteWorker) -> None:

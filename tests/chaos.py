@@ -1,0 +1,311 @@
+"""A run that cannot be lost: `python tests/chaos.py --faults 100`.
+
+`slipstream train` learns arithmetic while its processes are killed and stopped, whichever it hits: engines, graders,
+the nursery, and the coordinator, after whose death `slipstream resume` goes on. At the end the laws are checked, one
+line for each; the accuracy is held against that of a run that was left in peace. It stands beside the tests because it
+proves and does not measure: `test_chaos.py` is a short one. Faults come at updates that follow from the seed, so the
+same seed tells the same story, as far as a story told to several processes can be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from coordinators import Coordinators, below, semaphores
+from slipstream.pipeline.checkpoint import Checkpoints
+from slipstream.runlog import read_lines
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+VICTIMS = ("coordinator", "nursery", "learner", "sampler", "scorer", "grader")
+HEARTBEAT, EVERY, TAU, GROUPS, PROMPTS = 5.0, 3, 2, 16, 400
+TORCH = f"torchinductor_{getpass.getuser()}"
+"""The cache of all programs that import torch's compiler; it is empty."""
+LATE = 300.0
+"""Seconds in which a run must have come to its next update, whatever happened to it."""
+CONFIG = f"""
+student = "builtin:student"
+updates = {{updates}}
+seed = {{seed}}
+output = "run"
+[data]
+train = "builtin:arithmetic"
+eval = "builtin:arithmetic"
+[teachers.main]
+model = "builtin:teacher"
+[sampler]
+max_tokens = 48
+replicas = 2
+[schedule]
+kind = "async"
+tau = {TAU}
+order = "submission"
+[loss]
+m = 32
+[learner]
+batch_size = {GROUPS}
+lr = 1e-3
+warmup = 10
+decay = "cosine"
+[task]
+reward = "exact"
+timeout = 2
+[eval]
+every = {{updates}}
+prompts = {{prompts}}
+[checkpoint]
+every = {EVERY}
+[runtime]
+kind = "{{kind}}"
+restarts = 1000
+heartbeat = {HEARTBEAT}
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    update: int
+    victim: str
+    how: signal.Signals
+    which: float
+    """Of several, and when within the update."""
+
+    def __str__(self) -> str:
+        return f"after update {self.update}: {self.how.name} to {self.victim}"
+
+
+def drawn(seed: int, faults: int, updates: int, victims: tuple[str, ...] = VICTIMS) -> list[Fault]:
+    """In the order in which they come, none before the first checkpoint."""
+    r = random.Random(seed)
+    when = sorted(r.randint(EVERY + 1, updates - 1) for _ in range(faults))
+    return [Fault(update, r.choice(victims), r.choice([KILL, STOP]), r.random()) for update in when]
+
+
+class Chaos:
+    def __init__(
+        self,
+        home: Path,
+        *,
+        seed: int,
+        updates: int,
+        say: Callable[[str], None],
+        kind: str = "local",
+        prompts: int = PROMPTS,
+    ) -> None:
+        """`prompts` are held out, to measure the student."""
+        self.home, self.run, self.updates, self.kind, self.say = home, home / "run", updates, kind, say
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "run.toml").write_text(CONFIG.format(updates=updates, seed=seed, kind=kind, prompts=prompts))
+        self.coordinators, self.pid = Coordinators(home), 0
+        self.shared, self.said, self.left = set[str](), "", list[str]()
+        self.parts = 0
+
+    def live(self, faults: list[Fault]) -> int:
+        """To its end; returns the exit status of the last part."""
+        try:
+            self.pid = self.coordinators.train()
+            for fault in faults:
+                if self.reached(fault.update):
+                    time.sleep(fault.which / 2)
+                    self.strike(fault)
+            self.reached(self.updates + 1)
+            return self.ended()
+        finally:
+            self.coordinators.close()
+
+    def strike(self, fault: Fault) -> None:
+        victim = self.found(fault)
+        if victim is None:
+            self.say(f"{fault}: the run has ended")
+            return
+        self.shared |= semaphores_of(self.processes())
+        os.kill(victim, fault.how)
+        self.say(f"{fault} (pid {victim})")
+        if fault.victim == "coordinator":
+            if fault.how == STOP:
+                time.sleep(2 * HEARTBEAT * fault.which)
+                os.kill(victim, signal.SIGCONT)
+            else:
+                self.go_on(self.ended(), -KILL)
+
+    def go_on(self, status: int, expected: int) -> None:
+        assert status == expected, f"exit status {status}: {self.said[-2000:]}"
+        self.pid = self.coordinators.resume()
+
+    def ended(self) -> int:
+        """The exit status; what the part said and has left is kept."""
+        status, left = self.coordinators.ask("")
+        self.parts += 1
+        self.said += self.coordinators.output()
+        self.left += left
+        self.left += [str(path) for path in self.coordinators.temporary.iterdir() if path.name != TORCH]
+        return int(status)
+
+    # --- where it is ---------------------------------------------------------------------------------------------
+
+    def reached(self, update: int) -> bool:
+        """Wait for the end of an update, and for a checkpoint; false if the run ends before."""
+        until = time.monotonic() + LATE
+        metrics = self.run / "metrics.jsonl"
+        while time.monotonic() < until:
+            if gone(self.pid):
+                return False
+            made = sum(1 for line in read_lines(metrics) if line["kind"] == "train") if metrics.exists() else 0
+            if made >= update and Checkpoints(self.run / "checkpoints").existing():
+                return True
+            time.sleep(0.05)
+        os.kill(self.pid, signal.SIGQUIT)
+        time.sleep(1)
+        raise AssertionError(f"update {update} has not come in {LATE:.0f} s\n{self.coordinators.output()[-3000:]}")
+
+    def processes(self) -> dict[int, str]:
+        """Of the run, with their names."""
+        found = {self.pid: "coordinator"}
+        for pid in found.copy():
+            found |= dict(named(pid))
+        return found
+
+    def found(self, fault: Fault) -> int | None:
+        """Who is to be struck; whoever is just being started again is waited for."""
+        until = time.monotonic() + LATE
+        while time.monotonic() < until and not gone(self.pid):
+            these = sorted(pid for pid, name in self.processes().items() if name.startswith(fault.victim))
+            if these:
+                return these[int(fault.which * len(these))]
+            time.sleep(0.05)
+        assert gone(self.pid), f"there is no {fault.victim}"
+        return None
+
+    # --- the laws ------------------------------------------------------------------------------------------------
+
+    def laws(self, status: int) -> Iterator[tuple[str, bool, str]]:
+        """The name of each, whether it holds, and what was found."""
+        yield "the run ends well", status == 0 and (self.run / "final").exists(), f"exit status {status}"
+        lines = [line for line in read_lines(self.run / "metrics.jsonl") if line["kind"] == "train"]
+        ledger = read_lines(self.run / "ledger.jsonl")
+        numbers = sorted(entry["number"] for entry in ledger)
+        trained = [entry for entry in ledger if entry["end"] == "trained"]
+        once = numbers == list(range(len(numbers))) and len(trained) == self.updates * GROUPS
+        yield "every group ends once", once, f"{len(numbers)} groups, {len(trained)} of them trained on"
+        updates = [line["update"] for line in lines]
+        yield "every update is made once", updates == list(range(1, self.updates + 1)), f"{len(updates)} updates"
+        lags = [lag for entry in trained for lag in entry["lag"]]
+        late = [entry for entry in trained if max(entry["lag"]) > min(TAU, entry["update"] - 1)]
+        yield f"no lag is above {TAU}", min(lags) >= 0 and not late, f"{max(lags)} at most"
+        yield "no process and no temporary file is left", not self.left, ", ".join(self.left) or "after any part"
+        shared = sorted(name for name in self.shared if Path(name).exists())
+        yield "no shared memory is left", not shared, ", ".join(shared) or f"of {len(self.shared)} names"
+        traces = [
+            word for word in ("Traceback", "never awaited", "was destroyed", "never retrieved") if word in self.said
+        ]
+        yield "nothing is said that a user need not read", not traces, ", ".join(traces) or f"in {self.parts} parts"
+
+    @property
+    def accuracy(self) -> float:
+        found = [line for line in read_lines(self.run / "metrics.jsonl") if line["kind"] == "eval"]
+        return float(found[-1]["accuracy"])
+
+
+def semaphores_of(processes: dict[int, str]) -> set[str]:
+    found = set[str]()
+    for pid in processes:
+        try:
+            found |= semaphores(pid)
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
+def gone(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def named(coordinator: int) -> Iterator[tuple[int, str]]:
+    """All below a coordinator: engines by the name that their processes have, and graders.
+
+    Beside a grader Python has a process of its own, whose death it comments on with a traceback: that one is spared.
+    """
+
+    def children(pid: int, parent: str) -> Iterator[tuple[int, str]]:
+        try:
+            for child in below(pid):
+                name = Path(f"/proc/{child}/comm").read_text().strip()
+                if parent.startswith("sampler"):
+                    name = "grader" if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes() else "tracker"
+                yield child, name
+                yield from children(child, name)
+        except OSError:  # it has ended meanwhile
+            return
+
+    return children(coordinator, "coordinator")
+
+
+def compared(disturbed: float, left_in_peace: float) -> tuple[str, bool, str]:
+    """Four standard errors of a difference between two answers to so many prompts."""
+    middle = min(max((disturbed + left_in_peace) / 2, 0.05), 0.95)
+    noise = 4 * sqrt(2 * middle * (1 - middle) / PROMPTS)
+    said = f"{disturbed:.1%}, and {left_in_peace:.1%} in peace (noise: {noise:.1%})"
+    return "the student is as good", abs(disturbed - left_in_peace) <= noise, said
+
+
+@contextmanager
+def somewhere(keep: bool) -> Iterator[Path]:
+    place = Path(tempfile.mkdtemp(prefix="slipstream-chaos-"))
+    try:
+        yield place
+    except BaseException:
+        print(f"all of it is in {place}")
+        raise
+    if keep:
+        print(f"all of it is in {place}")
+    else:
+        shutil.rmtree(place)
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--faults", type=int, default=100)
+    options.add_argument("--updates", type=int, help="of the run: three for every fault, unless told otherwise")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--runtime", choices=["local", "ray"], default="local")
+    options.add_argument("--only", nargs="+", choices=VICTIMS, default=VICTIMS, help="who is struck")
+    options.add_argument("--keep", action="store_true", help="the run directories")
+    given: Any = options.parse_args()
+    updates = given.updates or max(30, 3 * given.faults)
+    story = drawn(given.seed, given.faults, updates, tuple(given.only))
+    again = f"python tests/chaos.py --faults {given.faults} --updates {updates} --seed {given.seed}"
+    again += f" --runtime {given.runtime}" * (given.runtime != "local")
+    again += f" --only {' '.join(given.only)}" * (given.only != VICTIMS)
+    try:
+        with somewhere(given.keep) as place:
+            made = {"seed": given.seed, "updates": updates, "kind": given.runtime}
+            peace = Chaos(place / "peace", **made, say=print)
+            assert peace.live([]) == 0, peace.said
+            began = time.monotonic()
+            chaos = Chaos(place / "chaos", **made, say=lambda line: print(f"{time.monotonic() - began:7.1f} s  {line}"))
+            laws = [*chaos.laws(chaos.live(story)), compared(chaos.accuracy, peace.accuracy)]
+            for name, holds, said in laws:
+                print(f"{'holds' if holds else 'BROKEN'}: {name}: {said}")
+            broken = [name for name, holds, _ in laws if not holds]
+            assert not broken, f"{len(broken)} laws are broken"
+    except BaseException:
+        print(f"once more: {again}")
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
