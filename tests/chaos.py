@@ -234,17 +234,13 @@ def gone(pid: int) -> bool:
 
 
 def named(coordinator: int) -> Iterator[tuple[int, str]]:
-    """All below a coordinator: engines by the name that their processes have, and graders.
-
-    Beside a grader Python has a process of its own, whose death it comments on with a traceback: that one is spared.
-    """
+    """All below a coordinator: engines by the name that their processes have, what they start themselves as graders."""
 
     def children(pid: int, parent: str) -> Iterator[tuple[int, str]]:
         try:
             for child in below(pid):
                 name = Path(f"/proc/{child}/comm").read_text().strip()
-                if parent.startswith("sampler"):
-                    name = "grader" if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes() else "tracker"
+                name = "grader" if parent.startswith("sampler") else name
                 yield child, name
                 yield from children(child, name)
         except OSError:  # it has ended meanwhile
