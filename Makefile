@@ -18,7 +18,7 @@ test-vllm: .venv-vllm/ready
 zoo: .venv/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo
 
-# A run cannot be lost: a hundred kills and stops of a real run, and twenty thousand runs on a virtual clock (half an hour)
+# A run cannot be lost: a hundred kills and stops of a real run, and twenty thousand on a virtual clock (10 minutes)
 chaos: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fates.py 20000
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --faults 100

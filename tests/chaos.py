@@ -69,7 +69,7 @@ prompts = {{prompts}}
 [checkpoint]
 every = {EVERY}
 [runtime]
-kind = "{{kind}}"
+kind = "local"
 restarts = 1000
 heartbeat = {HEARTBEAT}
 """
@@ -102,13 +102,12 @@ class Chaos:
         seed: int,
         updates: int,
         say: Callable[[str], None],
-        kind: str = "local",
         prompts: int = PROMPTS,
     ) -> None:
         """`prompts` are held out, to measure the student."""
-        self.home, self.run, self.updates, self.kind, self.say = home, home / "run", updates, kind, say
+        self.home, self.run, self.updates, self.say = home, home / "run", updates, say
         home.mkdir(parents=True, exist_ok=True)
-        (home / "run.toml").write_text(CONFIG.format(updates=updates, seed=seed, kind=kind, prompts=prompts))
+        (home / "run.toml").write_text(CONFIG.format(updates=updates, seed=seed, prompts=prompts))
         self.coordinators, self.pid = Coordinators(home), 0
         self.shared, self.said, self.left = set[str](), "", list[str]()
         self.parts = 0
@@ -234,17 +233,13 @@ def gone(pid: int) -> bool:
 
 
 def named(coordinator: int) -> Iterator[tuple[int, str]]:
-    """All below a coordinator: engines by the name that their processes have, and graders.
-
-    Beside a grader Python has a process of its own, whose death it comments on with a traceback: that one is spared.
-    """
+    """All below a coordinator: engines by the name that their processes have, what they start themselves as graders."""
 
     def children(pid: int, parent: str) -> Iterator[tuple[int, str]]:
         try:
             for child in below(pid):
                 name = Path(f"/proc/{child}/comm").read_text().strip()
-                if parent.startswith("sampler"):
-                    name = "grader" if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes() else "tracker"
+                name = "grader" if parent.startswith("sampler") else name
                 yield child, name
                 yield from children(child, name)
         except OSError:  # it has ended meanwhile
@@ -280,18 +275,16 @@ def main() -> int:
     options.add_argument("--faults", type=int, default=100)
     options.add_argument("--updates", type=int, help="of the run: three for every fault, unless told otherwise")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--runtime", choices=["local", "ray"], default="local")
     options.add_argument("--only", nargs="+", choices=VICTIMS, default=VICTIMS, help="who is struck")
     options.add_argument("--keep", action="store_true", help="the run directories")
     given: Any = options.parse_args()
     updates = given.updates or max(30, 3 * given.faults)
     story = drawn(given.seed, given.faults, updates, tuple(given.only))
     again = f"python tests/chaos.py --faults {given.faults} --updates {updates} --seed {given.seed}"
-    again += f" --runtime {given.runtime}" * (given.runtime != "local")
     again += f" --only {' '.join(given.only)}" * (given.only != VICTIMS)
     try:
         with somewhere(given.keep) as place:
-            made = {"seed": given.seed, "updates": updates, "kind": given.runtime}
+            made = {"seed": given.seed, "updates": updates}
             peace = Chaos(place / "peace", **made, say=print)
             assert peace.live([]) == 0, peace.said
             began = time.monotonic()
