@@ -67,5 +67,5 @@ def texts(path: Path) -> list[str]:
 
 if __name__ == "__main__":
     disk = Path(sys.argv[1])
-    for pages in (*range(1, 20), *range(20, 40, 5)):
+    for pages in (*range(1, 20, 2), *range(20, 120, 12)):
         print(json.dumps({"pages": pages} | tried(disk, pages)), flush=True)
