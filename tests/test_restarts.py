@@ -12,7 +12,7 @@ from fates import live
 from slipstream.config.schedule import Async, Sync
 from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.sleep import SleepSampler
-from slipstream.errors import EngineError, ModelError, WorkerDied
+from slipstream.errors import AllDied, EngineError, ModelError, WorkerDied
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.restarts import Restarts
 from slipstream.records import Group, Handle, Prompt
@@ -143,3 +143,14 @@ def test_pauses_grow_and_an_hour_later_all_is_forgotten() -> None:
     restarts.recall({"restarts/a": 2.0, "restarts/c": 5.0, "loss": 1.0})
     assert restarts.metrics == {"restarts/a": 4, "restarts/b": 1, "restarts/c": 5}
     assert Restarts(0).granted("a", 0.0) is None and Restarts(0).often("a") == ""
+
+
+def test_where_all_have_died_the_run_does_not_wait_for_one_of_them(tmp_path: Path) -> None:
+    """The learner may have nothing to do, and nobody would hear of its death."""
+
+    async def replace(old: Any) -> Any:
+        raise AllDied("there is nothing to start from")
+
+    made = mortal(1)
+    with pytest.raises(AllDied, match="there is nothing to start from"):
+        Simulated(tmp_path, Sync(), Engines(made.samplers, made.scorers, made.learner, made.close, replace), updates=4)

@@ -7,6 +7,7 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 ├── RunDirError         the run directory is missing, already holds a run, was changed, or cannot be written
 ├── EngineError         an engine failed, again and again: names it and the cause
 │   ├── WorkerDied      the process of an engine is gone, or hangs
+│   │   └── AllDied     and so are those of all others: none can be started again from where they were
 │   └── LearnerDied     and it was the learner's: the run can go back to its last checkpoint
 ├── Stalled             nothing has moved for too long: says who waits for whom
 ├── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
@@ -50,6 +51,10 @@ class EngineError(SlipstreamError):
 
 
 class WorkerDied(EngineError):
+    pass
+
+
+class AllDied(WorkerDied):
     pass
 
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Generic, TypeVar
 
-from slipstream.errors import EngineError, ModelError, WorkerDied, first_line
+from slipstream.errors import AllDied, EngineError, ModelError, WorkerDied, first_line
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.tries import DEFECTS, Tries
@@ -173,7 +173,7 @@ class Pool(Generic[E]):
         try:
             worker.engine = await self.replace(worker.engine)
             await self.welcome(worker)
-        except (ModelError, *DEFECTS):  # it is not what it should be
+        except (ModelError, AllDied, *DEFECTS):  # it is not what it should be, or nobody is left to wait for
             raise
         except Exception as error:  # whatever loading raises: no memory, a file that is gone; or it died once more
             return first_line(error)

@@ -31,7 +31,7 @@ from typing import Any
 
 from slipstream.engines.base import Engines
 from slipstream.engines.http.client import TAKEN
-from slipstream.errors import EngineError, WorkerDied
+from slipstream.errors import AllDied, WorkerDied
 from slipstream.plan.engines import EnginesPlan
 from slipstream.runtimes.channel import Channel, Parcel
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, START, Answer, Body, Call, RemoteWorker, swapped
@@ -75,7 +75,7 @@ class Nursery:
         except (EOFError, ConnectionError):
             self.gone = True
             ours.close()
-            raise EngineError(f"{birth.name} cannot start: the nursery, from which it is forked, is gone") from None
+            raise AllDied(f"{birth.name} cannot start: the nursery, from which it is forked, is gone") from None
 
     def gpus(self) -> list[str]:
         """Those of this machine, as CUDA_VISIBLE_DEVICES names them. It is the nursery that can count them."""
@@ -84,7 +84,7 @@ class Nursery:
             found: list[str] = self._answer()
         except (EOFError, ConnectionError):
             self.gone = True
-            raise EngineError("no engine can start: the nursery, from which they are forked, is gone") from None
+            raise AllDied("no engine can start: the nursery, from which they are forked, is gone") from None
         return found
 
     def ended(self, pid: int) -> str:
