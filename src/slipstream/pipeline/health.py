@@ -194,7 +194,7 @@ def still_reward(history: History, health: HealthConfig) -> Trouble | None:
     last = history.recent[-health.reward :]
     if len(last) < health.reward:
         return None
-    for name in sorted({name for name in last[-1] if name.startswith("reward/")} - {"reward/timeout", "reward/crash"}):
+    for name in sorted(name for name in last[-1] if name.startswith("reward/")):
         if len({line.get(name) for line in last}) == 1:
             said = f"{name} has been {last[-1][name]:g} for {len(last)} updates: is every answer graded alike?"
             return Trouble("still reward", said, stops=False)

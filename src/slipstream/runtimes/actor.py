@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from slipstream.errors import EngineError, WorkerDied, first_line
-from slipstream.runtimes.exchange import NOBODY, Answer, Body, Call, Host, RemoteWorker, swapped
+from slipstream.runtimes.exchange import Answer, Body, Call, Host, RemoteWorker, swapped
 
 TICK = 0.02
 """Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
@@ -65,8 +65,8 @@ class Actor:
         self.store, where = open_store(ray.util.get_node_ip_address())
         return where
 
-    async def start(self, build: Callable[..., Any], *told: Any) -> Answer:
-        return self.host.start(NOBODY, partial(build, *told))
+    def process(self) -> int:
+        return os.getpid()
 
     @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def exchange(self, turn: int, calls: Sequence[Call], *bundles: Any) -> tuple[list[Answer], list[list[Any]]]:
@@ -122,10 +122,11 @@ class RayLink:
 
     async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
         try:
-            answer: Answer = await self.actor.start.remote(build, *told)
+            found = [await each for each in told]
+            self.pid = await self.actor.process.remote()  # it may take long until Ray has a place for it
         except RayActorError as error:
-            raise WorkerDied(f"{worker.name} died while it was loaded: {reason(error)}") from None
-        self.pid = answer.get()
+            raise WorkerDied(f"{worker.name} died before it was loaded: {reason(error)}") from None
+        await worker.load(ray.cloudpickle.dumps(partial(build, *found)))
 
     def kill(self) -> None:
         ray.kill(self.actor)

@@ -10,9 +10,9 @@ The coordinator never opens those: it holds each as a `Body`, which the link sen
 holder.
 
 As long as anybody waits for an answer, the process is asked every few seconds whether it is there, and its event loop
-says so: engines compute in threads, so that it can. One that says nothing for `heartbeat` seconds hangs, and is killed.
-The seconds are counted in beats of the coordinator's own loop: a coordinator that was stopped itself, or had its hands
-full, blames nobody.
+says so: engines are built and compute in threads, so that it can. One that says nothing for `heartbeat` seconds hangs,
+and is killed. The seconds are counted in beats of the coordinator's own loop: a coordinator that was stopped itself, or
+had its hands full, blames nobody.
 """
 
 from __future__ import annotations
@@ -123,19 +123,9 @@ class Host:
         self.name, self.tell, self.pack, self.engine = name, tell, pack, None
         self.running: dict[int, asyncio.Task[None]] = {}
 
-    def start(self, id: int, build: Callable[[], Any]) -> Answer:
-        try:
-            self.engine = build()
-        except Exception as error:
-            return failed(id, error)
-        gc.freeze()  # what was imported and loaded stays: no collection need look through it again
-        return Answer(id, os.getpid())
-
     def accept(self, call: Call) -> None:
         if call.method == PING:
             self.tell(Answer(call.id), [])
-        elif call.method == START:
-            self.tell(self.start(call.id, lambda: pickle.loads(call.args[0])()), [])
         elif call.method != CANCEL:
             self.running[call.id] = asyncio.create_task(self._run(call))
             self.running[call.id].add_done_callback(lambda _: self.running.pop(call.id))
@@ -150,12 +140,14 @@ class Host:
             return len(bodies) - 1
 
         try:
-            if call.method == CPU_SECONDS:
-                answer = Answer(call.id, cpu_seconds_here())
+            if call.method == START:
+                self.engine, result = await asyncio.to_thread(built, *call.args), None
+            elif call.method == CPU_SECONDS:
+                result = cpu_seconds_here()
             else:
                 result = await getattr(self.engine, call.method)(*call.args, **call.options)
-                answer = Answer(call.id, swapped(result, keep))
-                told = await self.pack(bodies) if self.pack else bodies
+            answer = Answer(call.id, swapped(result, keep))
+            told = await self.pack(bodies) if self.pack else bodies
         except asyncio.CancelledError:  # if it is not the caller who cancelled, it must hear of it
             answer = failed(call.id, EngineError(f"{call.method} was cancelled in {self.name}"))
         except Exception as error:
@@ -171,6 +163,12 @@ class Host:
             close()
 
 
+def built(pickled: bytes) -> Any:
+    engine = pickle.loads(pickled)()
+    gc.freeze()  # what was imported and loaded stays: no collection need look through it again
+    return engine
+
+
 def cpu_seconds_here() -> float:
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
@@ -183,7 +181,7 @@ class Link(Protocol):
     def pid(self) -> int: ...
 
     async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
-        """Build the engine, there; raises what that raises."""
+        """Have the process build its engine (`worker.load`), when it is there; raises what that raises."""
         ...
 
     def attach(self, worker: RemoteWorker) -> None:
@@ -225,7 +223,7 @@ class RemoteWorker:
         if loop is not self.loop:
             self.loop, self.beat = loop, None
             self.link.attach(self)
-        if self.beat is None and method != START:  # who loads has no time to answer
+        if self.beat is None:
             self.silent = 0
             self._next_beat(loop)
         id, answer = next(self.ids), loop.create_future()
@@ -238,6 +236,13 @@ class RemoteWorker:
             raise
         finally:
             del self.waiting[id]
+
+    async def load(self, build: bytes) -> None:
+        """Build the engine, as the pickled function does."""
+        try:
+            await self.call(START, build)
+        except WorkerDied as error:
+            raise WorkerDied(f"while it was loaded, {error}") from None
 
     async def cpu_seconds(self) -> float:
         """CPU time that the process has used so far, with those it started and has waited for."""

@@ -31,10 +31,10 @@ from typing import Any
 
 from slipstream.engines.base import Engines
 from slipstream.engines.http.client import TAKEN
-from slipstream.errors import AllDied, WorkerDied
+from slipstream.errors import AllDied
 from slipstream.plan.engines import EnginesPlan
 from slipstream.runtimes.channel import Channel, Parcel
-from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, START, Answer, Body, Call, RemoteWorker, swapped
+from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, swapped
 from slipstream.runtimes.places import Place, Say, Staff, built, engines_from, gpus_each, loading, places
 from slipstream.runtimes.worker import GPUS, Birth, nurse
 from slipstream.tasks.chat import Tokenizer
@@ -52,7 +52,7 @@ class Nursery:
     """
 
     def __init__(self, secrets: Collection[str] = (), heartbeat: float = HEARTBEAT) -> None:
-        self.heartbeat, self.patience = heartbeat, HEARD
+        self.secrets, self.heartbeat, self.patience = secrets, heartbeat, HEARD
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each engine takes some, here and there
         self.gone = False
@@ -62,6 +62,9 @@ class Nursery:
         self.bare = True
         """Nothing has been asked of it: it may still be importing, and has no child."""
         theirs.close()
+
+    def another(self) -> Nursery:
+        return Nursery(self.secrets, self.heartbeat)
 
     def born(self, birth: Birth) -> LocalLink:
         """An engine's process, and the way to it."""
@@ -165,10 +168,7 @@ class LocalLink:
         self.ending = ""
 
     async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
-        try:
-            await worker.call(START, pickle.dumps(partial(build, *told)))
-        except WorkerDied:
-            raise WorkerDied(f"{worker.name} died while it was loaded: {self.ended()}") from None
+        await worker.load(pickle.dumps(partial(build, *told)))
         self.started = True
 
     def attach(self, worker: RemoteWorker) -> None:
@@ -212,7 +212,7 @@ def open_engines(
     wanted = places(plan, tokenizer)
     with ExitStack() as stack:
         if nursery is None or nursery.gone:
-            nursery = stack.enter_context(Nursery())
+            nursery = stack.enter_context(nursery.another() if nursery else Nursery())
         gpus = nursery.gpus()
         each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(gpus), say)
         say(loading(plan))

@@ -149,6 +149,7 @@ def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != nursery:
             return
+    os.setsid()  # Linux shares cores out by session first: engines get what as many programs would
     os.environ |= {"OMP_NUM_THREADS": str(birth.threads)}
     if birth.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = birth.gpus
