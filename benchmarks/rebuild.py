@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -32,15 +33,15 @@ MODEL, SAMPLES, SLOTS, BATCH, AHEAD = "builtin:student", 512, 64, 64, 256
 class Timed(NativeSampler):
     rebuilding = working = rebuilt = 0.0
 
-    def _rebuild(self) -> None:
+    def _read_again(self, slots: Sequence[int]) -> None:
         began = time.thread_time()
-        super()._rebuild()
+        super()._read_again(slots)
         self.rebuilding += time.thread_time() - began
-        self.rebuilt += 1
+        self.rebuilt += len(slots) > 0
 
-    def _advance(self) -> list[Told]:
+    def _step(self) -> list[Told]:
         began = time.thread_time()
-        told = super()._advance()
+        told = super()._step()
         self.working += time.thread_time() - began
         return told
 

@@ -10,7 +10,8 @@ Shapes: N rows, Q prompt positions, H hidden.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -62,15 +63,24 @@ class Decoder:
         [N + reads, H]. All in one pass; in several for very many tokens, and for a model with recurrent states, which
         reads whole sequences only, those of one length that follow each other together.
         """
-        found, start, stop = list[Tensor](), 0, 0
-        while start < len(reads) or not found:
+        found = [self._pass(ids_SL, *some) for some in self._passes(at, reads)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def fill(self, ids_SL: Tensor, reads: Sequence[Read]) -> None:
+        """What slots remember of these reads, and nothing else."""
+        for some in self._passes((), reads):
+            with suppress(kv.Filled):
+                self._pass(ids_SL, *some, fills=not self.slots.recurrent)
+
+    def _passes(self, at: Sequence[int], reads: Sequence[Read]) -> Iterator[tuple[Sequence[int], Sequence[Read]]]:
+        start = stop = 0
+        while start < len(reads) or at:
             tokens = len(at)
             while stop < len(reads) and self._joins(reads[start:stop], reads[stop], tokens):
                 tokens += reads[stop].count
                 stop += 1
-            found.append(self._pass(ids_SL, at, reads[start:stop]))
+            yield at, reads[start:stop]
             at, start = (), stop
-        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _joins(self, others: Sequence[Read], read: Read, tokens: int) -> bool:
         """Whether it may be in a pass that has so many tokens, of rows and of other reads."""
@@ -79,7 +89,7 @@ class Decoder:
         alike = not self.slots.recurrent or (len(others) > 0 and others[0].count == read.count)
         return alike and tokens + read.count <= PASS_TOKENS
 
-    def _pass(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read]) -> Tensor:
+    def _pass(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read], *, fills: bool = False) -> Tensor:
         device, n, recurrent = ids_SL.device, len(at), self.slots.recurrent
         ends = np.cumsum([n, *[read.count for read in reads]])
         slot, position = np.arange(ends[-1]), np.array([*at, *[0] * int(ends[-1] - n)])
@@ -97,7 +107,7 @@ class Decoder:
             slot_W, at_W, token_W = torch.from_numpy(np.stack([slot, position[token], token])).to(device)
         blocks = [kv.Block(slice(a, b), at_T[a:b, None], max(at[a:b]) + 1, going=True) for a, b in ranges(at)]
         blocks += [_block(reads[a:b], int(ends[a]), at_T) for a, b in alike(reads)]
-        step = kv.Step(self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0)
+        step = kv.Step(self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0, fills=fills)
         shape = (n, 1) if recurrent and n else (len(reads), -1) if recurrent else (1, -1)
         hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
         if not reads:
@@ -239,7 +249,10 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
         found_NH = decoder.step(together, [length - 1 for length in lengths], [newcomer])
         if not (off := error(found_NH, [*lengths, newcomer.stop])) <= allowed:
             return f"a token that continues a sequence differs by {off:.2%} from the same token in a whole pass"
-    decoder.step(together, (), whole if decoder.slots.recurrent else [half for read in whole for half in halves(read)])
+    for layer in decoder.slots.layers:
+        if layer.keys is not None:
+            layer.keys.zero_()
+    decoder.fill(together, whole if decoder.slots.recurrent else [half for read in whole for half in halves(read)])
     lengths = [length + 1 for length in PROMPTS]
     if not (off := error(decoder.step(together, [n - 1 for n in lengths]), lengths)) <= allowed:
         return f"a token after a rebuild differs by {off:.2%} from the same token in a whole pass"

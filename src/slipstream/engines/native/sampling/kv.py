@@ -42,6 +42,8 @@ class Slots:
         self.recurrent = is_recurrent(config)
         self.layers = [Layer(self, number) for number in states]
         self.step: Step | None = None
+        self.last: Layer | None = None
+        """The one whose keys and values are written last; known when a pass has been made."""
         self.reaches: set[Reach] = set()
         """Those that layers have asked for."""
 
@@ -159,21 +161,36 @@ class Block:
     """They are one more token each of the first slots."""
 
 
+class Filled(Exception):
+    """What a pass was made for is done."""
+
+
 class Step(Cache):  # type: ignore[misc]
     """One forward pass over the tokens of some blocks, which lie one after the other."""
 
     def __init__(
-        self, slots: Slots, blocks: Sequence[Block], slot_W: Tensor, at_W: Tensor, token_W: Tensor | None, goes_on: bool
+        self,
+        slots: Slots,
+        blocks: Sequence[Block],
+        slot_W: Tensor,
+        at_W: Tensor,
+        token_W: Tensor | None,
+        *,
+        goes_on: bool = False,
+        fills: bool = False,
     ) -> None:
         """Token `token_W` (without it, each in turn) is written to these slots and positions.
 
-        `goes_on` is for recurrent models: the rows are the first slots, one token each, not new sequences.
+        `goes_on` is for recurrent models: the rows are the first slots, one token each, not new sequences. Where
+        it only fills slots, the pass ends as soon as their last keys and values are written: `Filled` is raised.
         """
         super().__init__(layers=slots.layers)
-        self.slots, self.blocks, self.goes_on = slots, blocks, goes_on
+        self.slots, self.blocks, self.goes_on, self.fills = slots, blocks, goes_on, fills
         self.slot_W, self.at_W, self.token_W = slot_W, at_W, token_W
         self.length = max(block.length for block in blocks)
         self.masks: dict[tuple[int, Reach, int], Tensor] = {}
+        self.newest: Layer | None = None
+        """The layer whose keys and values were written last."""
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -183,6 +200,7 @@ class Step(Cache):  # type: ignore[misc]
             layer.begin(self)
         try:
             yield
+            self.slots.last = self.newest
         finally:
             CURRENT.reset(token)
             self.slots.step = None
@@ -192,7 +210,11 @@ class Step(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        return self.slots.layer(layer_idx).update(key_states, value_states)
+        self.newest = self.slots.layer(layer_idx)
+        found = self.newest.update(key_states, value_states)
+        if self.fills and self.newest is self.slots.last:
+            raise Filled
+        return found
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.goes_on

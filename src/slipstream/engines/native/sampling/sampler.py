@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -107,29 +107,30 @@ class NativeSampler:
             self.driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self.waiting or self.rows or self.publishing:
+        while self.busy:
             try:
-                for answer, result in await loop.run_in_executor(self.thread, self._advance):
-                    if not answer.done():
-                        answer.set_result(result)
+                await asyncio.get_running_loop().run_in_executor(self.thread, self._work)
             except Exception as error:  # whoever waits gets the cause; nobody waits for ever
                 for item in self.open:
                     if not item.answer.done():
                         item.answer.set_exception(error)
                 self.rows, self.waiting, self.publishing = [], deque(), deque()
 
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.rows or self.publishing)
+
     def close(self) -> None:
         self.thread.shutdown()
 
     # --- on the engine's thread ------------------------------------------------------------------------------
 
-    def _advance(self) -> list[Told]:
-        """Work until there is something to tell."""
-        told: list[Told] = []
-        while not told and (self.publishing or self.waiting or self.rows):
-            told = self._step()
-        return told
+    def _work(self) -> None:
+        """As long as there is something to do; whoever waits is told meanwhile."""
+        while self.busy:
+            for answer, result in self._step():
+                if not answer.done():  # else its loop may be closed
+                    answer.get_loop().call_soon_threadsafe(settle, answer, result)
 
     @torch.inference_mode()
     def _step(self) -> list[Told]:
@@ -184,7 +185,7 @@ class NativeSampler:
         self.rows.clear()
         return thrown + sum(request.forget() for request in list(self.waiting))
 
-    def _read_again(self, slots: Iterable[int]) -> None:
+    def _read_again(self, slots: Sequence[int]) -> None:
         """The prefixes of running rows, under the weights as they are. Their newest token has not been through them.
 
         What members of a group share, their prompt, is read once; not by a model with recurrent states.
@@ -201,7 +202,7 @@ class NativeSampler:
         reads.sort(key=lambda read: (read.first > 0, read.count))
         if not reads:
             return
-        self.decoder.step(self.tape.ids_SL, (), reads)
+        self.decoder.fill(self.tape.ids_SL, reads)
         if self.lm.device.type == "cuda":
             torch.cuda.synchronize(self.lm.device)  # so that the time this takes is seen
 
@@ -333,3 +334,8 @@ class NativeSampler:
             self.tape.move(*pairs_M2.T)
             self.decoder.slots.copy(*pairs_M2.T, length=max(self.rows[source].length for source, _ in moved))
         self.rows = [self.rows[slot] for slot in order]
+
+
+def settle(answer: asyncio.Future[Any], result: Any) -> None:
+    if not answer.done():
+        answer.set_result(result)
