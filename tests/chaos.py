@@ -3,9 +3,8 @@
 `slipstream train` learns arithmetic while its processes are killed and stopped, whichever it hits: engines, graders,
 the nursery, and the coordinator, after whose death `slipstream resume` goes on. At the end the laws are checked, one
 line for each; the accuracy is held against that of a run that was left in peace. It stands beside the tests because it
-proves and does not measure, and not among them because a process that is stopped while it loads is not found out yet.
-Faults come at updates that follow from the seed, so the same seed tells the same story, as far as a story told to
-several processes can be the same.
+proves and does not measure: `test_chaos.py` is a short one. Faults come at updates that follow from the seed, so the
+same seed tells the same story, as far as a story told to several processes can be the same.
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ class Coordinators:
 
 
 def below(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Whichever of its threads has started them."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 def semaphores(pid: int) -> set[str]:

@@ -140,6 +140,15 @@ def no_engine() -> None:
     raise ConfigError("sampler.slots = 0: write more")
 
 
+def stops_while_it_loads() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def loads_for_long() -> Busy:
+    time.sleep(4.0)
+    return Busy()
+
+
 class ToyRollouts(Graded):
     def __init__(self) -> None:
         super().__init__(toy.ToySampler(toy.random_table(VOCAB, seed=0)), toy.ToyGrader())

@@ -80,7 +80,7 @@ def test_the_lag_histogram_has_every_trained_token_once(runs: list[list[tuple[in
 def test_samples_are_summed_and_averaged() -> None:
     headers = [
         header((0, 2), rewards={"exact": 1.0}),
-        header((0, 6), episode=1, finish="length", rewards={"exact": 0.0, "timeout": 1.0}),
+        header((0, 6), episode=1, finish="length", rewards={"exact": 0.0, "brevity": 1.0}),
         header((0, 4), episode=2, rewards={"exact": 0.0}),
         header((0, 4), episode=3, rewards={"exact": 1.0}),
     ]
@@ -91,7 +91,7 @@ def test_samples_are_summed_and_averaged() -> None:
         "length/max": 6.0,
         "truncated": 0.25,
         "reward/exact": 0.5,
-        "reward/timeout": 0.25,
+        "reward/brevity": 0.25,
     }
 
 

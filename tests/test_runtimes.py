@@ -42,8 +42,10 @@ from plain_engines import (
     Threads,
     ToyRollouts,
     Weigher,
+    loads_for_long,
     no_engine,
     prompt,
+    stops_while_it_loads,
     toy_learner,
     toy_scorer,
 )
@@ -413,6 +415,13 @@ def test_a_worker_that_hangs_is_killed_and_its_calls_fail(opened: Processes) -> 
 def test_a_worker_that_computes_for_long_does_not_hang(opened: Processes) -> None:
     worker = opened(RemoteWorker, Busy, heartbeat=2.0)
     assert asyncio.run(worker.call("compute", 5.0)) == "done"
+
+
+def test_a_worker_that_hangs_while_it_loads_is_killed_too(opened: Processes) -> None:
+    why = r"^while it was loaded, w \(pid \d+\) is gone: it has not answered for 2 s \(runtime.heartbeat\)$"
+    with pytest.raises(WorkerDied, match=why):
+        opened(RemoteSampler, stops_while_it_loads, heartbeat=2.0)
+    assert asyncio.run(opened(RemoteWorker, loads_for_long, heartbeat=2.0).call("compute", 0.1)) == "done"
 
 
 def test_a_coordinator_that_was_busy_itself_blames_nobody(opened: Processes) -> None:

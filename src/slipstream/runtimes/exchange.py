@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import pickle
 import resource
 import traceback
@@ -120,7 +119,8 @@ class Host:
         pack: Callable[[list[Any]], Awaitable[list[Any]]] | None = None,
     ) -> None:
         """`pack` makes of the bodies of an answer what is told with it."""
-        self.name, self.tell, self.pack, self.engine = name, tell, pack, None
+        self.name, self.tell, self.pack = name, tell, pack
+        self.engine: Any = None
         self.running: dict[int, asyncio.Task[None]] = {}
 
     def accept(self, call: Call) -> None:
@@ -140,8 +140,9 @@ class Host:
             return len(bodies) - 1
 
         try:
+            result: Any = None
             if call.method == START:
-                self.engine, result = await asyncio.to_thread(built, *call.args), None
+                self.engine = await asyncio.to_thread(built, *call.args)
             elif call.method == CPU_SECONDS:
                 result = cpu_seconds_here()
             else:
