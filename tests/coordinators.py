@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 
 from slipstream.cli import main
 
-LATE = 10.0
+LATE = 30.0
 
 
 def run(argv: list[str]) -> NoReturn:
@@ -68,12 +69,17 @@ class Coordinators:
     def resume(self) -> int:
         return int(self.ask(json.dumps(["resume", "run"])))
 
-    def running(self, *changes: str) -> dict[str, int]:
-        """A run that has begun: its processes by their names."""
-        coordinator, until = self.train(*changes), time.monotonic() + 60
+    def trains(self, *changes: str) -> int:
+        """A run that has begun."""
+        coordinator, until = self.train(*changes), time.monotonic() + 120
         while not (metrics := self.home / "run" / "metrics.jsonl").exists() or not metrics.read_text():
             assert time.monotonic() < until, self.output()
             time.sleep(0.02)
+        return coordinator
+
+    def running(self, *changes: str) -> dict[str, int]:
+        """A run that has begun: its processes by their names."""
+        coordinator = self.trains(*changes)
         (nursery,) = below(coordinator)
         engines = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(nursery)}
         (grader,) = below(engines["sampler"])
@@ -82,7 +88,7 @@ class Coordinators:
     def end(self) -> int:
         """The exit status of the run; nothing is left of it."""
         status, left = self.ask("")
-        assert left == []
+        assert not left, f"{', '.join(left)} of {self.output()}"
         assert not list(self.temporary.iterdir())
         return int(status)
 
@@ -110,15 +116,17 @@ def semaphores(pid: int) -> set[str]:
 
 if __name__ == "__main__":
     import slipstream.commands.train  # noqa: F401
-    from slipstream.runtimes.worker import PR_SET_CHILD_SUBREAPER, prctl
+    from slipstream.linux import adopt_orphans
 
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     pid = 0
     for line in sys.stdin:
         if line.strip():
             pid = os.fork() or run(json.loads(line))
             answer: object = pid
         else:
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            status, pid = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0
             answer = status, left()
         print(json.dumps(answer), flush=True)
+    if pid:  # whoever asked has failed
+        os.kill(pid, signal.SIGKILL)

@@ -35,6 +35,7 @@ LOADS = {
     "config.file": "pydantic pydantic_core",
     "vocabulary": "",
     "metrics": "",
+    "linux": "",
     "durable": "",
     "runlog": "",
     "estimators": "torch numpy",

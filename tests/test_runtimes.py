@@ -28,7 +28,7 @@ from ray._private.internal_api import node_stats
 from transformers import PreTrainedTokenizerFast
 
 import plain_engines
-from coordinators import Coordinators, semaphores
+from coordinators import Coordinators, below, semaphores
 from plain_engines import (
     LARGE,
     VOCAB,
@@ -51,6 +51,7 @@ from plain_engines import (
 )
 from slipstream.cli import main
 from slipstream.commands import train as command
+from slipstream.commands.planned import planned as planned_there
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
 from slipstream.engines.base import Engines, Loaded, Sampling
@@ -58,6 +59,7 @@ from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDi
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import EnginesPlan, engines_of
+from slipstream.plan.plan import plan
 from slipstream.records import Batch, Handle, total, unfinished
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import channel, inline, local
@@ -240,9 +242,10 @@ def nursery() -> Iterator[Nursery]:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     ray.cloudpickle.register_pickle_by_value(plain_engines)  # actors cannot import it
-    on_ray.start_here(cpus=1)
-    yield
-    ray.shutdown()
+    with on_ray.directory() as path:
+        on_ray.start_here(1, path)
+        yield
+        ray.shutdown()
     ray.cloudpickle.unregister_pickle_by_value(plain_engines)
 
 
@@ -511,6 +514,13 @@ def test_a_nursery_that_hangs_is_killed_like_an_engine() -> None:
         with pytest.raises(EngineError, match="the nursery, from which they are forked, is gone"):
             made.gpus()
         assert made.gone
+
+
+def test_a_plan_is_made_in_another_nursery_when_one_is_killed(real: Any) -> None:
+    with Nursery() as made:
+        os.kill(made.pid, signal.SIGKILL)
+        found = planned_there(partial(plan, real.config), made, say=silent)
+        assert made.gone and found.method == plan(real.config).method
 
 
 def test_how_a_process_ended_is_known_however_close_its_end_is_to_the_question(nursery: Nursery) -> None:
@@ -794,6 +804,28 @@ def test_nothing_is_left_however_a_run_ends(
     assert coordinators.end() == status, coordinators.output()
     assert says in coordinators.output()
     assert not [name for name in shared if Path(name).exists()]
+
+
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+def test_who_was_stopped_does_not_outlive_a_run_that_is_killed(coordinators: Coordinators) -> None:
+    pids = coordinators.running()
+    for victim in ("grader", "sampler", "nursery"):
+        os.kill(pids[victim], signal.SIGSTOP)
+    os.kill(pids["coordinator"], signal.SIGKILL)
+    assert coordinators.end() == -signal.SIGKILL
+
+
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
+def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinators, number: int, status: int) -> None:
+    coordinator = coordinators.trains("--runtime.kind", "ray")
+    commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in below(coordinator)]
+    (directory,) = [Path(words[3]) for words in commands if words[0] == "sh"]
+    assert list(directory.glob("session_*")), "sockets and logs of Ray"
+    shared = semaphores(coordinator)
+    os.kill(coordinator, number)
+    assert coordinators.end() == status, coordinators.output()
+    assert not directory.exists() and not [name for name in shared if Path(name).exists()]
 
 
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")

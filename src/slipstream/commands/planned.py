@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from slipstream.engines.http.client import TAKEN
+from slipstream.errors import WorkerDied
 from slipstream.plan.plan import Plan
 from slipstream.runtimes import local
 from slipstream.runtimes.exchange import RemoteWorker
@@ -41,8 +42,18 @@ def planned(make: Callable[[], Plan], home: Nursery | ExitStack, *, say: Callabl
     """Its tokenizer is sealed if there is a nursery: for engines."""
     if not isinstance(home, Nursery):
         return make()
+    try:
+        return _planned_in(home, make, say)
+    except WorkerDied:
+        if not home.gone:
+            raise
+        with home.another() as nursery:
+            return _planned_in(nursery, make, say)
+
+
+def _planned_in(nursery: Nursery, make: Callable[[], Plan], say: Callable[[str], None]) -> Plan:
     with ExitStack() as stack:
-        (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], home, stack, say=say).places
+        (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], nursery, stack, say=say).places
         found: tuple[Plan, bytes] = asyncio.run(planner.call("plan", make, TAKEN))
     made, tokenizer = found
     return replace(made, tokenizer=Sealed(tokenizer))

@@ -10,8 +10,10 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from subprocess import PIPE, Popen
 from typing import Any
 
 import ray
@@ -26,6 +28,10 @@ from slipstream.runtimes.places import Place, Say, Staff, engines_from, gpus_eac
 from slipstream.tasks.chat import Tokenizer
 
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+SHORT = 24
+"""Characters of a directory below which the names of Ray's sockets are short enough for any system."""
+JANITOR = 'read now; rm -rf "$0"; test "$now" || for more in 1 2 3 4 5; do sleep 1; rm -rf "$0"; done'
+"""Whoever was killed leaves daemons that may still write for a while."""
 KNOCK = 10.0
 """Seconds in which a cluster must accept a connection."""
 
@@ -47,10 +53,11 @@ def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say:
     """Use the Ray of this process, connect to a cluster, or start one here that always has room for them all."""
     cpus = sum(place.threads for place in wanted)
     if not ray.is_initialized():
+        here = stack.enter_context(directory()) if address is None else ""
         stack.callback(ray.shutdown)
         if address is None:
             say("starting Ray")
-            start_here(cpus)
+            start_here(cpus, here)
         else:
             say(f"connecting to Ray at {address}")
             start_there(address)
@@ -61,7 +68,19 @@ def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say:
         )
 
 
-def start_here(cpus: int) -> None:
+@contextmanager
+def directory() -> Iterator[str]:
+    """For sockets and logs of Ray. A process that does nothing else removes it, also when this one is killed."""
+    usual = tempfile.gettempdir()
+    path = tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) <= SHORT else "/tmp")
+    with Popen(["sh", "-c", JANITOR, path], stdin=PIPE, start_new_session=True) as janitor:
+        try:
+            yield path
+        finally:
+            janitor.communicate(b"now\n")
+
+
+def start_here(cpus: int, path: str) -> None:
     """A Ray that only this machine can reach.
 
     Ray's ports run code for whoever connects. It replaces 127.0.0.1 by an address that others can reach, unless it
@@ -73,7 +92,7 @@ def start_here(cpus: int) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     quit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
-        ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
+        ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=path, **QUIET)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         signal.signal(signal.SIGQUIT, quit)

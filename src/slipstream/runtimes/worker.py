@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -29,11 +28,10 @@ from pathlib import Path
 from socket import socket
 from typing import Any
 
+from slipstream.linux import LINUX, adopt_orphans, be_called, die_with_parent, wake_with_parent
 from slipstream.runtimes.channel import Channel, Mapped, Packed, Parcel
 from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, swapped
 
-LINUX = sys.platform == "linux"
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 GRACE = 5.0
 """Seconds in which what killed engines leave behind ends by itself: graders."""
 
@@ -61,9 +59,10 @@ def nurse(control: Connection) -> None:
     `GPUS` by their names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engines: dict[int, BaseProcess] = {}
+    be_called("nursery")
+    adopt_orphans()
+    wake_with_parent()
     if LINUX:
-        prctl(PR_SET_NAME, b"nursery")
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, lambda *_: reap(engines))
         import slipstream.runtimes.build  # noqa: F401
     gc.freeze()  # no collection of a child need look through this again, and its pages stay shared
@@ -130,11 +129,6 @@ def wait_for_all() -> None:
                     os.kill(int(pid), signal.SIGKILL)
 
 
-def prctl(option: int, value: int | bytes) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value!r})")
-
-
 # --- an engine --------------------------------------------------------------------------------------------------------
 
 
@@ -144,11 +138,10 @@ def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
-    if LINUX:
-        prctl(PR_SET_NAME, birth.name.encode())  # for ps and top
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != nursery:
-            return
+    be_called(birth.name)
+    die_with_parent()
+    if LINUX and os.getppid() != nursery:
+        return
     os.setsid()  # Linux shares cores out by session first: engines get what as many programs would
     os.environ |= {"OMP_NUM_THREADS": str(birth.threads)}
     if birth.gpus is not None:

@@ -25,6 +25,7 @@ from subprocess import DEVNULL, Popen
 from typing import Any
 
 from slipstream.errors import ConfigError, EngineError
+from slipstream.linux import wake_with_parent
 from slipstream.records import Group, Handle, Rollout, Ungraded
 from slipstream.tasks.rewards import Answer, Grades, check_installed, grade, is_own, reward_of
 
@@ -39,6 +40,7 @@ GRACE = 5.0
 
 def serve(parent: Connection) -> None:
     """First the names of all rewards, and then answers by their grades; as long as there is a parent."""
+    wake_with_parent()
     specs, timeout = parent.recv()
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
