@@ -821,7 +821,7 @@ def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinato
     coordinator = coordinators.trains("--runtime.kind", "ray")
     commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in below(coordinator)]
     (directory,) = [Path(words[3]) for words in commands if words[0] == "sh"]
-    assert list(directory.glob("session_*")), "sockets and logs of Ray"
+    assert list(directory.rglob("session_*")), "sockets and logs of Ray"
     shared = semaphores(coordinator)
     os.kill(coordinator, number)
     assert coordinators.end() == status, coordinators.output()

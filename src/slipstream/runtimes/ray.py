@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
 import tempfile
@@ -28,10 +29,20 @@ from slipstream.runtimes.places import Place, Say, Staff, engines_from, gpus_eac
 from slipstream.tasks.chat import Tokenizer
 
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-SHORT = 24
+SHORT = 20
 """Characters of a directory below which the names of Ray's sockets are short enough for any system."""
-JANITOR = 'read now; rm -rf "$0"; test "$now" || for more in 1 2 3 4 5; do sleep 1; rm -rf "$0"; done'
-"""Whoever was killed leaves daemons that may still write for a while."""
+JANITOR = """
+read now
+rm -rf "$0"
+test "$now" && exit
+sleep 2
+for process in /proc/[0-9]*; do
+  grep -qs "RAY_TMPDIR=$0" $process/environ && kill -9 ${process#/proc/}
+done
+sleep 1
+rm -rf "$0"
+"""
+"""When the coordinator has said so, or was killed: then some of Ray's agents would stay for ever, and write."""
 KNOCK = 10.0
 """Seconds in which a cluster must accept a connection."""
 
@@ -70,7 +81,7 @@ def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say:
 
 @contextmanager
 def directory() -> Iterator[str]:
-    """For sockets and logs of Ray. A process that does nothing else removes it, also when this one is killed."""
+    """For sockets and logs of Ray. A process that does nothing else removes it, with all that is left of Ray."""
     usual = tempfile.gettempdir()
     path = tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) <= SHORT else "/tmp")
     with Popen(["sh", "-c", JANITOR, path], stdin=PIPE, start_new_session=True) as janitor:
@@ -83,16 +94,17 @@ def directory() -> Iterator[str]:
 def start_here(cpus: int, path: str) -> None:
     """A Ray that only this machine can reach.
 
-    Ray's ports run code for whoever connects. It replaces 127.0.0.1 by an address that others can reach, unless it
-    believes that there are no clusters here, as on macOS. A terminal sends Ctrl-\\ to all processes, and Ray's must
-    survive it: what is ignored here they ignore, too.
+    Its ports run code for whoever connects and has the token, which Ray would keep in a file that all may read. It
+    replaces 127.0.0.1 by an address that others can reach, unless it believes that there are no clusters here, as on
+    macOS. A terminal sends Ctrl-\\ to all processes, and Ray's must survive it: what is ignored here they ignore, too.
     """
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": path}
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     quit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
-        ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", _temp_dir=path, **QUIET)
+        ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         signal.signal(signal.SIGQUIT, quit)
