@@ -27,7 +27,7 @@ from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import CheckpointConfig, Config, LogConfig
 from slipstream.engines.base import Engines
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
-from slipstream.errors import EngineError, RunDirError, Stalled, WorkerDied
+from slipstream.errors import ConfigError, EngineError, RunDirError, Stalled, WorkerDied
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.pool import names
 from slipstream.pipeline.restarts import Restarts
@@ -71,6 +71,8 @@ class Life:
         kinds = [*[Process.crash, Process.hang, Process.slow, Process.lose, Process.double]]
         self.kinds = r.sample(kinds, r.randint(1, len(kinds)))
         self.mortal_learner = r.random() < 0.5
+        self.scaled = r.random() < 0.5
+        """Workers are hired and dismissed, every few seconds."""
 
     def strikes(self) -> bool:
         self.faults -= 1
@@ -171,6 +173,9 @@ class Process:
         while self.carried and not self.stopped:
             self.carried.popleft()()
 
+    async def leave(self, worker: RemoteWorker) -> None:
+        worker.end("it was dismissed")
+
     def kill(self) -> None:
         self.dead = True
         self.carried.clear()
@@ -227,13 +232,14 @@ async def opened(life: Life) -> Any:
     """A coordinator's processes; when it is gone, so are they."""
     processes: list[Process] = []
 
-    def hire(place: Place) -> RemoteWorker:
+    def born(place: Place) -> RemoteWorker:
         processes.append(Process(place.name, life))
         return place.kind(place.name, processes[-1], HEARTBEAT)
 
-    staff = Staff(hire)
+    staff = Staff(born)
+    staff.kinds = {"sampler": life.places()[1], "teacher.": life.places()[-1]}
     try:
-        staff.places = {hire(place): place for place in life.places()}
+        staff.places = {born(place): place for place in life.places()}
         for worker, place in staff.places.items():
             await started(worker, place)
         learner, *others = staff.places
@@ -243,6 +249,9 @@ async def opened(life: Life) -> Any:
             learner=learner,  # type: ignore[arg-type]
             close=lambda: None,
             replace=staff.replace,
+            hire=staff.hire,
+            dismiss=staff.dismiss,
+            room=dict.fromkeys(staff.kinds, lambda: 5.0) if life.scaled else {},
         )
     finally:
         await asyncio.sleep(0)
@@ -310,9 +319,19 @@ async def part(path: Path, life: Life, engines: Engines, restarts: Restarts, any
             life.say("killed" if run.at_once else "stopped")
             run.stop()
 
-    timer = asyncio.get_running_loop().call_later(life.random.expovariate(1 / life.part), stop)
+    def scale() -> None:
+        nonlocal scaling
+        scaling = later(life.random.expovariate(1 / 3.0), scale)
+        change = life.random.choice(["sampler=+1", "sampler=-1", "teacher.=+1", "teacher.=-1"])
+        with contextlib.suppress(ConfigError):
+            life.say(f"{change}: {run.scale([change], lambda sizes: None)}")
+
+    later = asyncio.get_running_loop().call_later
+    timer = later(life.random.expovariate(1 / life.part), stop)
+    scaling = later(1.0, scale) if life.scaled else timer
     await asyncio.wait([run.task])
     timer.cancel()
+    scaling.cancel()
     if run.task.cancelled():
         raise Stopped
     run.task.result()

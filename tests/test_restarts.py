@@ -70,7 +70,7 @@ def test_calls_wait_for_the_only_sampler_and_others_go_on_without_it(tmp_path: P
     alone = Simulated(tmp_path / "alone", Sync(), mortal(1), updates=4)
     assert alone.lines_said == [
         "sampler died and is started again: its process is gone",
-        "sampler is back after 11.0 s",
+        "sampler is at work after 11.0 s",
     ]
     assert alone.trained() == list(range(16)) and alone.seconds == pytest.approx(4 * 6 + 11)
     assert [line.get("restarts/sampler", 0) for line in alone.lines] == [0, 1, 1, 1]
@@ -102,7 +102,7 @@ def test_who_cannot_be_started_again_is_tried_as_often_and_not_more(tmp_path: Pa
 
     made = Engines(made.samplers, made.scorers, made.learner, made.close, replace)
     run = Simulated(tmp_path, Async(tau=1), made, updates=20)
-    again = "sampler-0 could not be started again and is tried once more: no room"
+    again = "sampler-0 could not be started and is tried once more: no room"
     assert run.lines_said[1:3] == [again] * 2
     assert run.lines_said[3].startswith("sampler-0 died 4 times in an hour") and len(run.lines_said) == 4
 
@@ -124,7 +124,7 @@ def test_a_sampler_that_comes_with_other_weights_stops_the_run(tmp_path: Path) -
 
 def test_publishes_go_on_while_another_sampler_loads_and_it_gets_the_newest(tmp_path: Path) -> None:
     run = Simulated(tmp_path, Async(tau=1), mortal(1, samplers=2, load=20.0), updates=12)
-    assert run.lines_said[-1] == "sampler-0 is back after 21.0 s"
+    assert run.lines_said[-1] == "sampler-0 is at work after 21.0 s"
     published = [line["update"] for line in run.lines if "seconds/publish" in line]
     assert published == list(range(2, 13)) and run.seconds < 12 * 3 + 10
     assert max(line["lag/max"] for line in run.lines[8:]) <= 2

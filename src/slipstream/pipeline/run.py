@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
-from slipstream.errors import NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
+from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
@@ -26,6 +26,7 @@ from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import Samplers
 from slipstream.pipeline.restarts import Restarts
+from slipstream.pipeline.scaling import asked
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered_at_all, go_on, hand_over, learn, watch
@@ -101,7 +102,8 @@ class Run:
             weights, expected = await self.engines.learner.export()
             await flow.samplers.publish(weights, expected, version=self.admission.version, mode="drain")
             await self._evaluate()
-            go_on(flow, self.admission.version)
+            self._resize(self.restarts.sizes)
+            go_on(flow)
             flow.advance()
             try:
                 await learn(flow)
@@ -118,19 +120,52 @@ class Run:
         if self.task is not None:
             self.task.cancel()
 
+    def scale(
+        self, changes: Sequence[str], check: Callable[[Mapping[str, int]], None]
+    ) -> dict[str, dict[str, list[str]]]:
+        """Have more workers, or fewer, as `scaling.asked` reads it; returns who works here now. What cannot be is
+        refused by a ConfigError, and nothing of it is done: `check` is of the machine."""
+        if not self.engines.room:
+            raise ConfigError('runtime.kind = "inline" has all workers in one process: write "local" or "ray"')
+        if self.flow is None or self.flow.samplers.newest is None:
+            raise ConfigError("the run is only starting: ask again when it has begun")
+        if changes and (self.flow.ending or self.admission.finished):
+            raise ConfigError("the run is ending")
+        pools = self._scalable()
+        now = {kind: pool.size for kind, pool in pools.items()}
+        sizes = asked(changes, now)
+        for kind, size in sizes.items():
+            if size - now[kind] > (room := self.engines.room[kind]()):
+                raise ConfigError(
+                    f"{kind}={size}: there is room for {room:.0f} more, by the GPUs and CPUs that are free"
+                )
+        check(now | sizes)
+        self._resize(sizes)
+        return {kind: pool.standing for kind, pool in pools.items()}
+
+    def _scalable(self) -> dict[str, Pool[Any]]:
+        assert self.flow is not None
+        return {pool.kind: pool for pool in self.flow.pools if pool.kind in self.engines.room}
+
+    def _resize(self, sizes: Mapping[str, int]) -> None:
+        self.restarts.sizes |= sizes
+        for kind, size in sizes.items():
+            self._scalable()[kind].resize(size)
+
     def report(self) -> str:
         """Who waits for whom."""
         return self.flow.report() if self.flow else "engines are starting"
 
     def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
         rewound, trace = self.restarts.began is not None, self._trace()
-        these: Any = {"say": self.say, "tasks": tasks, "replace": self.engines.replace, "restarts": self.restarts}
-        samplers = Samplers(self.engines.samplers, trace, stage="rollout", name="sampler", **these)
+        these: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
+        samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **these)
         teachers = self.engines.scorers
         scorers = {
             teacher: Pool(
                 engines,
                 trace,
+                kind=f"teacher.{teacher}",
                 stage="score",
                 name=scorer_name(teacher, teachers),
                 work=f"scoring by {teacher}" if len(teachers) > 1 else "scoring",

@@ -187,13 +187,17 @@ class Flow:
 
 
 async def roll(flow: Flow, number: int) -> None:
-    """To its end, wherever it has come to: a sampler may hand it over, and the next one goes on with it."""
+    """To its end, wherever it has come to: a sampler may hand it over, and the next one goes on with it, but for
+    tokens of weights under which a schedule lets nothing run any more."""
     prompt = flow.prompt(number)
 
     async def generate(worker: Worker[Sampler]) -> Group:
         begun = flow.held.get(number, ())
         if flow.still:
             return begun
+        if flow.admission.schedule.publish == "restart" and any(h.header.oldest < flow.samplers.version for h in begun):
+            flow.account.thrown += tokens_of(flow.held.pop(number))
+            begun = ()
         flow.drawing.add(number)
         try:
             rolled = await worker.engine.generate(prompt, flow.sampling, begun)
@@ -249,16 +253,12 @@ async def hand_over(flow: Flow) -> None:
     await flow.until("rollouts that are handed over", lambda: not flow.drawing)
 
 
-def go_on(flow: Flow, version: int) -> None:
-    """With what was handed over, in the order of submission, by samplers that have the weights of this version."""
+def go_on(flow: Flow) -> None:
+    """With what was handed over, in the order of submission."""
     if not flow.still or flow.ending:
         return
     flow.still = False
     rolling = [number for number in flow.admission.live if number in flow.admission.rolling]
-    if flow.admission.schedule.publish == "restart":
-        for number in rolling:
-            if any(handle.header.oldest < version for handle in flow.held.get(number, ())):
-                flow.account.thrown += tokens_of(flow.held.pop(number))
     flow.begin(number for number in rolling if number not in flow.running)
 
 
@@ -349,7 +349,7 @@ async def learn(flow: Flow) -> None:
             )
             flow.tasks.create_task(deliver(flow, publishing))
         else:
-            go_on(flow, admission.published_version)
+            go_on(flow)
             flow.advance()
         if save is not None:  # the learner stays at rest; the samplers do not wait for it
             with flow.learning.busy("checkpoint", "other"):
@@ -427,7 +427,7 @@ async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
     flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
     await flow.after_publish()
     flow.admission.publish()
-    go_on(flow, flow.admission.version)
+    go_on(flow)
     flow.advance()
 
 

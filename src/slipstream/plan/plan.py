@@ -135,8 +135,7 @@ def check_runtime(config: Config) -> None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
     if runtime.kind != "inline" and device.startswith("cuda") and device != "cuda":
         raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
-    if runtime.address is None:
-        check_processes(config)
+    check_processes(config)
 
 
 def check_device(config: Config) -> None:
@@ -150,7 +149,7 @@ def check_device(config: Config) -> None:
 def check_processes(config: Config) -> None:
     """More engines than this machine can hold would not fail, but make it swap for hours."""
     runtime, samplers = config.runtime, config.sampler.replicas
-    if runtime.kind == "inline":
+    if runtime.kind == "inline" or runtime.address is not None:
         return
     engines = samplers + config.learner.ranks + sum(teacher.replicas for teacher in config.teachers.values())
     graders = samplers * runtime.graders if config.task.reward else 0
@@ -166,6 +165,16 @@ def check_processes(config: Config) -> None:
             f"{engines} engines need {engines * OPEN_FILES} open files, the limit is {files} (ulimit -Hn): lower "
             "sampler.replicas or those of a teacher"
         )
+
+
+def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
+    """The same of a run with so many workers of these kinds (`sampler`, `teacher.NAME`)."""
+    samplers = config.sampler.model_copy(update={"replicas": sizes.get("sampler", config.sampler.replicas)})
+    teachers = {
+        name: teacher.model_copy(update={"replicas": sizes.get(f"teacher.{name}", teacher.replicas)})
+        for name, teacher in config.teachers.items()
+    }
+    check_processes(config.model_copy(update={"sampler": samplers, "teachers": teachers}))
 
 
 def check_support(config: Config) -> None:

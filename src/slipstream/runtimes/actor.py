@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from slipstream.errors import EngineError, WorkerDied, first_line
-from slipstream.runtimes.exchange import Answer, Body, Call, Host, RemoteWorker, swapped
+from slipstream.runtimes.exchange import GOODBYE, Answer, Body, Call, Host, RemoteWorker, swapped
 
 TICK = 0.02
 """Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
@@ -130,6 +130,12 @@ class RayLink:
 
     def kill(self) -> None:
         ray.kill(self.actor)
+
+    async def leave(self, worker: RemoteWorker) -> None:
+        if not worker.gone:
+            with contextlib.suppress(TimeoutError, RayError):
+                await asyncio.wait_for(self.actor.close.remote(), GOODBYE)
+        worker.end("it was dismissed")
 
     def attach(self, worker: RemoteWorker) -> None:
         """An exchange of an earlier event loop is nobody's any more."""
