@@ -18,8 +18,10 @@ from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
 from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
+from slipstream.metrics import Metrics
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
+from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.health import Health
@@ -73,6 +75,7 @@ class Run:
             keep=config.checkpoint.keep,
             proof=config.health.updates,
         )
+        self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
         self.task: asyncio.Task[Any] | None = None
         """The one that `stop` cancels."""
@@ -134,6 +137,8 @@ class Run:
         pools = self._scalable()
         now = {kind: pool.size for kind, pool in pools.items()}
         sizes = asked(changes, now)
+        for kind in sizes.keys() & self.config.most_workers:
+            raise ConfigError(f'{kind}: its replicas = "auto" leaves that to the run')
         for kind, size in sizes.items():
             if size - now[kind] > (room := self.engines.room[kind]()):
                 raise ConfigError(
@@ -142,6 +147,24 @@ class Run:
         check(now | sizes)
         self._resize(sizes)
         return {kind: pool.standing for kind, pool in pools.items()}
+
+    def _look(self, line: Metrics) -> None:
+        """At what an update says of itself: should there be more workers, or fewer?"""
+        if self.autoscale is None or self.admission.finished:
+            return
+        pools = self._scalable()
+        settled = not any(pool.coming or pool.leaving for pool in pools.values())
+        seen = Seen(
+            seconds=line["seconds/update"],
+            waited=line["seconds/data"] + line["seconds/turn"],
+            tokens=line["tokens"],
+            busy={kind: sum(1 - line.get(f"idle/{w.name}", 0.0) for w in pool.workers) for kind, pool in pools.items()},
+            sizes={kind: pool.size for kind, pool in pools.items()} if settled else {},
+        )
+        if change := self.autoscale.look(seen, {kind: self.engines.room[kind]() for kind in pools}):
+            told = ", ".join(f"{kind} from {pools[kind].size} to {size}" for kind, size in change.sizes.items())
+            self.say(f"replicas: {told}, as {change.why}")
+            self._resize(change.sizes)
 
     def _scalable(self) -> dict[str, Pool[Any]]:
         assert self.flow is not None
@@ -199,6 +222,7 @@ class Run:
             },
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
             quoted=self.config.log.samples,
+            look=self._look,
             due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
             checkpoint=self._checkpoint,
             after_publish=self._evaluate,

@@ -84,6 +84,8 @@ class Flow:
     passes: Steps
     quoted: int
     """How many samples of an update are written down."""
+    look: Callable[[Metrics], None]
+    """At what an update says of itself."""
     due: Callable[[], bool]
     """Whether there is to be a checkpoint at the end of this update."""
     checkpoint: Callable[[], Save]
@@ -411,6 +413,7 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.account.quoted(quotes)
     line = flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
     flow.health.look(line)
+    flow.look(line)
 
 
 def some(update: Update, count: int) -> Batch:
