@@ -10,7 +10,7 @@ import asyncio
 from contextlib import suppress
 
 from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampler, WeightsRef
-from slipstream.errors import ModelError, WorkerDied
+from slipstream.errors import ModelError, RecordsLost, WorkerDied
 from slipstream.metrics import Metrics
 from slipstream.pipeline.pool import Pool, Worker
 
@@ -57,6 +57,8 @@ class Samplers(Pool[Sampler]):
             except WorkerDied as error:
                 self.bury(worker, error)
                 return
+            except RecordsLost as error:  # the learner's machine is gone, and it with it
+                raise WorkerDied(str(error)) from None
             finally:
                 worker.track.end(f"publish {version}")
             worker.track.relabel(f"rollout v{version}")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
-from slipstream.errors import NonFiniteError, Stalled, WorkerDied
+from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
@@ -167,9 +167,12 @@ class Flow:
         if self.admission.schedule.on_old == "drop":
             self.drop(number, "older than max_lag")
         else:
-            self.forget(number)
-            self.admission.restart(number)
-            self.begin([number])
+            self.restart(number)
+
+    def restart(self, number: int) -> None:
+        self.forget(number)
+        self.admission.restart(number)
+        self.begin([number])
 
     def report(self) -> str:
         """Who waits for whom, and since when."""
@@ -203,6 +206,9 @@ async def roll(flow: Flow, number: int) -> None:
         flow.drawing.add(number)
         try:
             rolled = await worker.engine.generate(prompt, flow.sampling, begun)
+        except RecordsLost:  # what there was of it: it begins again
+            flow.account.thrown += tokens_of(begun)
+            return ()
         finally:
             flow.drawing.discard(number)
             flow.changed.set()
@@ -303,6 +309,10 @@ async def mark(flow: Flow, number: int) -> None:
             flow.account.scored_again(again, scorers.say, promised=recheck.promised)
     except GivenUp as failure:
         flow.drop(number, "scoring failed", str(failure))
+    except RecordsLost as error:
+        scorers.say(f"group {number} begins again: {error}")
+        flow.restart(number)
+        return
     else:
         flow.admission.scored(number)
     flow.running.pop(number, None)
@@ -355,7 +365,10 @@ async def learn(flow: Flow) -> None:
             flow.advance()
         if save is not None:  # the learner stays at rest; the samplers do not wait for it
             with flow.learning.busy("checkpoint", "other"):
-                await unbroken(flow, save())
+                try:
+                    await unbroken(flow, save())
+                except RecordsLost as error:
+                    flow.samplers.say(f"there is no checkpoint of update {admission.version}: {error}")
 
 
 async def until_enough(flow: Flow, update: Update) -> None:
@@ -377,7 +390,13 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
     with flow.learning.busy(f"update {update.number}"):
         for number in numbers:
             flow.trace.arrives(flow.learning, number)
-        counts = await flow.learner.prepare(batch)
+        try:
+            counts = await flow.learner.prepare(batch)
+        except RecordsLost as error:  # nobody knows whose, and none of them is taken
+            flow.samplers.say(f"update {update.number}: {len(numbers)} of its groups begin again: {error}")
+            for number in numbers:
+                flow.restart(number)
+            return
         update.groups += groups
         update.counts += counts
         if flow.admission.schedule.learn == "batch":

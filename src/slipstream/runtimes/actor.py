@@ -25,7 +25,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from slipstream.errors import EngineError, WorkerDied, first_line
+from slipstream.errors import RecordsLost, WorkerDied, first_line
 from slipstream.runtimes.exchange import GOODBYE, Answer, Body, Call, Host, RemoteWorker, swapped
 
 TICK = 0.02
@@ -169,6 +169,15 @@ class RayLink:
     def _expect(self, turn: int, calls: Sequence[Call], returned: Any) -> None:
         self.receiving.add(asyncio.get_running_loop().create_task(self._receive(turn, calls, *returned)))
 
+    def _without(self, lost: str, calls: Sequence[Call]) -> None:
+        """Fail those that took what is lost along, or anything, if that is not known; the others leave once more."""
+        concerned = [call for call in calls if any(lost in ("", bundle.hex()) for bundle in bundles(call))]
+        self.worker.fail(
+            [call.id for call in concerned],
+            RecordsLost(f"records for {self.worker.name} are lost: the machine on which they lay is gone"),
+        )
+        self.worker.outbox[:0] = [call for call in calls if call not in concerned]
+
     async def _receive(self, turn: int, calls: Sequence[Call], headers: Any, bodies: Any) -> None:
         task, receiving = asyncio.current_task(), self.receiving
         assert task is not None
@@ -178,7 +187,7 @@ class RayLink:
             self.worker.end(reason(error))  # it may only be out of reach
             return
         except RayError as error:  # a bundle was lost with its machine: this exchange never began
-            self.worker.fail([call.id for call in calls], EngineError(f"{self.worker.name}: {first_line(error)}"))
+            self._without(getattr(error, "object_ref_hex", ""), calls)
             self._expect(turn, [], self.actor.exchange.remote(turn, []))
             return
         finally:
@@ -186,6 +195,13 @@ class RayLink:
         for place, answer in enumerate(answers):
             self.worker.settle(answer, partial(body_of, bodies, place))
         asyncio.get_running_loop().call_soon(self.send)  # after those who now go on and call again
+
+
+def bundles(call: Call) -> set[Any]:
+    """What the bodies in a call lie in."""
+    found = set[Any]()
+    swapped(call, lambda body: found.add(body.bundle))
+    return found
 
 
 def body_of(bodies: Any, answer: int, place: int) -> Body:
