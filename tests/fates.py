@@ -1,9 +1,9 @@
 """Runs on a virtual clock to which anything may happen: `python tests/fates.py 10000`, or one of them, `--seed 17`.
 
 All that a coordinator does is the real thing, down to the client that calls an engine and the host that answers it.
-Engines only take time, and the way to their processes is the one made here: it loses answers, doubles and delays them,
-and the processes end, stop for a while, or cannot start. Runs are stopped, killed, and gone on with from any of their
-checkpoints. Whatever happens, the laws in `check` hold.
+Engines only take time, and the way to their processes is the one made here: it loses records and answers, doubles and
+delays these, and the processes end, stop for a while, or cannot start. Workers are hired and dismissed. Runs are
+stopped, killed, and gone on with from any of their checkpoints. Whatever happens, the laws in `check` hold.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import CheckpointConfig, Config, LogConfig
 from slipstream.engines.base import Engines
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
-from slipstream.errors import ConfigError, EngineError, RunDirError, Stalled, WorkerDied
+from slipstream.errors import ConfigError, EngineError, RecordsLost, RunDirError, Stalled, WorkerDied
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.pool import names
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, in_time
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
-from slipstream.runtimes.exchange import NOBODY, Answer, Host, RemoteWorker
+from slipstream.runtimes.exchange import NOBODY, Answer, Call, Host, RemoteWorker
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, started
 from test_schedules import PROMPTS, config, long_tailed
 
@@ -68,7 +68,7 @@ class Life:
         """Seconds until the whole run is stopped, on average."""
         self.faults = r.choice([0, 5, 25])
         """No more of them than that, or a run would never end."""
-        kinds = [*[Process.crash, Process.hang, Process.slow, Process.lose, Process.double]]
+        kinds = [Process.crash, Process.hang, Process.slow, Process.lose, Process.double, Process.forget]
         self.kinds = r.sample(kinds, r.randint(1, len(kinds)))
         self.mortal_learner = r.random() < 0.5
         self.scaled = r.random() < 0.5
@@ -133,6 +133,7 @@ class Process:
     def __init__(self, name: str, life: Life) -> None:
         self.life, self.pid, self.host = life, 0, Host(name, self.tell)
         self.dead, self.stopped, self.delay, self.losing, self.doubling = False, False, 0.0, 0, 0
+        self.forgetting = 0
         self.carried: deque[Callable[[], None]] = deque()
         """In both directions."""
         self.timers: list[asyncio.TimerHandle] = []
@@ -152,7 +153,11 @@ class Process:
 
     def send(self) -> None:
         for call in self.worker.posted():
-            self.carry(partial(self.host.accept, call))
+            if self.forgetting and takes_records(call):
+                self.forgetting -= 1
+                self.worker.fail([call.id], RecordsLost("gone with their machine"))
+            else:
+                self.carry(partial(self.host.accept, call))
 
     def tell(self, answer: Answer, bodies: list[Any]) -> None:
         settle = partial(self.worker.settle, answer, bodies.__getitem__)
@@ -225,6 +230,14 @@ class Process:
 
     def double(self) -> None:
         self.doubling += 2
+
+    def forget(self) -> None:
+        """What it is to be sent is gone."""
+        self.forgetting += 1
+
+
+def takes_records(call: Call) -> bool:
+    return call.method in ("score", "prepare") or (call.method in ("generate", "save") and bool(call.args[-1]))
 
 
 @contextlib.asynccontextmanager

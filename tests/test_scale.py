@@ -91,6 +91,15 @@ def test_a_run_is_told_through_its_directory(tmp_path: Path, depth: int) -> None
         scale(run, [])
 
 
+def test_a_run_that_was_killed_does_not_go_on(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / SOCKET))
+    assert (tmp_path / SOCKET).is_socket()
+    with pytest.raises(RunDirError, match="no run goes on there"):
+        scale(tmp_path, [])
+
+
 @pytest.mark.parametrize("line", [b"{\n", b"[1]\n", b'{"scale": []}\n', b"\xff\n", b"x" * 70_000])
 def test_whoever_talks_nonsense_is_told_so(tmp_path: Path, line: bytes) -> None:
     def talk() -> Any:

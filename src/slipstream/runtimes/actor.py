@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from slipstream.errors import RecordsLost, WorkerDied, first_line
-from slipstream.runtimes.exchange import GOODBYE, Answer, Body, Call, Host, RemoteWorker, swapped
+from slipstream.runtimes.exchange import CANCEL, GOODBYE, PING, Answer, Body, Call, Host, RemoteWorker, swapped
 
 TICK = 0.02
 """Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
@@ -171,12 +171,14 @@ class RayLink:
 
     def _without(self, lost: str, calls: Sequence[Call]) -> None:
         """Fail those that took what is lost along, or anything, if that is not known; the others leave once more."""
-        concerned = [call for call in calls if any(lost in ("", bundle.hex()) for bundle in bundles(call))]
-        self.worker.fail(
-            [call.id for call in concerned],
-            RecordsLost(f"records for {self.worker.name} are lost: the machine on which they lay is gone"),
-        )
-        self.worker.outbox[:0] = [call for call in calls if call not in concerned]
+        worker, again = self.worker, list[Call]()
+        for call in calls:
+            if any(lost in ("", bundle.hex()) for bundle in bundles(call)):
+                why = f"records for {worker.name} are lost: the machine on which they lay is gone"
+                worker.fail([call.id], RecordsLost(why))
+            elif call.id in worker.waiting or call.method in (CANCEL, PING):
+                again.append(call)
+        worker.outbox[:0] = again
 
     async def _receive(self, turn: int, calls: Sequence[Call], headers: Any, bodies: Any) -> None:
         task, receiving = asyncio.current_task(), self.receiving
