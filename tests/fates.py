@@ -1,9 +1,9 @@
 """Runs on a virtual clock to which anything may happen: `python tests/fates.py 10000`, or one of them, `--seed 17`.
 
 All that a coordinator does is the real thing, down to the client that calls an engine and the host that answers it.
-Engines only take time, and the way to their processes is the one made here: it loses answers, doubles and delays them,
-and the processes end, stop for a while, or cannot start. Runs are stopped, killed, and gone on with from any of their
-checkpoints. Whatever happens, the laws in `check` hold.
+Engines only take time, and the way to their processes is the one made here: it loses records and answers, doubles and
+delays these, and the processes end, stop for a while, or cannot start. Workers are hired and dismissed. Runs are
+stopped, killed, and gone on with from any of their checkpoints. Whatever happens, the laws in `check` hold.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import CheckpointConfig, Config, LogConfig
 from slipstream.engines.base import Engines
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
-from slipstream.errors import EngineError, RunDirError, Stalled, WorkerDied
+from slipstream.errors import ConfigError, EngineError, RecordsLost, RunDirError, Stalled, WorkerDied
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.pool import names
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, in_time
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
-from slipstream.runtimes.exchange import NOBODY, Answer, Host, RemoteWorker
+from slipstream.runtimes.exchange import NOBODY, Answer, Call, Host, RemoteWorker
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, started
 from test_schedules import PROMPTS, config, long_tailed
 
@@ -68,9 +68,11 @@ class Life:
         """Seconds until the whole run is stopped, on average."""
         self.faults = r.choice([0, 5, 25])
         """No more of them than that, or a run would never end."""
-        kinds = [*[Process.crash, Process.hang, Process.slow, Process.lose, Process.double]]
+        kinds = [Process.crash, Process.hang, Process.slow, Process.lose, Process.double, Process.forget]
         self.kinds = r.sample(kinds, r.randint(1, len(kinds)))
         self.mortal_learner = r.random() < 0.5
+        self.scaled = r.random() < 0.5
+        """Workers are hired and dismissed, every few seconds."""
 
     def strikes(self) -> bool:
         self.faults -= 1
@@ -131,6 +133,7 @@ class Process:
     def __init__(self, name: str, life: Life) -> None:
         self.life, self.pid, self.host = life, 0, Host(name, self.tell)
         self.dead, self.stopped, self.delay, self.losing, self.doubling = False, False, 0.0, 0, 0
+        self.forgetting = 0
         self.carried: deque[Callable[[], None]] = deque()
         """In both directions."""
         self.timers: list[asyncio.TimerHandle] = []
@@ -150,7 +153,11 @@ class Process:
 
     def send(self) -> None:
         for call in self.worker.posted():
-            self.carry(partial(self.host.accept, call))
+            if self.forgetting and takes_records(call):
+                self.forgetting -= 1
+                self.worker.fail([call.id], RecordsLost("gone with their machine"))
+            else:
+                self.carry(partial(self.host.accept, call))
 
     def tell(self, answer: Answer, bodies: list[Any]) -> None:
         settle = partial(self.worker.settle, answer, bodies.__getitem__)
@@ -170,6 +177,9 @@ class Process:
     def arrive(self) -> None:
         while self.carried and not self.stopped:
             self.carried.popleft()()
+
+    async def leave(self, worker: RemoteWorker) -> None:
+        worker.end("it was dismissed")
 
     def kill(self) -> None:
         self.dead = True
@@ -221,19 +231,28 @@ class Process:
     def double(self) -> None:
         self.doubling += 2
 
+    def forget(self) -> None:
+        """What it is to be sent is gone."""
+        self.forgetting += 1
+
+
+def takes_records(call: Call) -> bool:
+    return call.method in ("score", "prepare") or (call.method in ("generate", "save") and bool(call.args[-1]))
+
 
 @contextlib.asynccontextmanager
 async def opened(life: Life) -> Any:
     """A coordinator's processes; when it is gone, so are they."""
     processes: list[Process] = []
 
-    def hire(place: Place) -> RemoteWorker:
+    def born(place: Place) -> RemoteWorker:
         processes.append(Process(place.name, life))
         return place.kind(place.name, processes[-1], HEARTBEAT)
 
-    staff = Staff(hire)
+    staff = Staff(born)
+    staff.kinds = {"sampler": life.places()[1], "teacher.": life.places()[-1]}
     try:
-        staff.places = {hire(place): place for place in life.places()}
+        staff.places = {born(place): place for place in life.places()}
         for worker, place in staff.places.items():
             await started(worker, place)
         learner, *others = staff.places
@@ -243,6 +262,9 @@ async def opened(life: Life) -> Any:
             learner=learner,  # type: ignore[arg-type]
             close=lambda: None,
             replace=staff.replace,
+            hire=staff.hire,
+            dismiss=staff.dismiss,
+            room=dict.fromkeys(staff.kinds, lambda: 5.0) if life.scaled else {},
         )
     finally:
         await asyncio.sleep(0)
@@ -310,9 +332,19 @@ async def part(path: Path, life: Life, engines: Engines, restarts: Restarts, any
             life.say("killed" if run.at_once else "stopped")
             run.stop()
 
-    timer = asyncio.get_running_loop().call_later(life.random.expovariate(1 / life.part), stop)
+    def scale() -> None:
+        nonlocal scaling
+        scaling = later(life.random.expovariate(1 / 3.0), scale)
+        change = life.random.choice(["sampler=+1", "sampler=-1", "teacher.=+1", "teacher.=-1"])
+        with contextlib.suppress(ConfigError):
+            life.say(f"{change}: {run.scale([change], lambda sizes: None)}")
+
+    later = asyncio.get_running_loop().call_later
+    timer = later(life.random.expovariate(1 / life.part), stop)
+    scaling = later(1.0, scale) if life.scaled else timer
     await asyncio.wait([run.task])
     timer.cancel()
+    scaling.cancel()
     if run.task.cancelled():
         raise Stopped
     run.task.result()

@@ -19,7 +19,7 @@ from slipstream.config.file import fields, parse
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_lines
 
-COMMANDS = ["demo", "train", "doctor", "resume", "eval", "samples", "config", "estimators"]
+COMMANDS = ["demo", "train", "doctor", "resume", "scale", "eval", "samples", "config", "estimators"]
 HEAVY = {"torch", "transformers", "tokenizers", "datasets", "pydantic", "numpy", "rich"}
 
 # every line is one command; what each writes to its two outputs is caught at the file descriptors

@@ -260,6 +260,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"runtime": {"kind": "inline", "address": "auto"}},
         'runtime.address is of a Ray cluster: write runtime.kind = "ray", or drop one of them',
     ),
+    "nobody comes inline": (
+        {"runtime": {"kind": "inline"}, "sampler": {"replicas": "auto"}},
+        'replicas = "auto": with runtime.kind = "inline" nobody comes or goes: write a number',
+    ),
+    "most of a number": (
+        {"sampler": {"replicas": 2, "replicas_max": 4}},
+        'sampler.replicas_max does nothing without replicas = "auto"',
+    ),
     "text for a number": ({"updates": "many"}, "updates: input should be a valid integer, got 'many'"),
     "digits for a number": ({"updates": "7"}, "updates: input should be a valid integer, got '7'"),
     "truth for a number": ({"updates": True}, "updates: input should be a valid integer, got True"),

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fates import live
-from slipstream.config.schedule import Async, Sync
+from slipstream.config.schedule import Async, Periodic, StepOff, Sync
+from slipstream.config.schema import CheckpointConfig
 from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.sleep import SleepSampler
-from slipstream.errors import AllDied, EngineError, ModelError, WorkerDied
+from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.errors import AllDied, EngineError, ModelError, RecordsLost, WorkerDied
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.restarts import Restarts
-from slipstream.records import Group, Handle, Prompt
-from slipstream.runlog import read_lines
-from test_schedules import Simulated, engines
+from slipstream.pipeline.run import Run
+from slipstream.records import Batch, Counts, Group, Handle, Prompt
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import virtual
+from test_schedules import PROMPTS, Simulated, config, engines, long_tailed
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
@@ -70,7 +74,7 @@ def test_calls_wait_for_the_only_sampler_and_others_go_on_without_it(tmp_path: P
     alone = Simulated(tmp_path / "alone", Sync(), mortal(1), updates=4)
     assert alone.lines_said == [
         "sampler died and is started again: its process is gone",
-        "sampler is back after 11.0 s",
+        "sampler is at work after 11.0 s",
     ]
     assert alone.trained() == list(range(16)) and alone.seconds == pytest.approx(4 * 6 + 11)
     assert [line.get("restarts/sampler", 0) for line in alone.lines] == [0, 1, 1, 1]
@@ -102,7 +106,7 @@ def test_who_cannot_be_started_again_is_tried_as_often_and_not_more(tmp_path: Pa
 
     made = Engines(made.samplers, made.scorers, made.learner, made.close, replace)
     run = Simulated(tmp_path, Async(tau=1), made, updates=20)
-    again = "sampler-0 could not be started again and is tried once more: no room"
+    again = "sampler-0 could not be started and is tried once more: no room"
     assert run.lines_said[1:3] == [again] * 2
     assert run.lines_said[3].startswith("sampler-0 died 4 times in an hour") and len(run.lines_said) == 4
 
@@ -124,7 +128,7 @@ def test_a_sampler_that_comes_with_other_weights_stops_the_run(tmp_path: Path) -
 
 def test_publishes_go_on_while_another_sampler_loads_and_it_gets_the_newest(tmp_path: Path) -> None:
     run = Simulated(tmp_path, Async(tau=1), mortal(1, samplers=2, load=20.0), updates=12)
-    assert run.lines_said[-1] == "sampler-0 is back after 21.0 s"
+    assert run.lines_said[-1] == "sampler-0 is at work after 21.0 s"
     published = [line["update"] for line in run.lines if "seconds/publish" in line]
     assert published == list(range(2, 13)) and run.seconds < 12 * 3 + 10
     assert max(line["lag/max"] for line in run.lines[8:]) <= 2
@@ -154,3 +158,64 @@ def test_where_all_have_died_the_run_does_not_wait_for_one_of_them(tmp_path: Pat
     made = mortal(1)
     with pytest.raises(AllDied, match="there is nothing to start from"):
         Simulated(tmp_path, Sync(), Engines(made.samplers, made.scorers, made.learner, made.close, replace), updates=4)
+
+
+# --- a machine takes records along ------------------------------------------------------------------------------------
+
+
+class Losing:
+    """Every so often a call finds that what it was to take with it is gone."""
+
+    every, calls = 7, 0
+
+    def lose(self) -> None:
+        self.calls += 1
+        if self.calls % self.every == 0:
+            raise RecordsLost("gone with their machine")
+
+
+class LosingSampler(SleepSampler, Losing):
+    every = 2
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        if begun:
+            self.lose()
+        return await super().generate(prompt, sampling, begun)
+
+
+class LosingScorer(SleepScorer, Losing):
+    async def score(self, group: Group) -> list[Handle]:
+        self.lose()
+        return await super().score(group)
+
+
+class LosingLearner(SleepLearner, Losing):
+    every = 4
+
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        self.lose()
+        return await super().prepare(batch)
+
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        if groups:
+            self.lose()
+        await super().save(path, groups, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("schedule", [Sync(), Periodic(), StepOff(k=2), Async(tau=2), Async(tau=2, max_lag=2)])
+def test_records_that_are_lost_are_made_again(tmp_path: Path, schedule: Any) -> None:
+    samplers = tuple(LosingSampler(long_tailed(0), step=lambda _: 0.2, slots=3) for _ in range(2))
+    scorers = {"": (LosingScorer(lambda _: 0.25),)}
+    made = Engines(samplers, scorers, LosingLearner(lambda _: 3.0), lambda: None)
+    settings = config(schedule, updates=40).model_copy(update={"checkpoint": CheckpointConfig(every=2, minutes=0)})
+    said = list[str]()
+    with RunLog(tmp_path, []) as log:
+        run = Run(settings, made, PROMPTS, log, say=said.append)
+        virtual.run(run.train())
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    assert sorted(entry["number"] for entry in ledger) == list(range(160))
+    assert {entry["end"] for entry in ledger} == {"trained"}
+    bound = run.admission.schedule.bound
+    assert bound is None or max(max(entry["lag"]) for entry in ledger) <= bound
+    assert run.admission.restarted and any("of its groups begin again" in line for line in said)
+    assert run.flow is not None and not run.flow.held

@@ -458,6 +458,56 @@ def test_another_takes_the_place_of_a_worker(opened: Processes) -> None:
     asyncio.run(main())
 
 
+def test_workers_are_hired_and_dismissed_while_others_work(opened: Processes) -> None:
+    staff = opened.start([Place(RemoteSampler, "sampler", 1, Patient), Place(RemoteScorer, "scorer", 1, toy_scorer)])
+    one, scorer = staff.places
+
+    async def main() -> None:
+        assert set(staff.kinds) == {"sampler"}, "a scorer of no teacher cannot be told from others"
+        other: Any = await staff.replace(staff.hire("sampler", "sampler-1"))
+        call = asyncio.create_task(other.generate(prompt(), SAMPLING))
+        await other.cpu_seconds()
+        leaving = asyncio.create_task(staff.dismiss(other))
+        await one.cpu_seconds()
+        assert not leaving.done() and other in staff.places, "it still has something to do"
+        await other.publish(None, "keep")
+        assert await call == []
+        await leaving
+        assert list(staff.places) == [one, scorer]
+        with pytest.raises(WorkerDied, match=r"sampler-1 \(pid \d+\) is gone"):
+            await other.generate(prompt(), SAMPLING)
+        if opened.kind == "local":
+            assert other.pid not in children()
+        await staff.dismiss(scorer)  # which nobody has called yet
+        dead = await staff.replace(staff.hire("sampler", "sampler-2"))
+        os.kill(dead.pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            await dead.generate(prompt(), SAMPLING)
+        await staff.dismiss(dead)
+        assert list(staff.places) == [one]
+
+    asyncio.run(main())
+
+
+def test_who_comes_gets_gpus_that_nobody_has(nursery: Nursery) -> None:
+    places = [Place(RemoteSampler, f"sampler-{i}", 1, Environment) for i in range(2)]
+
+    async def main(staff: Staff) -> list[str]:
+        (place,) = staff.kinds.values()
+        assert staff.room(place) == 1
+        worker = await staff.replace(staff.hire("sampler", "sampler-2"))
+        assert staff.room(place) == 0
+        first = await worker.call("read", "CUDA_VISIBLE_DEVICES")
+        await staff.dismiss(next(iter(staff.places)))
+        assert staff.room(place) == 1
+        worker = await staff.replace(staff.hire("sampler", "sampler-3"))
+        return [first, await worker.call("read", "CUDA_VISIBLE_DEVICES")]
+
+    with ExitStack() as stack:
+        staff = local.start(places, nursery, stack, gpus=["a", "b", "c"], say=silent)
+        assert asyncio.run(main(staff)) == ["c", "a"]
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
     opened: Processes, how: signal.Signals, tmp_path: Path
@@ -494,7 +544,9 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
     assert numbers == list(range(40))
     why = "it has not answered for 3 s" if how == signal.SIGSTOP else ""
     assert re.fullmatch(rf"sampler died and is started again: sampler \(pid \d+\) is gone: {why}.*", said[0])
-    assert [line.split(" after ")[0] for line in said[1::2]] == ["sampler is back", "scorer is back", "sampler is back"]
+    assert [line.split(" after ")[0] for line in said[1::2]] == [
+        f"{name} is at work" for name in ("sampler", "scorer", "sampler")
+    ]
     events = json.loads((tmp_path / "there" / "trace.json").read_text().rstrip(",\n") + "]")
     gaps = [event for event in events if event["name"] == "gone"]
     assert len(gaps) == 3 and min(event["dur"] for event in gaps) > 1e6, "after a pause"
@@ -765,6 +817,38 @@ def coordinators(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     made = Coordinators(home)
     yield made
     made.close()
+
+
+@pytest.mark.skipif(not LINUX, reason="looks into /proc")
+def test_workers_come_and_go_while_a_run_goes_on(
+    coordinators: Coordinators, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def scale(*changes: str) -> str:
+        code = main(["scale", str(coordinators.home / "run"), *changes])
+        output = capsys.readouterr()
+        return output.out if code == 0 else output.err
+
+    def until(lines: str) -> None:
+        ends = time.monotonic() + 120
+        while scale() != lines:
+            assert time.monotonic() < ends, (scale(), coordinators.output())
+            time.sleep(0.1)
+
+    pids = coordinators.running("--updates", "1000000")
+    until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
+    assert "1 starting (sampler-1)" in scale("sampler=+1", "teacher.main=2")
+    until("sampler: 2 working (sampler, sampler-1)\nteacher.main: 2 working (scorer, scorer-1)\n")
+    assert scale("sampler=+1", "teacher.main=-2") == "error: teacher.main=-2: there are 2, and one must stay\n"
+    assert scale("sampler=99999").startswith("error: 100002 engines and 99999 processes that grade need ")
+    scale("sampler=-1", "teacher.main=1")
+    until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
+    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in below(pids["nursery"])]
+    assert sorted(names) == ["learner", "sampler", "scorer"]
+    os.kill(pids["coordinator"], signal.SIGINT)
+    assert coordinators.end() == 130
+    assert re.search(r"^sampler-1 is at work after .*^sampler-1 has left$", coordinators.output(), re.M | re.S)
+    assert scale("sampler=+1").endswith("goes on with one that was stopped\n")
+    assert not (coordinators.home / "run" / "scale.sock").exists()
 
 
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from slipstream.config.schedule import Async, Periodic, Sync
+from slipstream.engines.base import Engines
+from slipstream.engines.sleep import SleepLearner
 from slipstream.errors import EngineError, WorkerDied
 from slipstream.metrics import digest, usage
 from slipstream.pipeline.pool import Pool, Worker
@@ -118,7 +120,8 @@ def test_without_a_file_nothing_is_written(tmp_path: Path) -> None:
 def pool(count: int, said: list[str]) -> Pool[str]:
     trace = Trace(StringIO(), lambda: 0.0)
     these: Any = {"say": said.append, "tasks": asyncio.TaskGroup(), "restarts": Restarts(0)}
-    return Pool([f"engine {i}" for i in range(count)], trace, stage="rollout", name="sampler", **these)
+    these |= {"engines": Engines((), {}, SleepLearner(lambda _: 0.0), lambda: None)}
+    return Pool([f"engine {i}" for i in range(count)], trace, kind="sampler", stage="rollout", name="sampler", **these)
 
 
 def test_the_least_loaded_worker_is_taken_and_of_equals_the_one_that_waited_longest() -> None:

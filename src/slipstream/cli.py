@@ -101,6 +101,11 @@ def parser() -> argparse.ArgumentParser:
     )
     resume.set_defaults(run=run_resume)
 
+    scaling = commands.add_parser("scale", help="workers of a run that goes on: list them, have more, or fewer")
+    scaling.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    scaling.add_argument("changes", nargs="*", metavar="KIND=N", help="sampler=+2, teacher.NAME=-1 or sampler=3")
+    scaling.set_defaults(run=run_scale)
+
     evaluate = commands.add_parser("eval", help="accuracy of a model: avg@n, pass@k, greedy")
     evaluate.add_argument("model", help="HF directory or hub name, a run directory, or builtin:student")
     evaluate.add_argument("--data", default="builtin:arithmetic", help="prompts with answers (default: %(default)s)")
@@ -225,6 +230,13 @@ def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
 def tell_done(path: Path) -> int:
     print(f"done: student in {path / 'final'}, metrics in {path / 'metrics.jsonl'}")
+    return 0
+
+
+def run_scale(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.scale import scale
+
+    print(*scale(args.directory, args.changes), sep="\n")
     return 0
 
 

@@ -8,7 +8,8 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 ├── EngineError         an engine failed, again and again: names it and the cause
 │   ├── WorkerDied      the process of an engine is gone, or hangs
 │   │   └── AllDied     and so are those of all others: none can be started again from where they were
-│   └── LearnerDied     and it was the learner's: the run can go back to its last checkpoint
+│   ├── LearnerDied     and it was the learner's: the run can go back to its last checkpoint
+│   └── RecordsLost     records that a call was to take with it are gone with the machine on which they lay
 ├── Stalled             nothing has moved for too long: says who waits for whom
 ├── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
 └── Unhealthy           the run's own metrics say that going on is no use: names the finding and what to do
@@ -55,6 +56,10 @@ class WorkerDied(EngineError):
 
 
 class AllDied(WorkerDied):
+    pass
+
+
+class RecordsLost(EngineError):
     pass
 
 

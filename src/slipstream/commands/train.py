@@ -17,6 +17,7 @@ from rich.console import Console
 
 from slipstream.commands.planned import planned
 from slipstream.commands.progress import Progress
+from slipstream.commands.scale import reachable
 from slipstream.config.file import load
 from slipstream.config.schema import Config
 from slipstream.durable import alone_in, private
@@ -28,7 +29,7 @@ from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, admission_of, in_time
 from slipstream.plan.checks import PROMPTS, quick, raised
-from slipstream.plan.plan import Plan, at_a_glance, plan
+from slipstream.plan.plan import Plan, at_a_glance, check_sizes, plan
 from slipstream.records import Group
 from slipstream.runlog import RunLog, check_free, check_lines, check_prompts, check_unchanged, read_lines, run_path
 from slipstream.runtimes import local
@@ -213,7 +214,8 @@ def go(
 
     async def main() -> None:
         run.task = asyncio.current_task()
-        await run.train()
+        async with reachable(log.path, partial(run.scale, check=partial(check_sizes, made.config)), run.say):
+            await run.train()
 
     began = run.admission.version
     with Progress(console, updates=made.config.updates, title=name, admission=run.admission) as progress:

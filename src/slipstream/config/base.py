@@ -10,6 +10,12 @@ from pydantic.fields import FieldInfo
 Dtype = Literal["float32", "bfloat16", "float64"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Epsilon = Annotated[float, Field(gt=0)]
+Replicas = Annotated[int, Field(ge=1)] | Literal["auto"]
+
+
+def at_first(replicas: Replicas) -> int:
+    """How many workers a run begins with."""
+    return 1 if replicas == "auto" else replicas
 
 
 class Section(BaseModel):

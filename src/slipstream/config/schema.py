@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import Beta, Dtype, Section
+from slipstream.config.base import Beta, Dtype, Replicas, Section
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Async, ScheduleConfig
@@ -117,8 +117,11 @@ class SamplerConfig(Section):
     longest: int | None = Field(None, ge=2)
     """Longest prompt and response, in tokens; that of the data without it. Where a model has several sets of position
     factors (longrope, dynamic), this chooses one for the whole run."""
-    replicas: int = Field(1, ge=1)
-    """How many samplers; each group goes to the one with least to do."""
+    replicas: Replicas = 1
+    """How many samplers; each group goes to the one with least to do. "auto" begins with one, has more while the
+    learner waits for groups and they help, and fewer where they are idle."""
+    replicas_max: int = Field(8, ge=1)
+    """The most that replicas = "auto" comes to."""
     slots: int = Field(64, ge=1)
     """Sequences generated at a time by each."""
     dtype: Dtype = "float32"
@@ -376,6 +379,11 @@ class Config(Section):
             raise ValueError('runtime.address is of a Ray cluster: write runtime.kind = "ray", or drop one of them')
         if self.eval.every and self.eval.n > self.sampler.slots:
             raise ValueError(f"eval.n = {self.eval.n} needs sampler.slots of at least {self.eval.n}")
+        if self.runtime.kind == "inline" and self.most_workers:
+            raise ValueError(
+                'replicas = "auto": with runtime.kind = "inline" nobody comes or goes: write a number, or '
+                'runtime.kind = "local"'
+            )
         every = getattr(self.schedule, "publish_every", 1)
         if self.eval.every % every:
             raise ValueError(
@@ -394,8 +402,14 @@ class Config(Section):
         """Settings that were changed and would do nothing, and what they need for it."""
         graded, evaluated = bool(self.task.reward), "every" in self.eval.model_fields_set
         apart = self.runtime.kind != "inline"
+        auto = 'replicas = "auto"'
         several, tracked = len(self.teachers) > 1, bool(set(self.log.to) - {"tensorboard"})
         sections = [
+            ("sampler", self.sampler, ("replicas_max",), self.sampler.replicas == "auto", auto),
+            *(
+                (f"teachers.{name}", t, ("replicas_max",), t.replicas == "auto", auto)
+                for name, t in self.teachers.items()
+            ),
             ("task", self.task, ("timeout",), graded, "task.reward"),
             ("runtime", self.runtime, ("graders",), graded, "task.reward"),
             ("runtime", self.runtime, ("heartbeat", "restarts"), apart, 'runtime.kind = "local" or "ray"'),
@@ -460,6 +474,16 @@ class Config(Section):
 
     def model_of(self, teacher: TeacherConfig) -> str:
         return self.student if teacher.model == SELF else teacher.model
+
+    @property
+    def most_workers(self) -> dict[str, int]:
+        """Of each kind whose number is left to the run."""
+        sampler = {"sampler": self.sampler.replicas_max} if self.sampler.replicas == "auto" else {}
+        return sampler | {
+            f"teacher.{name}": teacher.replicas_max
+            for name, teacher in self.teachers.items()
+            if teacher.replicas == "auto"
+        }
 
     @property
     def groups_per_update(self) -> int:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import Dtype, Section
+from slipstream.config.base import Dtype, Replicas, Section
 from slipstream.config.losses import LOSSES, LossConfig, caches
 
 SELF = "self"
@@ -56,8 +56,11 @@ class TeacherConfig(Section):
     """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
     longest: int | None = Field(None, ge=2)
     """Longest prompt and response that it scores, in tokens; that of the data without it (see sampler.longest)."""
-    replicas: int = Field(1, ge=1)
-    """How many copies score (of an endpoint: clients share its concurrency); groups go to the one with least to do."""
+    replicas: Replicas = 1
+    """How many copies score (of an endpoint: clients share its concurrency); groups go to the one with least to do.
+    "auto" begins with one, has more while the learner waits for them and they help, and fewer where they are idle."""
+    replicas_max: int = Field(8, ge=1)
+    """The most that replicas = "auto" comes to."""
 
     recheck: float = Field(0.01, ge=0, le=1)
     """Share of its groups that are scored again, by another copy if there is one; what comes back must be the same."""
@@ -130,6 +133,8 @@ class TeacherConfig(Section):
         for name in OF_NATIVE if self.engine == "vllm" else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name} is for engine = "native": drop one of them, as vLLM makes its own passes')
+        if self.replicas == "auto" and endpoint:
+            raise ValueError('replicas = "auto" is for a model that runs here: of an endpoint, write concurrency')
         if self.model == SELF and endpoint:
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
         if self.model == SELF and self.context is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -253,3 +253,10 @@ class Engines:
     replace: Callable[[Any], Awaitable[Any]] | None = None
     """Another sampler or scorer in place of one that died: it ends that one and all calls that are with it, and returns
     the new one, loaded. None where engines share this process, and die with it."""
+    hire: Callable[[str, str], Any] | None = None
+    """Room for one more of a kind (`sampler`, `teacher.NAME`), by a name of its own: what `replace` makes an engine of,
+    as of one that died. None as for `replace`."""
+    dismiss: Callable[[Any], Awaitable[None]] | None = None
+    """End one, and its process, when it has answered all that it was asked; or give up its room."""
+    room: Mapping[str, Callable[[], float]] = field(default_factory=dict)
+    """How many more could be hired, of each kind of which any can."""

@@ -228,7 +228,8 @@ class Admission:
         self.gated = False
 
     def restart(self, number: int) -> None:
-        """A group begins again under the weights that are published now, on the same credit."""
+        """A group begins again under the weights that are published now, on the same credit; also one that the learner
+        was to take, if it could not."""
         del self._place(number)[number]
         self.rolling[number] = None
         self.live[number].version = self.published_version
@@ -243,7 +244,7 @@ class Admission:
     # --- how ---------------------------------------------------------------------------------------------------
 
     def _place(self, number: int) -> Line:
-        places = (self.rolling, self.waiting, self.scoring, self.ready)
+        places = (self.rolling, self.waiting, self.scoring, self.ready, self.learning)
         found = [place for place in places if number in place]
         assert found, f"group {number} is not on its way to the learner"
         return found[0]

@@ -7,9 +7,10 @@ fingerprint of what every sampler will really run must be the learner's.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampler, WeightsRef
-from slipstream.errors import ModelError, WorkerDied
+from slipstream.errors import ModelError, RecordsLost, WorkerDied
 from slipstream.metrics import Metrics
 from slipstream.pipeline.pool import Pool, Worker
 
@@ -31,6 +32,8 @@ class Samplers(Pool[Sampler]):
 
     newest: tuple[WeightsRef, Fingerprint] | None = None
     """For those who come later; kept only if any may."""
+    version = 0
+    """Of the weights that are in all of them, or on the way there."""
 
     async def publish(self, weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode) -> Metrics:
         """Load weights into all samplers at the same time; returns how long the slowest of them stood still, and why.
@@ -41,7 +44,8 @@ class Samplers(Pool[Sampler]):
             raise ModelError(
                 f"publish of version {version}: the learner exported its weights after update {weights.version}"
             )
-        if self.replace is not None:
+        self.version = version
+        if self.engines.replace is not None:
             self.newest = weights, expected
         done: list[Loaded] = []
 
@@ -53,6 +57,8 @@ class Samplers(Pool[Sampler]):
             except WorkerDied as error:
                 self.bury(worker, error)
                 return
+            except RecordsLost as error:  # the learner's machine is gone, and it with it
+                raise WorkerDied(str(error)) from None
             finally:
                 worker.track.end(f"publish {version}")
             worker.track.relabel(f"rollout v{version}")
@@ -77,3 +83,8 @@ class Samplers(Pool[Sampler]):
             weights, expected = loaded
             await load(worker.engine, worker.name, weights, expected, mode="drain")
             worker.track.label = f"rollout v{weights.version}"
+
+    async def relieve(self, worker: Worker[Sampler]) -> None:
+        """What is half rolled out goes on elsewhere."""
+        with suppress(WorkerDied):
+            await worker.engine.release()

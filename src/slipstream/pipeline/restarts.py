@@ -22,6 +22,8 @@ class Restarts:
         """Of each worker, in the whole run."""
         self.lately = defaultdict[str, deque[float]](deque)
         """When, in the last hour."""
+        self.sizes: dict[str, int] = {}
+        """How many workers of a kind there were told to be, while the run went on."""
         self.began: float | None = None
         """When the run began, by the event loop's clock, which goes on while nothing works."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -17,15 +17,18 @@ from typing import Any, NoReturn, TypeVar
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
-from slipstream.errors import NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
+from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
+from slipstream.metrics import Metrics
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
+from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import Samplers
 from slipstream.pipeline.restarts import Restarts
+from slipstream.pipeline.scaling import asked
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered_at_all, go_on, hand_over, learn, watch
@@ -72,6 +75,7 @@ class Run:
             keep=config.checkpoint.keep,
             proof=config.health.updates,
         )
+        self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
         self.task: asyncio.Task[Any] | None = None
         """The one that `stop` cancels."""
@@ -101,7 +105,8 @@ class Run:
             weights, expected = await self.engines.learner.export()
             await flow.samplers.publish(weights, expected, version=self.admission.version, mode="drain")
             await self._evaluate()
-            go_on(flow, self.admission.version)
+            self._resize(self.restarts.sizes)
+            go_on(flow)
             flow.advance()
             try:
                 await learn(flow)
@@ -118,19 +123,72 @@ class Run:
         if self.task is not None:
             self.task.cancel()
 
+    def scale(
+        self, changes: Sequence[str], check: Callable[[Mapping[str, int]], None]
+    ) -> dict[str, dict[str, list[str]]]:
+        """Have more workers, or fewer, as `scaling.asked` reads it; returns who works here now. What cannot be is
+        refused by a ConfigError, and nothing of it is done: `check` is of the machine."""
+        if not self.engines.room:
+            raise ConfigError('runtime.kind = "inline" has all workers in one process: write "local" or "ray"')
+        if self.flow is None or self.flow.samplers.newest is None:
+            raise ConfigError("the run is only starting: ask again when it has begun")
+        if changes and (self.flow.ending or self.admission.finished):
+            raise ConfigError("the run is ending")
+        pools = self._scalable()
+        now = {kind: pool.size for kind, pool in pools.items()}
+        sizes = asked(changes, now)
+        for kind in sizes.keys() & self.config.most_workers:
+            raise ConfigError(f'{kind}: its replicas = "auto" leaves that to the run')
+        for kind, size in sizes.items():
+            if size - now[kind] > (room := self.engines.room[kind]()):
+                raise ConfigError(
+                    f"{kind}={size}: there is room for {room:.0f} more, by the GPUs and CPUs that are free"
+                )
+        check(now | sizes)
+        self._resize(sizes)
+        return {kind: pool.standing for kind, pool in pools.items()}
+
+    def _look(self, line: Metrics) -> None:
+        """At what an update says of itself: should there be more workers, or fewer?"""
+        if self.autoscale is None or self.admission.finished:
+            return
+        pools = self._scalable()
+        settled = not any(pool.coming or pool.leaving for pool in pools.values())
+        seen = Seen(
+            seconds=line["seconds/update"],
+            waited=line["seconds/data"] + line["seconds/turn"],
+            tokens=line["tokens"],
+            busy={kind: sum(1 - line.get(f"idle/{w.name}", 0.0) for w in pool.workers) for kind, pool in pools.items()},
+            sizes={kind: pool.size for kind, pool in pools.items()} if settled else {},
+        )
+        if change := self.autoscale.look(seen, {kind: self.engines.room[kind]() for kind in pools}):
+            told = ", ".join(f"{kind} from {pools[kind].size} to {size}" for kind, size in change.sizes.items())
+            self.say(f"replicas: {told}, as {change.why}")
+            self._resize(change.sizes)
+
+    def _scalable(self) -> dict[str, Pool[Any]]:
+        assert self.flow is not None
+        return {pool.kind: pool for pool in self.flow.pools if pool.kind in self.engines.room}
+
+    def _resize(self, sizes: Mapping[str, int]) -> None:
+        self.restarts.sizes |= sizes
+        for kind, size in sizes.items():
+            self._scalable()[kind].resize(size)
+
     def report(self) -> str:
         """Who waits for whom."""
         return self.flow.report() if self.flow else "engines are starting"
 
     def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
         rewound, trace = self.restarts.began is not None, self._trace()
-        these: Any = {"say": self.say, "tasks": tasks, "replace": self.engines.replace, "restarts": self.restarts}
-        samplers = Samplers(self.engines.samplers, trace, stage="rollout", name="sampler", **these)
+        these: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
+        samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **these)
         teachers = self.engines.scorers
         scorers = {
             teacher: Pool(
                 engines,
                 trace,
+                kind=f"teacher.{teacher}",
                 stage="score",
                 name=scorer_name(teacher, teachers),
                 work=f"scoring by {teacher}" if len(teachers) > 1 else "scoring",
@@ -164,6 +222,7 @@ class Run:
             },
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
             quoted=self.config.log.samples,
+            look=self._look,
             due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
             checkpoint=self._checkpoint,
             after_publish=self._evaluate,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
-from slipstream.errors import NonFiniteError, Stalled, WorkerDied
+from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
@@ -84,6 +84,8 @@ class Flow:
     passes: Steps
     quoted: int
     """How many samples of an update are written down."""
+    look: Callable[[Metrics], None]
+    """At what an update says of itself."""
     due: Callable[[], bool]
     """Whether there is to be a checkpoint at the end of this update."""
     checkpoint: Callable[[], Save]
@@ -165,9 +167,12 @@ class Flow:
         if self.admission.schedule.on_old == "drop":
             self.drop(number, "older than max_lag")
         else:
-            self.forget(number)
-            self.admission.restart(number)
-            self.begin([number])
+            self.restart(number)
+
+    def restart(self, number: int) -> None:
+        self.forget(number)
+        self.admission.restart(number)
+        self.begin([number])
 
     def report(self) -> str:
         """Who waits for whom, and since when."""
@@ -187,16 +192,23 @@ class Flow:
 
 
 async def roll(flow: Flow, number: int) -> None:
-    """To its end, wherever it has come to: a sampler may hand it over, and the next one goes on with it."""
+    """To its end, wherever it has come to: a sampler may hand it over, and the next one goes on with it, but for
+    tokens of weights under which a schedule lets nothing run any more."""
     prompt = flow.prompt(number)
 
     async def generate(worker: Worker[Sampler]) -> Group:
         begun = flow.held.get(number, ())
         if flow.still:
             return begun
+        if flow.admission.schedule.publish == "restart" and any(h.header.oldest < flow.samplers.version for h in begun):
+            flow.account.thrown += tokens_of(flow.held.pop(number))
+            begun = ()
         flow.drawing.add(number)
         try:
             rolled = await worker.engine.generate(prompt, flow.sampling, begun)
+        except RecordsLost:  # what there was of it: it begins again
+            flow.account.thrown += tokens_of(begun)
+            return ()
         finally:
             flow.drawing.discard(number)
             flow.changed.set()
@@ -249,16 +261,12 @@ async def hand_over(flow: Flow) -> None:
     await flow.until("rollouts that are handed over", lambda: not flow.drawing)
 
 
-def go_on(flow: Flow, version: int) -> None:
-    """With what was handed over, in the order of submission, by samplers that have the weights of this version."""
+def go_on(flow: Flow) -> None:
+    """With what was handed over, in the order of submission."""
     if not flow.still or flow.ending:
         return
     flow.still = False
     rolling = [number for number in flow.admission.live if number in flow.admission.rolling]
-    if flow.admission.schedule.publish == "restart":
-        for number in rolling:
-            if any(handle.header.oldest < version for handle in flow.held.get(number, ())):
-                flow.account.thrown += tokens_of(flow.held.pop(number))
     flow.begin(number for number in rolling if number not in flow.running)
 
 
@@ -301,6 +309,10 @@ async def mark(flow: Flow, number: int) -> None:
             flow.account.scored_again(again, scorers.say, promised=recheck.promised)
     except GivenUp as failure:
         flow.drop(number, "scoring failed", str(failure))
+    except RecordsLost as error:
+        scorers.say(f"group {number} begins again: {error}")
+        flow.restart(number)
+        return
     else:
         flow.admission.scored(number)
     flow.running.pop(number, None)
@@ -349,11 +361,14 @@ async def learn(flow: Flow) -> None:
             )
             flow.tasks.create_task(deliver(flow, publishing))
         else:
-            go_on(flow, admission.published_version)
+            go_on(flow)
             flow.advance()
         if save is not None:  # the learner stays at rest; the samplers do not wait for it
             with flow.learning.busy("checkpoint", "other"):
-                await unbroken(flow, save())
+                try:
+                    await unbroken(flow, save())
+                except RecordsLost as error:
+                    flow.samplers.say(f"there is no checkpoint of update {admission.version}: {error}")
 
 
 async def until_enough(flow: Flow, update: Update) -> None:
@@ -375,7 +390,13 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
     with flow.learning.busy(f"update {update.number}"):
         for number in numbers:
             flow.trace.arrives(flow.learning, number)
-        counts = await flow.learner.prepare(batch)
+        try:
+            counts = await flow.learner.prepare(batch)
+        except RecordsLost as error:  # nobody knows whose, and none of them is taken
+            flow.samplers.say(f"update {update.number}: {len(numbers)} of its groups begin again: {error}")
+            for number in numbers:
+                flow.restart(number)
+            return
         update.groups += groups
         update.counts += counts
         if flow.admission.schedule.learn == "batch":
@@ -411,6 +432,7 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.account.quoted(quotes)
     line = flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
     flow.health.look(line)
+    flow.look(line)
 
 
 def some(update: Update, count: int) -> Batch:
@@ -427,7 +449,7 @@ async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
     flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
     await flow.after_publish()
     flow.admission.publish()
-    go_on(flow, flow.admission.version)
+    go_on(flow)
     flow.advance()
 
 

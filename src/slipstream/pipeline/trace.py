@@ -57,8 +57,8 @@ class Spans:
 class Track:
     """One worker's time. It is busy while at least one call is with it."""
 
-    def __init__(self, trace: Trace, tid: int, stage: str, name: str) -> None:
-        self.trace, self.tid, self.stage, self.name = trace, tid, stage, name
+    def __init__(self, trace: Trace, tid: int, stage: str, name: str, there: bool) -> None:
+        self.trace, self.tid, self.stage, self.name, self.there = trace, tid, stage, name, there
         self.calls: dict[str | int, float] = {}
         """What is with the worker now, and since when."""
         self.kinds: dict[str | int, Kind] = {}
@@ -131,17 +131,21 @@ class Trace:
         start, now = self.at, self.now()
         self.at = now
         busy, stages = dict[str, Workers](), dict[str, Workers]()
-        for track in self.tracks:
+        for track in self._there():
             busy.setdefault(track.stage, {})[track.name] = track.busy_at.between(start, now)
             stages.setdefault(track.stage, {})[track.name] = track.stage_at.between(start, now)
         return Lately(now - start, busy, stages)
 
-    def track(self, stage: str, name: str) -> Track:
-        track = Track(self, len(self.tracks) + 1, stage, name)
+    def track(self, stage: str, name: str, *, there: bool = True) -> Track:
+        """Of a worker, whose idle time counts while it is `there`."""
+        track = Track(self, len(self.tracks) + 1, stage, name, there)
         self.tracks.append(track)
         for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track.tid})):
             self._write({"ph": "M", "pid": 1, "tid": track.tid, "name": kind, "args": value})
         return track
+
+    def _there(self) -> list[Track]:
+        return [track for track in self.tracks if track.there]
 
     def slice(self, track: Track, name: str, start: float, end: float) -> None:
         at, duration = round(start * 1e6), max(1, round((end - start) * 1e6))
@@ -169,7 +173,7 @@ class Trace:
     def report(self) -> list[str]:
         """For every worker, what is with it and since when."""
         now, lines = self.now(), []
-        for track in self.tracks:
+        for track in self._there():
             oldest = sorted(track.calls.items(), key=lambda call: call[1])[:3]
             if oldest:
                 names = ", ".join(f"{_named(call)} for {now - since:.1f} s" for call, since in oldest)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.config.base import at_first
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
 from slipstream.engines.asked import rollout_sampling
@@ -146,7 +147,7 @@ def sampler_of(config: Config) -> SamplerPlan:
         best=drawn.best,
         on_publish=sampler.on_publish,
         threads=config.runtime.threads,
-        replicas=sampler.replicas,
+        replicas=at_first(sampler.replicas),
         devices=sampler_devices(config),
     )
 
@@ -163,7 +164,7 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
         vocabulary=vocabulary_of(config.student),
         context=teacher.context,
         threads=config.runtime.threads,
-        replicas=teacher.replicas,
+        replicas=at_first(teacher.replicas),
     )
 
 
@@ -182,7 +183,7 @@ def endpoint_of(config: Config, name: str) -> Endpoint | None:
         url=teacher.base_url,
         model=teacher.model,
         key=key_from_environment(f"teachers.{name}.api_key_env", teacher.api_key_env),
-        concurrency=-(-teacher.concurrency // teacher.replicas),
+        concurrency=-(-teacher.concurrency // at_first(teacher.replicas)),
         timeout=teacher.timeout,
     )
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from slipstream.assets import model_path
-from slipstream.config.schema import Config, DataConfig
+from slipstream.config.schema import Config, DataConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.config import load_config, position_note, vocabulary_of
@@ -80,6 +80,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
+    notes += [f"{kind}: one at first, up to {n} as the run needs them" for kind, n in config.most_workers.items()]
     notes += [*position_notes(config), *baseline_notes(config), *checkpoint_notes(config)]
     return Plan(
         config=config,
@@ -135,8 +136,7 @@ def check_runtime(config: Config) -> None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
     if runtime.kind != "inline" and device.startswith("cuda") and device != "cuda":
         raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
-    if runtime.address is None:
-        check_processes(config)
+    check_processes(config)
 
 
 def check_device(config: Config) -> None:
@@ -147,12 +147,16 @@ def check_device(config: Config) -> None:
         pick_device(config.runtime.device)
 
 
+def most(workers: SamplerConfig | TeacherConfig) -> int:
+    return workers.replicas_max if workers.replicas == "auto" else workers.replicas
+
+
 def check_processes(config: Config) -> None:
     """More engines than this machine can hold would not fail, but make it swap for hours."""
-    runtime, samplers = config.runtime, config.sampler.replicas
-    if runtime.kind == "inline":
+    runtime, samplers = config.runtime, most(config.sampler)
+    if runtime.kind == "inline" or runtime.address is not None:
         return
-    engines = samplers + config.learner.ranks + sum(teacher.replicas for teacher in config.teachers.values())
+    engines = samplers + config.learner.ranks + sum(map(most, config.teachers.values()))
     graders = samplers * runtime.graders if config.task.reward else 0
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (engines + graders) * PROCESS > there:
@@ -166,6 +170,17 @@ def check_processes(config: Config) -> None:
             f"{engines} engines need {engines * OPEN_FILES} open files, the limit is {files} (ulimit -Hn): lower "
             "sampler.replicas or those of a teacher"
         )
+
+
+def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
+    """The same of a run with so many workers of these kinds (`sampler`, `teacher.NAME`)."""
+    sizes = {kind: number for kind, number in sizes.items() if kind not in config.most_workers}
+    samplers = config.sampler.model_copy(update={"replicas": sizes.get("sampler", config.sampler.replicas)})
+    teachers = {
+        name: teacher.model_copy(update={"replicas": sizes.get(f"teacher.{name}", teacher.replicas)})
+        for name, teacher in config.teachers.items()
+    }
+    check_processes(config.model_copy(update={"sampler": samplers, "teachers": teachers}))
 
 
 def check_support(config: Config) -> None:

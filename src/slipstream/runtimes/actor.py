@@ -25,8 +25,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from slipstream.errors import EngineError, WorkerDied, first_line
-from slipstream.runtimes.exchange import Answer, Body, Call, Host, RemoteWorker, swapped
+from slipstream.errors import RecordsLost, WorkerDied, first_line
+from slipstream.runtimes.exchange import CANCEL, GOODBYE, PING, Answer, Body, Call, Host, RemoteWorker, swapped
 
 TICK = 0.02
 """Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
@@ -131,6 +131,12 @@ class RayLink:
     def kill(self) -> None:
         ray.kill(self.actor)
 
+    async def leave(self, worker: RemoteWorker) -> None:
+        if not worker.gone:
+            with contextlib.suppress(TimeoutError, RayError):
+                await asyncio.wait_for(self.actor.close.remote(), GOODBYE)
+        worker.end("it was dismissed")
+
     def attach(self, worker: RemoteWorker) -> None:
         """An exchange of an earlier event loop is nobody's any more."""
         self.worker, self.receiving, self.sent, self.delayed = worker, set(), 0.0, False
@@ -163,6 +169,17 @@ class RayLink:
     def _expect(self, turn: int, calls: Sequence[Call], returned: Any) -> None:
         self.receiving.add(asyncio.get_running_loop().create_task(self._receive(turn, calls, *returned)))
 
+    def _without(self, lost: str, calls: Sequence[Call]) -> None:
+        """Fail those that took what is lost along, or anything, if that is not known; the others leave once more."""
+        worker, again = self.worker, list[Call]()
+        for call in calls:
+            if any(lost in ("", bundle.hex()) for bundle in bundles(call)):
+                why = f"records for {worker.name} are lost: the machine on which they lay is gone"
+                worker.fail([call.id], RecordsLost(why))
+            elif call.id in worker.waiting or call.method in (CANCEL, PING):
+                again.append(call)
+        worker.outbox[:0] = again
+
     async def _receive(self, turn: int, calls: Sequence[Call], headers: Any, bodies: Any) -> None:
         task, receiving = asyncio.current_task(), self.receiving
         assert task is not None
@@ -172,7 +189,7 @@ class RayLink:
             self.worker.end(reason(error))  # it may only be out of reach
             return
         except RayError as error:  # a bundle was lost with its machine: this exchange never began
-            self.worker.fail([call.id for call in calls], EngineError(f"{self.worker.name}: {first_line(error)}"))
+            self._without(getattr(error, "object_ref_hex", ""), calls)
             self._expect(turn, [], self.actor.exchange.remote(turn, []))
             return
         finally:
@@ -180,6 +197,13 @@ class RayLink:
         for place, answer in enumerate(answers):
             self.worker.settle(answer, partial(body_of, bodies, place))
         asyncio.get_running_loop().call_soon(self.send)  # after those who now go on and call again
+
+
+def bundles(call: Call) -> set[Any]:
+    """What the bodies in a call lie in."""
+    found = set[Any]()
+    swapped(call, lambda body: found.add(body.bundle))
+    return found
 
 
 def body_of(bodies: Any, answer: int, place: int) -> Body:

@@ -181,8 +181,12 @@ class Channel:
     # --- the end ---------------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """The other end reads to the end of what was sent, and then that there is no more."""
+        """As `say_goodbye`, and nobody listens here any more."""
         self.detach()
+        self.say_goodbye()
+
+    def say_goodbye(self) -> None:
+        """The other end reads to the end of what was sent, and then that there is no more."""
         with contextlib.suppress(OSError):  # it may be gone
             self.socket.shutdown(socket.SHUT_WR)
 

@@ -197,6 +197,10 @@ class Link(Protocol):
         """Whatever state the process is in; without waiting for its end."""
         ...
 
+    async def leave(self, worker: RemoteWorker) -> None:
+        """Have the engine close, if it does in time, and end its process."""
+        ...
+
 
 class RemoteWorker:
     """The coordinator's end. When the process is gone, so are all calls that are with it, and all that come later."""

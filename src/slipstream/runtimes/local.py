@@ -16,10 +16,11 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
+from math import inf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -31,7 +32,7 @@ from typing import Any
 
 from slipstream.engines.base import Engines
 from slipstream.engines.http.client import TAKEN
-from slipstream.errors import AllDied
+from slipstream.errors import AllDied, EngineError
 from slipstream.plan.engines import EnginesPlan
 from slipstream.runtimes.channel import Channel, Parcel
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, swapped
@@ -166,6 +167,8 @@ class LocalLink:
         self.started = False
         """Whether the engine could be built, and is to be closed."""
         self.ending = ""
+        self.lost = asyncio.Event()
+        """Its end of the channel is closed."""
 
     async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
         await worker.load(pickle.dumps(partial(build, *told)))
@@ -192,7 +195,18 @@ class LocalLink:
         self.worker.settle(answer, partial(Body, parcels[0] if parcels else None))
 
     def _lost(self) -> None:
+        self.lost.set()
         self.worker.bury(self.ended())
+
+    async def leave(self, worker: RemoteWorker) -> None:
+        if not worker.gone:
+            self.attach(worker)
+            self.channel.say_goodbye()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.lost.wait(), GOODBYE)
+        worker.end("it was dismissed")
+        self.ended()
+        self.channel.close()
 
     def kill(self) -> None:
         """Its end of the channel closes with it, so `_lost` hears of that."""
@@ -234,14 +248,24 @@ def start(
     where = meeting(nursery, stack, say) if any(place.meets for place in wanted) else None
     links: list[LocalLink] = []
     stack.callback(stop, links)
-    left = iter(gpus or [])
-    own = {place.name: None if gpus is None else ",".join(islice(left, place.computes)) for place in wanted}
+    free, own = deque(gpus or []), dict[str, list[str]]()
 
-    def hire(place: Place) -> RemoteWorker:
-        links.append(nursery.born(Birth(place.name, place.threads, str(Path.cwd()), own[place.name])))
+    def born(place: Place) -> RemoteWorker:
+        if place.name not in own:
+            if gpus and place.computes > len(free):
+                raise EngineError("no GPU is free for it")
+            own[place.name] = [free.popleft() for _ in range(place.computes if gpus else 0)]
+        visible = None if gpus is None else ",".join(own[place.name])
+        links.append(nursery.born(Birth(place.name, place.threads, str(Path.cwd()), visible)))
         return place.kind(place.name, links[-1], heartbeat)
 
-    staff = Staff(hire)
+    def buried(place: Place) -> None:
+        free.extend(own.pop(place.name, ()))
+
+    def room(place: Place) -> float:
+        return len(free) // place.computes if gpus else inf
+
+    staff = Staff(born, buried, room)
     staff.begin(wanted, lambda _: where, say)
     return staff
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,13 @@ class Place:
     computes: int = 1
     """How many devices its model runs on, each of which may be a GPU; none, where it runs no model."""
 
+    @property
+    def what(self) -> str:
+        """Which kind of worker; none, where more of them would be of no use."""
+        if self.kind is RemoteSampler:
+            return "sampler"
+        return f"teacher.{self.teacher}" if self.teacher and self.computes else ""
+
 
 def built(what: str, *given: Any) -> Any:
     """What a function of `build` makes. Called where the engine is to be: only there all is imported that computes."""
@@ -155,20 +163,34 @@ def gpus_each(device: str, engines: int, there: float, say: Say) -> int:
     return 1
 
 
+class Vacancy:
+    """Nobody, so far."""
+
+
 class Staff:
     """The workers, each with its place, where another can be put when it died or hangs."""
 
-    def __init__(self, hire: Callable[[Place], RemoteWorker]) -> None:
-        """`hire` starts a process, which has no engine yet."""
-        self.hire, self.places = hire, dict[RemoteWorker, Place]()
+    def __init__(
+        self,
+        born: Callable[[Place], RemoteWorker],
+        buried: Callable[[Place], None] = lambda _: None,
+        room: Callable[[Place], float] = lambda _: inf,
+    ) -> None:
+        """`born` starts a process, which has no engine yet, on what the machine has for its place; `buried` gives that
+        back, and `room` says for how many more like this there is any."""
+        self.born, self.buried, self.room = born, buried, room
+        self.places = dict[Any, Place]()
+        """Of each worker; of a `Vacancy`, where one is to come."""
+        self.kinds = dict[str, Place]()
+        """One of each kind of which there may be more."""
 
-    def begin(self, wanted: Sequence[Place], meeting: Callable[[RemoteWorker], Any], say: Say) -> list[RemoteWorker]:
+    def begin(self, wanted: Sequence[Place], meeting: Callable[[RemoteWorker], Any], say: Say) -> None:
         """All at the same time; `meeting` is where the first rank has the others meet. An engine that cannot be built
         raises here as itself."""
-        self.places = {self.hire(place): place for place in wanted}
+        self.places = {self.born(place): place for place in wanted}
+        self.kinds = {place.what: place for place in wanted if place.what}
         where = [meeting(worker) for worker, place in self.places.items() if place.meets][:1]
         asyncio.run(self._all_started(where, say))
-        return list(self.places)
 
     async def _all_started(self, where: Sequence[Any], say: Say) -> None:
         starting = {
@@ -183,14 +205,29 @@ class Staff:
                 del starting[task]
                 task.result()
 
-    async def replace(self, worker: RemoteWorker) -> RemoteWorker:
+    async def replace(self, worker: Any) -> RemoteWorker:
         """Another one in its place, when it is gone with all that it had to do."""
-        worker.end("another takes its place")
+        if isinstance(worker, RemoteWorker):
+            worker.end("another takes its place")
         place = self.places[worker]
-        other = await started(self.hire(place), place)
+        other = await started(self.born(place), place)
         del self.places[worker]
         self.places[other] = place
         return other
+
+    def hire(self, kind: str, name: str) -> Vacancy:
+        """One more place like others, in which `replace` puts somebody."""
+        vacancy = Vacancy()
+        self.places[vacancy] = replace(self.kinds[kind], name=name)
+        return vacancy
+
+    async def dismiss(self, worker: Any) -> None:
+        """When it has answered all that it was asked."""
+        if isinstance(worker, RemoteWorker):
+            if worker.waiting:
+                await asyncio.wait(worker.waiting.values())
+            await worker.link.leave(worker)
+        self.buried(self.places.pop(worker))
 
 
 async def started(worker: RemoteWorker, place: Place, *told: Any) -> RemoteWorker:
@@ -219,6 +256,9 @@ def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> 
         learner=as_one(plan.learner, [worker for worker in staff.places if isinstance(worker, RemoteLearner)]),
         close=close,
         replace=staff.replace,
+        hire=staff.hire,
+        dismiss=staff.dismiss,
+        room={kind: partial(staff.room, place) for kind, place in staff.kinds.items()},
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from slipstream.engines.base import Fingerprint, Learner, Metrics, Quote, WeightsRef
 from slipstream.engines.native.packing import cost
-from slipstream.errors import EngineError, SlipstreamError, WorkerDied
+from slipstream.errors import EngineError, RecordsLost, SlipstreamError, WorkerDied
 from slipstream.records import ONE, Batch, Counts, Group
 
 T = TypeVar("T")
@@ -112,6 +112,8 @@ class RankedLearner:
             return [task.result() for task in tasks]
         if len(errors) < len(tasks) or not agreed(errors):
             self.failed = next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
+            if isinstance(self.failed, RecordsLost):  # others had theirs, and are ahead
+                self.failed = WorkerDied(str(self.failed))
             for task in late:
                 task.cancel()
         raise self.failed or errors[0]

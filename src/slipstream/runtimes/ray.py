@@ -14,6 +14,7 @@ import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from math import inf
 from subprocess import PIPE, Popen
 from typing import Any
 
@@ -43,6 +44,8 @@ sleep 1
 rm -rf "$0"
 """
 """When the coordinator has said so, or was killed: then some of Ray's agents would stay for ever, and write."""
+OURS = "slipstream"
+"""What a Ray that was started here has: as much room as whoever comes later asks for."""
 KNOCK = 10.0
 """Seconds in which a cluster must accept a connection."""
 
@@ -56,7 +59,7 @@ def open_engines(
         connect(plan.runtime.address, wanted, home or stack, say)
         gpus = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), has("GPU"), say)
         say(loading(plan))
-        staff = start(wanted, stack, gpus=gpus, heartbeat=plan.runtime.heartbeat, say=say)
+        staff = start(wanted, stack, gpus=gpus, cpus=0 if has(OURS) else 1, heartbeat=plan.runtime.heartbeat, say=say)
         return engines_from(plan, staff, stack.pop_all().close)
 
 
@@ -104,7 +107,14 @@ def start_here(cpus: int, path: str) -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
     quit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
-        ray.init("local", num_cpus=cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **QUIET)
+        ray.init(
+            "local",
+            num_cpus=cpus,
+            resources={OURS: 1},
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            **QUIET,
+        )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
         signal.signal(signal.SIGQUIT, quit)
@@ -141,17 +151,22 @@ def start(
     links: list[RayLink] = []
     stack.callback(stop, links)
 
-    def hire(place: Place) -> RemoteWorker:
+    def born(place: Place) -> RemoteWorker:
         threads, computes = place.threads, place.computes
         links.append(RayLink(place.name, threads=threads, cpus=cpus * threads, gpus=gpus * computes))
         return place.kind(place.name, links[-1], heartbeat)
+
+    def room(place: Place) -> float:
+        asked = {"CPU": cpus * place.threads, "GPU": gpus * place.computes}
+        free: dict[str, float] = dict(ray.available_resources())
+        return min((free.get(what, 0.0) // each for what, each in asked.items() if each), default=inf)
 
     def meeting(first: RemoteWorker) -> Any:
         """Ray hands on what it says, when it says it: ranks load at the same time."""
         assert isinstance(first.link, RayLink)
         return first.link.actor.meet.remote()
 
-    staff = Staff(hire)
+    staff = Staff(born, room=room)
     staff.begin(wanted, meeting, say)
     return staff
 
