@@ -36,7 +36,7 @@ from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.runtimes.exchange import NOBODY, Answer, Host, RemoteWorker
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, started
-from test_schedules import PROMPTS, config, long_tailed
+from test_schedules import PROMPTS, TWO, config, long_tailed
 
 UPDATES, HEARTBEAT, PATIENCE = 5, 5.0, 300.0
 FOREVER = 30_000.0
@@ -71,6 +71,7 @@ class Life:
         kinds = [*[Process.crash, Process.hang, Process.slow, Process.lose, Process.double]]
         self.kinds = r.sample(kinds, r.randint(1, len(kinds)))
         self.mortal_learner = r.random() < 0.5
+        self.prompts = r.choice([PROMPTS, TWO])
 
     def strikes(self) -> bool:
         self.faults -= 1
@@ -119,6 +120,7 @@ def drawn(r: random.Random) -> Any:
         StepOff(k=k),
         Replay(k=k),
         Async(**usual),
+        Async(**usual, order="completion"),
         Async(**usual, order="submission"),
         Async(**usual, max_lag=r.randint(7, 9)),
         Async(**usual, max_lag=k, on_old=r.choice(["restart", "drop"])),
@@ -296,7 +298,7 @@ async def part(path: Path, life: Life, engines: Engines, restarts: Restarts, any
         Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
         log = RunLog(path, [], trace=False, mark=checkpoint.mark)
     patience = PATIENCE if Process.lose in life.kinds else None
-    run = Run(life.settings, engines, PROMPTS, log, restarts=restarts, patience=patience, say=life.say, **where)
+    run = Run(life.settings, engines, life.prompts, log, restarts=restarts, patience=patience, say=life.say, **where)
 
     async def all_of_it() -> None:
         with log:

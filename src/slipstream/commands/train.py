@@ -85,7 +85,7 @@ def resume(
         check_lines(path, checkpoint.mark)
         made = planned(partial(plan, config), born, say=saying(console))
         check_prompts(path, made.config, made.prompts.digest, meant=meant)
-        admission_of(made.config, checkpoint.standing)
+        admission_of(made.config, made.prompts, checkpoint.standing)
         see_through(partial(go_on, made, born, path, console, checkpoint), made, born, path, console)
     return path
 
