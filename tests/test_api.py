@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 import slipstream
+from slipstream.api import screen_for
 from slipstream.commands.train import Caller, train
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, DataError, RunDirError
@@ -141,6 +142,18 @@ def test_who_asks_before_there_is_a_run_stops_it_before_its_first_update(config:
         train(parse(config), Console(quiet=True), name="run", caller=caller)
     run = slipstream.RunDirectory(config["output"])
     assert run.metrics == [] and (run.path / "checkpoints" / "0").exists()
+
+
+def test_a_notebook_is_shown_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says that it is a terminal."""
+
+    class ZMQInteractiveShell:
+        pass
+
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert screen_for(False).is_terminal and not screen_for(True).is_terminal
+    monkeypatch.setattr("builtins.get_ipython", ZMQInteractiveShell, raising=False)
+    assert not screen_for(False).is_terminal and not screen_for(False).is_jupyter
 
 
 def test_mistakes_are_raised_in_words(config: dict[str, Any], tmp_path: Path) -> None:

@@ -153,8 +153,9 @@ def config_of(given: object, say: Callable[[str], None]) -> tuple[Config, str]:
 
 
 def screen_for(quiet: bool) -> Console:
-    """Plain lines in a notebook, too."""
-    return Console(quiet=quiet, force_jupyter=False, force_terminal=False if quiet else None)
+    """Plain lines in a notebook, which says that it is a terminal and shows no live panel."""
+    plain = quiet or Console().is_jupyter
+    return Console(quiet=quiet, force_jupyter=False, force_terminal=False if plain else None)
 
 
 def heard(on_update: Told, on_eval: Told) -> dict[str, Callable[[Line], None]]:
