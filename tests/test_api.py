@@ -77,11 +77,12 @@ def test_who_returns_false_ends_the_run_and_it_can_go_on(config: dict[str, Any])
     on = list[int]()
     again = slipstream.resume(run.path, on_update=lambda line: on.append(line["update"]), quiet=True)
     assert on == [4, 5, 6] and again.finished and len(again.metrics) == 6
-    assert len(slipstream.resume(run.path, updates=7, quiet=True).metrics) == 7
-    early = slipstream.train(
-        config | {"output": config["output"] + "-2"}, on_eval=lambda line: line["update"] < 3, quiet=True
+    assert len(slipstream.resume(run, updates=7, quiet=True).metrics) == 7
+    last = slipstream.train(
+        config | {"output": config["output"] + "-2", "updates": 3}, on_eval=lambda line: line["update"] < 3, quiet=True
     )
-    assert [line["update"] for line in early.evaluations] == [0, 3] and not early.finished
+    assert [line["update"] for line in last.evaluations] == [0, 3] and not last.finished
+    assert slipstream.resume(last, quiet=True).finished and len(last.metrics) == 3
 
 
 def test_what_is_raised_ends_the_run_in_order_and_arrives(config: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ ONE = threading.Lock()
 
 
 def train(
-    config: str | Path | Mapping[str, Any] | Config,
+    config: str | PathLike[str] | Mapping[str, Any] | Config,
     *,
     on_update: Told = None,
     on_eval: Told = None,
@@ -61,7 +62,7 @@ def train(
 
 
 def resume(
-    path: str | Path,
+    path: str | PathLike[str],
     *,
     updates: int | None = None,
     checkpoint: int | None = None,
@@ -83,13 +84,16 @@ def resume(
 class RunDirectory:
     """What a run has written; read anew whenever it is asked for, also while the run goes on."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
         if not (self.path / "config.toml").exists():
             raise RunDirError(f"{path} holds no run: there is no config.toml in it")
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
+
+    def __fspath__(self) -> str:
+        return str(self.path)
 
     @property
     def config(self) -> Config:
@@ -147,8 +151,9 @@ def config_of(given: object, say: Callable[[str], None]) -> tuple[Config, str]:
             return given, "run"
         case Mapping():
             return parse(dict(given), say=say), "run"
-        case str() | Path():
-            return load(given, say=say), Path(given).stem
+        case str() | PathLike():
+            path = Path(given)
+            return load(path, say=say), path.stem
     raise ConfigError(f"config is a {type(given).__name__}: give the path of a TOML file, a dict, or a Config")
 
 
