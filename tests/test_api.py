@@ -119,9 +119,13 @@ def test_where_an_event_loop_runs_and_in_any_thread_one_run_at_a_time(config: di
     assert asyncio.run(beside())
 
 
-def test_who_interrupts_a_notebook_stops_the_run_in_order(config: dict[str, Any]) -> None:
-    async def cell() -> None:
+@pytest.mark.parametrize("where", ["notebook", "script"])
+def test_who_is_interrupted_stops_the_run_in_order(config: dict[str, Any], where: str) -> None:
+    def begin() -> None:
         slipstream.train(config | {"updates": 10_000}, on_update=told, quiet=True)
+
+    async def cell() -> None:
+        begin()
 
     def told(line: dict[str, Any]) -> None:
         if line["update"] == 2:
@@ -129,7 +133,7 @@ def test_who_interrupts_a_notebook_stops_the_run_in_order(config: dict[str, Any]
 
     loop = asyncio.new_event_loop()  # heeds no signal, as that of a kernel
     with pytest.raises(KeyboardInterrupt):
-        loop.run_until_complete(cell())
+        loop.run_until_complete(cell()) if where == "notebook" else begin()
     loop.close()
     run = slipstream.RunDirectory(config["output"])
     assert not run.finished and len(run.metrics) >= 2
@@ -167,8 +171,9 @@ def test_mistakes_are_raised_in_words(config: dict[str, Any], tmp_path: Path) ->
     with pytest.raises(DataError, match="no.jsonl: cannot be read"):
         slipstream.train(config | {"data": {"train": "no.jsonl"}, "eval": {}})
     for call in (slipstream.resume, slipstream.RunDirectory):
-        with pytest.raises(RunDirError, match="nowhere holds no run"):
+        with pytest.raises(RunDirError, match="nowhere holds no run") as caught:
             call(tmp_path / "nowhere")
+        assert caught.value.__context__ is None
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         slipstream.trian  # type: ignore[attr-defined]  # noqa: B018
     assert {"train", "resume", "RunDirectory"} <= set(dir(slipstream))

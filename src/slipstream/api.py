@@ -178,9 +178,7 @@ def here_or_beside(work: Callable[[], T], caller: Caller) -> T:
     That one gets no signals: what stops this one, as the button of a notebook does, stops the run in order.
     """
     with only_one():
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
+        if not in_a_loop():
             return work()
         with ThreadPoolExecutor(1, "slipstream") as thread:
             done = thread.submit(copy_context().run, work)  # what is printed there is this cell's
@@ -191,6 +189,14 @@ def here_or_beside(work: Callable[[], T], caller: Caller) -> T:
                     if done.done():
                         raise
                     caller.stop()
+
+
+def in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager
