@@ -36,7 +36,7 @@ from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.runtimes.exchange import NOBODY, Answer, Call, Host, RemoteWorker
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, started
-from test_schedules import PROMPTS, config, long_tailed
+from test_schedules import PROMPTS, TWO, config, long_tailed
 
 UPDATES, HEARTBEAT, PATIENCE = 5, 5.0, 300.0
 FOREVER = 30_000.0
@@ -73,6 +73,7 @@ class Life:
         self.mortal_learner = r.random() < 0.5
         self.scaled = r.random() < 0.5
         """Workers are hired and dismissed, every few seconds."""
+        self.prompts = r.choice([PROMPTS, TWO])
 
     def strikes(self) -> bool:
         self.faults -= 1
@@ -121,6 +122,7 @@ def drawn(r: random.Random) -> Any:
         StepOff(k=k),
         Replay(k=k),
         Async(**usual),
+        Async(**usual, order="completion"),
         Async(**usual, order="submission"),
         Async(**usual, max_lag=r.randint(7, 9)),
         Async(**usual, max_lag=k, on_old=r.choice(["restart", "drop"])),
@@ -318,7 +320,7 @@ async def part(path: Path, life: Life, engines: Engines, restarts: Restarts, any
         Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
         log = RunLog(path, [], trace=False, mark=checkpoint.mark)
     patience = PATIENCE if Process.lose in life.kinds else None
-    run = Run(life.settings, engines, PROMPTS, log, restarts=restarts, patience=patience, say=life.say, **where)
+    run = Run(life.settings, engines, life.prompts, log, restarts=restarts, patience=patience, say=life.say, **where)
 
     async def all_of_it() -> None:
         with log:

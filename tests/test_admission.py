@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -22,8 +23,8 @@ GROUPS = st.integers(1, 4)
 def async_knobs(draw: Any) -> Async:
     every = draw(st.integers(1, 3))
     knobs: dict[str, Any] = {"tau": draw(st.sampled_from([0, 0.5, 1, 2, 4])), "publish_every": every}
-    knobs["order"] = draw(st.sampled_from(["completion", "submission"]))
-    if knobs["order"] == "completion" and draw(st.booleans()):
+    knobs["order"] = draw(st.sampled_from(["mixture", "completion", "submission"]))
+    if knobs["order"] != "submission" and draw(st.booleans()):
         knobs["on_old"] = draw(st.sampled_from(["wait", "restart", "drop"]))
         reach = -(-(knobs["tau"] + 1) * every // 1) - 1
         least = int(reach) if knobs["on_old"] == "wait" else every - 1
@@ -40,10 +41,17 @@ SCHEDULES = st.one_of(
 )
 
 
-@given(schedule=SCHEDULES, data=st.data())
-def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule: Schedule, data: Any) -> None:
-    """Any legal event in any order: the state machine gets to its end and keeps its promises on the way."""
-    admission = Admission(schedule, updates=4)
+@given(schedule=SCHEDULES, sources=st.text("abc", min_size=1, max_size=9), data=st.data())
+def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
+    schedule: Schedule, sources: str, data: Any
+) -> None:
+    """Any legal event in any order: the state machine gets to its end and keeps its promises on the way. Of every
+    source so many groups are learned from as in the order of submission, but for those that were dropped."""
+
+    def source(number: int) -> str:
+        return sources[number % len(sources)]
+
+    admission = Admission(schedule, updates=4, source=source)
     ended: list[int] = []
     consumed: list[int] = []
     versions: dict[int, int] = {}
@@ -69,7 +77,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule
                 number = data.draw(st.sampled_from(list(admission.rolling)))
                 admission.rolled(number, versions[number])
             case "stop":
-                admission = gone_on_with(admission)
+                admission = gone_on_with(admission, source)
                 consumed = [number for number in consumed if number not in admission.live]
                 stops += 1
             case "take":
@@ -84,6 +92,9 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule
             case "train":
                 ended += admission.learning
                 admission.train()
+                if schedule.order != "completion":
+                    found, due = Counter(map(source, consumed)), Counter(map(source, range(len(consumed))))
+                    assert all(abs(found[s] - due[s]) <= admission.dropped.total() for s in sources)
             case "publish":
                 admission.publish()
             case "renew":
@@ -112,11 +123,11 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(schedule
         assert consumed == sorted(consumed), "in the order of submission"
 
 
-def gone_on_with(before: Admission) -> Admission:
+def gone_on_with(before: Admission, source: Any) -> Admission:
     """From a checkpoint: what was being scored or learned from is so anew, and what is trained has been published."""
     standing = Standing(**json.loads(json.dumps(asdict(before.standing)), object_hook=with_numbers))
     assert standing == before.standing
-    after = Admission(before.schedule, updates=before.updates, standing=standing)
+    after = Admission(before.schedule, updates=before.updates, source=source, standing=standing)
     assert after.live == before.live and after.batches == before.batches
     assert after.rolling.keys() == before.rolling.keys()
     assert list(after.waiting) == [*before.scoring, *before.waiting] and not after.scoring
@@ -283,6 +294,8 @@ def test_admission_goes_on_from_where_it_stood() -> None:
         restarted=0,
         in_flight={3: 0, 4: 4, 5: 5, 6: 5},
         versions={3: 0, 4: 0, 5: 1, 6: 1},
+        sources=dict.fromkeys(range(3, 7), ""),
+        turns=[""] * 4,
     )
     again = Admission(schedule, updates=3, standing=standing)
     assert list(again.rolling) == [3, 4, 5, 6] and again.quota() == 0
@@ -298,6 +311,76 @@ def test_in_the_order_of_completion_who_is_scored_first_is_learned_from_first() 
     for number in (2, 3, 1, 0):
         admission.scored(number)
     assert update(admission) == [2, 3] and update(admission) == [1, 0]
+
+
+def two(schedule: Schedule) -> Admission:
+    """Even groups are of the quick source, odd ones of the slow."""
+    return Admission(schedule, updates=9, source=lambda number: ("quick", "slow")[number % 2])
+
+
+def come(admission: Admission, *numbers: int) -> None:
+    for number in numbers:
+        admission.rolled(number, admission.live[number].version)
+    admission.take()
+    for number in numbers:
+        admission.scored(number)
+
+
+def test_an_update_has_of_every_source_what_it_has_of_the_prompts() -> None:
+    admission = two(asynchronous(4, Async(tau=2)))
+    assert admission.submit() == list(range(12))
+    come(admission, 4, 0, 2, 6, 8, 10)
+    assert admission.enough and admission.learnable() == [], "no slow one is there"
+    come(admission, 7)
+    assert admission.learnable() == [], "and one is not enough"
+    come(admission, 9)
+    assert update(admission) == [4, 0, 7, 9], "the first that came, of both; 1, 3 and 5 hold nobody up"
+    come(admission, 14, 11, 1)
+    assert update(admission) == [2, 6, 11, 1]
+
+
+def test_who_comes_first_is_taken_whatever_the_mixture_if_that_is_asked_for() -> None:
+    admission = two(asynchronous(4, Async(tau=2, order="completion")))
+    admission.submit()
+    come(admission, 4, 0, 2, 6)
+    assert update(admission) == [4, 0, 2, 6]
+
+
+def test_who_is_dropped_leaves_the_next_updates_as_they_were() -> None:
+    admission = two(asynchronous(2, Async(tau=1)))
+    admission.submit()
+    assert admission.turns == ["quick", "slow", "quick", "slow"]
+    come(admission, 0, 2, 3)
+    admission.drop(1, "broken")
+    assert admission.turns == ["quick", "slow", "quick"]
+    assert update(admission) == [0, 3]
+    assert admission.turns == ["quick", "quick", "slow", "quick"], "the new ones are 4, 5 and 6"
+
+
+def test_a_source_that_is_slow_grows_no_older_than_was_promised() -> None:
+    """With tau = 1, max_lag = 2: group 1 may be overtaken by others of its source as long as all left are in time."""
+    admission = two(asynchronous(2, Async(tau=1, max_lag=2)))
+    admission.submit()
+    come(admission, 0, 2, 3)
+    assert update(admission) == [0, 3]
+    come(admission, 4, 5)
+    assert update(admission) == [2, 5]
+    come(admission, 6, 7)
+    assert admission.learnable() == [], "1 would be three updates old at the next"
+    come(admission, 1)
+    assert update(admission) == [1, 4], "the oldest first, where age has a bound"
+
+
+def test_what_was_in_flight_keeps_its_source_when_the_data_has_changed() -> None:
+    admission = two(asynchronous(2, Async(tau=1)))
+    admission.submit()
+    again = Admission(admission.schedule, updates=9, source=lambda _: "new", standing=admission.standing)
+    come(again, 0, 2)
+    assert again.learnable() == []
+    come(again, 1, 3)
+    assert update(again) == [0, 1] and update(again) == [2, 3]
+    come(again, 5, 4)
+    assert again.turns == ["new"] * 4 and update(again) == [5, 4]
 
 
 def test_what_stood_must_fit_the_schedule_and_the_updates() -> None:

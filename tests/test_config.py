@@ -41,7 +41,7 @@ def test_student_and_teacher_are_all_that_must_be_said() -> None:
     assert (config.student, config.teachers["main"].model) == ("s", "t")
     assert config.loss == ReverseKLMC(m=16, advantage="current", clip=None, importance=True, ratio_cap=None)
     assert (config.schedule.kind, config.sampler.engine) == ("async", "native")
-    assert config.schedule == Async(tau=4, publish_every=1, on_publish="keep", order="completion")
+    assert config.schedule == Async(tau=4, publish_every=1, on_publish="keep", order="mixture")
     assert (config.learner.batch_size, config.sampler.group, config.groups_per_update) == (64, 1, 64)
     assert (config.sampler.temperature, config.sampler.top_p, config.sampler.top_k) == (1.0, 1.0, 0)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import slipstream
 from slipstream.cli import parser, split_overrides
 from slipstream.config.file import fields, parse
 
@@ -88,3 +89,9 @@ def test_every_file_that_is_linked_exists() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:\s]+)\)", page.read_text("utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_what_the_documentation_calls_from_python_is_there() -> None:
+    named = {name for page in PAGES for name in re.findall(r"slipstream\.([A-Za-z]\w*)(?=\()", page.read_text("utf-8"))}
+    assert named == {"train", "resume", "RunDirectory"}
+    assert named < set(slipstream.__all__)

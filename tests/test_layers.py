@@ -53,6 +53,7 @@ LOADS = {
     "plan": "numpy",
     "pipeline": "",
     "commands.progress": "rich",
+    "api": "rich",
     "cli": "",
 }
 
@@ -63,6 +64,7 @@ LOADS_LATER = {
     "engines.native.config": "transformers",
     "plan": "torch",
     "tasks": "transformers jinja2 pyarrow datasets math_verify",
+    "api": "transformers",
     "cli": "rich",
 }
 
@@ -152,7 +154,9 @@ def loaded(part: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part == "cli" or part.startswith(("commands", "plan"))])
+@pytest.mark.parametrize(
+    "part", [part for part in PARTS if part in ("api", "cli") or part.startswith(("commands", "plan"))]
+)
 def test_a_command_begins_without_what_computes(part: str) -> None:
     """Mistakes are told at once, and the coordinator of local engines never has torch; they and the planner do."""
     heavy = {"torch", "transformers", "ray", "vllm", "datasets", "safetensors"}
@@ -181,7 +185,7 @@ def has_config(tree: ast.AST) -> bool:
 
 def test_the_config_goes_from_a_command_to_the_plan_and_no_further() -> None:
     having = {part for part, tree in PARTS.items() if not part.startswith("config") and has_config(tree)}
-    assert len(having) <= 12, having
+    assert len(having) <= 13, having
     assert not {part for part in having if part.startswith(("engines.", "runtimes"))} - {"engines.asked"}
 
 

@@ -87,6 +87,7 @@ schedule.tau=1.5 schedule.publish_every=2
 schedule.on_publish=restart
 schedule.on_publish=drain
 schedule.order=submission
+schedule.order=completion
 schedule.max_lag=4
 schedule.max_lag=1 schedule.on_old=drop
 schedule.max_lag=2 schedule.on_old=restart

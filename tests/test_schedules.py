@@ -21,6 +21,7 @@ from slipstream.config.schema import Config, EvalConfig, LearnerConfig, SamplerC
 from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.errors import Stalled, WorkerDied
+from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
 from slipstream.records import Group, Handle, Prompt
 from slipstream.runlog import RunLog, read_lines
@@ -28,6 +29,15 @@ from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
 
 PROMPTS = Prompts([Row(id="p", prompt="x")], [np.array([1], np.int32)], seed=0, shuffle=False)
+TEACHERS = ["quick"] * 10 + ["slow"] * 10
+TWO = Prompts(
+    [Row(id=str(i), prompt="x") for i in range(20)],
+    [np.array([1], np.int32)] * 20,
+    seed=0,
+    shuffle=True,
+    teachers=TEACHERS,
+)
+"""Half of them each teacher's, in a random order."""
 
 
 def config(schedule: Any, *, updates: int = 8, groups: int = 4, group: int = 1) -> Config:
@@ -60,12 +70,12 @@ def engines(
 
 
 class Simulated:
-    def __init__(self, path: Path, schedule: Any, made: Engines, **sizes: Any) -> None:
+    def __init__(self, path: Path, schedule: Any, made: Engines, *, prompts: Prompts = PROMPTS, **sizes: Any) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.lines_said: list[str] = []
         settings = config(schedule, **sizes)
         with RunLog(path, []) as log:
-            self.run = Run(settings, made, PROMPTS, log, say=self.lines_said.append)
+            self.run = Run(settings, made, prompts, log, say=self.lines_said.append)
             _, self.seconds = virtual.run(self.run.train())
         self.lines = read_lines(path / "metrics.jsonl")
         self.ledger = read_lines(path / "ledger.jsonl")
@@ -367,6 +377,74 @@ def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> N
     assert [version for version, _ in seen] == [0] * 3 + [2] * 3 + [4] * 3 + [6] * 3
 
 
+# --- several teachers -------------------------------------------------------------------------------------------------
+
+
+def uneven(prompt: Prompt, index: int) -> int:
+    """Answers that the slow teacher scores are twenty times as long."""
+    return (1 if prompt.teacher == "quick" else 20) * long_tailed(3)(prompt, index)
+
+
+def mixtures(run: Simulated, groups: int) -> list[int]:
+    """How many groups of every update are of the quick teacher."""
+    taken = [TWO.teacher(number) for number in run.trained()]
+    return [taken[i : i + groups].count("quick") for i in range(0, len(taken), groups)]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(Async(tau=4), Async(tau=0.5), Async(tau=2, publish_every=2), Async(tau=2, on_publish="restart")),
+        *(Async(tau=4, max_lag=6), Async(tau=4, max_lag=2, on_old="restart"), Async(tau=4, order="submission")),
+        *(Sync(), Periodic(), StepOff(k=2), Replay(k=2)),
+    ],
+    ids=str,
+)
+def test_updates_keep_the_mixture_of_the_prompts_however_uneven_answers_are(tmp_path: Path, schedule: Any) -> None:
+    run = Simulated(tmp_path, schedule, engines(uneven), prompts=TWO, updates=30, groups=8)
+    due = [TWO.teacher(number) for number in range(30 * 8)]
+    assert mixtures(run, 8) == [due[i : i + 8].count("quick") for i in range(0, 240, 8)]
+
+
+def test_in_the_order_of_completion_updates_are_of_one_teacher_or_the_other(tmp_path: Path) -> None:
+    """And keeping the mixture waits less than the order of submission, where stragglers hold up the others."""
+    seconds = {}
+    for order in ("completion", "mixture", "submission"):
+        schedule = Async(tau=4, order=order)  # type: ignore[arg-type]
+        run = Simulated(tmp_path / order, schedule, engines(uneven), prompts=TWO, updates=30, groups=8)
+        seconds[order] = run.seconds
+        if order == "completion":
+            assert [quick in (0, 8) for quick in mixtures(run, 8)].count(True) >= 5
+    assert seconds["completion"] < seconds["mixture"] < seconds["submission"]
+
+
+def test_a_stop_in_between_changes_no_mixture(tmp_path: Path) -> None:
+    settings = config(Async(tau=3), updates=20, groups=8)
+    for part in range(3):
+        made, where = engines(uneven), dict[str, Any]()
+        if part:
+            saved = newest(tmp_path)
+            groups = asyncio.run(made.learner.restore(saved.path))  # type: ignore[arg-type]
+            where = {"standing": saved.standing, "groups": groups}
+            Checkpoints(tmp_path / "checkpoints").forget_after(saved.standing.version)
+        mark = newest(tmp_path).mark if part else None
+        with RunLog(tmp_path, [], mark=mark) as log:
+            run = Run(settings, made, TWO, log, say=lambda _: None, **where)
+
+            async def main(run: Run = run, until: float | None = None if part == 2 else 45.0) -> None:
+                task = run.task = asyncio.create_task(run.train())
+                await asyncio.wait([task], timeout=until)
+                run.stop()
+                await asyncio.wait([task])
+
+            virtual.run(main())
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    taken = [TWO.teacher(entry["number"]) for entry in ledger if entry["end"] == "trained"]
+    due = [TWO.teacher(number) for number in range(160)]
+    counts = [[each[i : i + 8].count("slow") for i in range(0, 160, 8)] for each in (taken, due)]
+    assert len(taken) == 160 and counts[0] == counts[1]
+
+
 # --- workers ----------------------------------------------------------------------------------------------------------
 
 
@@ -496,7 +574,7 @@ def asynchronous() -> st.SearchStrategy[Async]:
         "on_publish": st.sampled_from(["keep", "drain", "restart"]),
     }
     return st.one_of(
-        st.builds(Async, **usual, order=st.sampled_from(["completion", "submission"])),
+        st.builds(Async, **usual, order=st.sampled_from(["mixture", "completion", "submission"])),
         st.builds(Async, **usual, max_lag=st.integers(7, 9)),
         st.builds(Async, **usual, max_lag=st.integers(1, 3), on_old=st.sampled_from(["restart", "drop"])),
     )
@@ -521,9 +599,10 @@ def schedules() -> st.SearchStrategy[Any]:
     score=st.sampled_from([0.0, 0.1, 2.0]),
     learn=st.sampled_from([0.0, 0.5, 5.0]),
     load=st.sampled_from([0.0, 0.7]),
+    prompts=st.sampled_from([PROMPTS, TWO]),
 )
 def test_whatever_happens_a_run_ends_and_keeps_its_promises(
-    schedule: Any, seed: int, rate: float, groups: int, group: int, samplers: int, **times: float
+    schedule: Any, seed: int, rate: float, groups: int, group: int, samplers: int, prompts: Prompts, **times: float
 ) -> None:
     chaos = Chaos(seed, rate)
     made = Engines(
@@ -538,7 +617,7 @@ def test_whatever_happens_a_run_ends_and_keeps_its_promises(
         close=lambda: None,
     )
     with tempfile.TemporaryDirectory() as path:
-        run = Simulated(Path(path), schedule, made, updates=5, groups=groups, group=group)
+        run = Simulated(Path(path), schedule, made, prompts=prompts, updates=5, groups=groups, group=group)
     admission = run.run.admission
     assert sorted(entry["number"] for entry in run.ledger) == list(range(admission.submitted)), "each ends exactly once"
     ends = Counter(entry["end"] for entry in run.ledger)

@@ -58,6 +58,8 @@ class RunLog:
         ends = ends_of(path, mark) if mark else {}
         self.say: Callable[[str], None] = print
         """Told what the run survives."""
+        self.heard: Mapping[str, Callable[[dict[str, Any]], None]] = {}
+        """Who is told of every line of the metrics, by its kind; what they raise ends the run."""
         self.last: Mapping[str, Any] = before.get("last", {})
         """The metrics of the last update."""
         self.evaluated: int | None = before.get("evaluated")
@@ -128,6 +130,8 @@ class RunLog:
             except Exception as error:  # a tracker fails in ways of its own, and none of them ends a run
                 self.sinks.remove(sink)
                 self._left_out(sink, error)
+        if kind in self.heard:
+            self.heard[kind](dict(line))
 
     def _left_out(self, sink: Sink, error: Exception) -> None:
         self.say(

@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,39 @@ Part = Callable[[Restarts], None]
 """Of a run: from where it stands until it ends."""
 
 
-def train(config: Config, console: Console, *, name: str, checks: bool = True) -> Path:
+class Enough(Exception):
+    """Whoever is told of a run's lines wants no more of them: it ends as if it had been stopped, without an error."""
+
+
+class Caller:
+    """Who called from Python: is told of lines of the metrics, by their kind, and may stop it from another thread."""
+
+    def __init__(self, heard: Mapping[str, Callable[[dict[str, Any]], None]] | None = None) -> None:
+        self.heard = heard or {}
+        self.asked = False
+        self._way: Callable[[], None] | None = None
+
+    def stop(self) -> None:
+        """As Ctrl-C does; as soon as there is something to stop."""
+        self.asked = True
+        if self._way is not None:
+            self._way()
+
+    @contextmanager
+    def reaching(self, way: Callable[[], None]) -> Iterator[None]:
+        self._way = way
+        if self.asked:
+            way()
+        try:
+            yield
+        finally:
+            self._way = None
+
+
+NOBODY = Caller()
+
+
+def train(config: Config, console: Console, *, name: str, checks: bool = True, caller: Caller = NOBODY) -> Path:
     """Run it all; returns the run directory."""
     path = run_path(config, name)
     check_free(path)
@@ -55,9 +88,9 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
                     try_out(made, engines, console)
                 lock.enter_context(alone_in(path))
                 with RunLog.create(made.config, path, prompts=made.prompts.digest) as log:
-                    go(made, engines, log, console, name=name, restarts=restarts)
+                    go(made, engines, log, console, name=name, restarts=restarts, caller=caller)
 
-        see_through(begin, made, born, path, console)
+        see_through(begin, made, born, path, console, caller)
     return path
 
 
@@ -73,7 +106,13 @@ def try_out(made: Plan, engines: Engines, console: Console) -> None:
 
 
 def resume(
-    path: Path, console: Console, *, number: int | None = None, updates: int | None = None, meant: tuple[str, ...] = ()
+    path: Path,
+    console: Console,
+    *,
+    number: int | None = None,
+    updates: int | None = None,
+    meant: tuple[str, ...] = (),
+    caller: Caller = NOBODY,
 ) -> Path:
     """Go on with a run from a checkpoint; `meant` are settings that its config.toml may have changed."""
     config = stopped_run(path, number=number, updates=updates)
@@ -86,12 +125,21 @@ def resume(
         check_lines(path, checkpoint.mark)
         made = planned(partial(plan, config), born, say=saying(console))
         check_prompts(path, made.config, made.prompts.digest, meant=meant)
-        admission_of(made.config, checkpoint.standing)
-        see_through(partial(go_on, made, born, path, console, checkpoint), made, born, path, console)
+        admission_of(made.config, made.prompts, checkpoint.standing)
+        again = partial(go_on, made, born, path, console, caller, checkpoint)
+        see_through(again, made, born, path, console, caller)
     return path
 
 
-def go_on(made: Plan, born: Home, path: Path, console: Console, checkpoint: Checkpoint, restarts: Restarts) -> None:
+def go_on(
+    made: Plan,
+    born: Home,
+    path: Path,
+    console: Console,
+    caller: Caller,
+    checkpoint: Checkpoint,
+    restarts: Restarts,
+) -> None:
     """From a checkpoint. What came later is forgotten once the learner has it."""
     try:
         with opened(made, born, console) as engines:
@@ -103,17 +151,19 @@ def go_on(made: Plan, born: Home, path: Path, console: Console, checkpoint: Chec
             Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
             with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
                 where: Any = {"standing": checkpoint.standing, "groups": groups, "restarts": restarts}
-                go(made, engines, log, console, name=path.name, **where)
+                go(made, engines, log, console, name=path.name, caller=caller, **where)
     except WorkerDied as error:  # any of them, while it is loaded, or the learner
         raise LearnerDied(str(error)) from None
 
 
-def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console) -> None:
+def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console, caller: Caller) -> None:
     """A part of a run, and another from its last checkpoint whenever its learner dies."""
     restarts = Restarts(made.config.runtime.restarts)
     while True:
         try:
             return part(restarts)
+        except Enough:
+            return None
         except LearnerDied as error:
             died = error
         try:
@@ -126,7 +176,7 @@ def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console
             raise EngineError(f"the learner died{restarts.often('learner')}: {died}")
         saying(console)(f"{died}; the run goes back to its last checkpoint")
         time.sleep(pause)
-        part = partial(go_on, made, born, path, console, checkpoint)
+        part = partial(go_on, made, born, path, console, caller, checkpoint)
 
 
 def say_how_to_go_on(path: Path, console: Console) -> None:
@@ -195,6 +245,7 @@ def go(
     *,
     name: str,
     restarts: Restarts,
+    caller: Caller,
     standing: Standing | None = None,
     groups: Sequence[Group] = (),
 ) -> None:
@@ -214,15 +265,18 @@ def go(
 
     async def main() -> None:
         run.task = asyncio.current_task()
+        if told:
+            run.stop()
         async with reachable(log.path, partial(run.scale, check=partial(check_sizes, made.config)), run.say):
             await run.train()
 
     began = run.admission.version
     with Progress(console, updates=made.config.updates, title=name, admission=run.admission) as progress:
         log.sinks.append(progress)
+        log.heard = caller.heard
         try:
             runner = asyncio.Runner()
-            with heeding_signals(run, console, runner.get_loop()) as told, runner:
+            with stoppable(run, console, runner.get_loop(), caller) as told, runner:
                 try:
                     runner.run(main())
                 except asyncio.CancelledError:
@@ -238,9 +292,11 @@ def go(
 
 
 @contextmanager
-def heeding_signals(run: Run, console: Console, loop: asyncio.AbstractEventLoop) -> Iterator[list[type[BaseException]]]:
+def stoppable(
+    run: Run, console: Console, loop: asyncio.AbstractEventLoop, caller: Caller
+) -> Iterator[list[type[BaseException]]]:
     """Ctrl-C, SIGTERM and SIGHUP stop in order, a second one at once; what they mean is told. Ctrl-\\ says who waits
-    for whom, and stops nothing.
+    for whom, and stops nothing. In a thread that gets no signals, whoever called it stops the run.
 
     Nothing is raised inside the loop, which would leave tasks behind. Set here, because Ray sets handlers of its own
     when it starts. Under nohup, SIGHUP stays ignored.
@@ -254,6 +310,10 @@ def heeding_signals(run: Run, console: Console, loop: asyncio.AbstractEventLoop)
             let_go_of_terminal()
         run.stop()
 
+    def later(what: Callable[[], None]) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(what)
+
     heeded: dict[int, Callable[[], None]] = {
         signal.SIGINT: partial(stop, KeyboardInterrupt),
         signal.SIGTERM: partial(stop, Terminated),
@@ -262,14 +322,12 @@ def heeding_signals(run: Run, console: Console, loop: asyncio.AbstractEventLoop)
     }
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         del heeded[signal.SIGHUP]
-    before = {
-        number: signal.signal(
-            number, lambda *_, what=what: None if loop.is_closed() else loop.call_soon_threadsafe(what)
-        )
-        for number, what in heeded.items()
-    }
+    if threading.current_thread() is not threading.main_thread():
+        heeded.clear()
+    before = {number: signal.signal(number, lambda *_, what=what: later(what)) for number, what in heeded.items()}
     try:
-        yield told
+        with caller.reaching(partial(later, partial(stop, KeyboardInterrupt))):
+            yield told
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -44,8 +44,9 @@ class Async(Section):
     """Updates between two publishes; work in flight grows with it."""
     on_publish: Literal["keep", "drain", "restart"] = "keep"
     """Running responses go on under the new weights, are finished first, or begin again."""
-    order: Literal["completion", "submission"] = "completion"
-    """Learn from groups as they finish, or as they were submitted, which bounds their age and waits for stragglers."""
+    order: Literal["mixture", "completion", "submission"] = "mixture"
+    """Learn from groups as they finish, of each teacher as many as it has of the prompts (mixture) or whosever they are
+    (completion); or as they were submitted, which bounds their age and waits for stragglers."""
     max_lag: int | None = Field(None, ge=0)
     """Most updates between a token's policy and the one that learns from it; none by default."""
     on_old: Literal["wait", "restart", "drop"] | None = None

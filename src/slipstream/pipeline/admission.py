@@ -10,11 +10,17 @@ are published, so `submitted − published ≤ credits` always; and where the sc
 that would break it is held, and one that has broken it raises. Guarantor of invariant 2: every submitted group ends
 exactly once, trained or dropped, and admission ends when as many updates are made as were asked for: of B groups each,
 or of fewer where batches are submitted whole and members of one were dropped.
+
+Guarantor, too, that updates keep the mixture of what was submitted. A group has a source, whose turn comes in the order
+of submission; which of its groups takes it is decided by who comes first. So an update is made of as many groups of
+every source as in the order of submission, whatever the lengths of their answers, and waits for no group that another
+of its source can stand in for.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -33,6 +39,8 @@ class Ticket:
     """First number of those that were submitted together."""
     version: int
     """No token of the group is from an older policy; exact once it is rolled out."""
+    source: str
+    """Of which an update has its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +59,38 @@ class Standing:
     """Those of them that are rolled out, in the order in which they are scored."""
     ready: list[int] = field(default_factory=list)
     """And those that are scored, in the order in which they came."""
+    sources: dict[int, str] = field(default_factory=dict)
+    """Of every group that had not ended."""
+    turns: list[str] = field(default_factory=list)
+    """Whose turn comes when."""
 
 
 class Admission:
-    def __init__(self, schedule: Schedule, *, updates: int, standing: Standing | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        updates: int,
+        source: Callable[[int], str] = lambda _: "",
+        standing: Standing | None = None,
+    ) -> None:
+        """`source` tells of which a group is, by its number."""
         self.schedule, self.updates = schedule, updates
+        self.source = source if schedule.order == "mixture" else lambda _: ""
         self.version = self.published_version = standing.version if standing else 0
         """Updates made, and those whose weights are in every sampler."""
         self.submitted = standing.submitted if standing else 0
         self.dropped = Counter[str](standing.dropped if standing else {})
         self.restarted = standing.restarted if standing else 0
         in_flight, versions = (standing.in_flight, standing.versions) if standing else ({}, {})
-        self.live = {n: Ticket(batch, versions.get(n, self.version)) for n, batch in in_flight.items()}
+        sources = standing.sources if standing else {}
+        self.live = {
+            n: Ticket(batch, versions.get(n, self.version), sources.get(n, "")) for n, batch in in_flight.items()
+        }
         """Groups between submission and training, in the order of submission."""
+        self.turns = list(standing.turns if standing else ()) or [ticket.source for ticket in self.live.values()]
+        """A source for every live group: whose turn it is first, and so on."""
+        assert Counter(self.turns) == Counter(ticket.source for ticket in self.live.values())
         self.batches = Counter(in_flight.values())
         """How many groups are live of those that were submitted together; oldest first."""
         self.waiting: Line = dict.fromkeys(standing.waiting if standing else ())
@@ -133,15 +160,13 @@ class Admission:
 
     def learnable(self) -> list[int]:
         """What the learner may take now, in the order in which it is consumed; empty while it must wait."""
-        schedule, missing = self.schedule, self.size - len(self.learning)
+        schedule = self.schedule
         if not self.enough or (schedule.stages == "turns" and (self.gated or self.coming)):
             return []
         if schedule.submit == "batch" or schedule.order == "submission":
-            oldest = list(islice(self.live, missing))
+            oldest = list(islice(self.live, self.size - len(self.learning)))
             return oldest if all(number in self.ready for number in oldest) else []
-        if schedule.max_lag is None:
-            return list(islice(self.ready, missing))
-        return self._oldest_within(schedule.max_lag)
+        return self._whose_turn_it_is(self.ready) if schedule.max_lag is None else self._oldest_within(schedule.max_lag)
 
     @property
     def full(self) -> bool:
@@ -168,6 +193,8 @@ class Admission:
             versions={number: ticket.version for number, ticket in self.live.items()},
             waiting=[*self.scoring, *self.waiting],
             ready=[*self.learning, *self.ready],
+            sources={number: ticket.source for number, ticket in self.live.items()},
+            turns=list(self.turns),
         )
 
     # --- what happens ----------------------------------------------------------------------------------------
@@ -178,7 +205,8 @@ class Admission:
         while (count := self.quota()) > 0:
             batch = self.submitted
             for number in range(batch, batch + count):
-                self.live[number] = Ticket(batch, self.published_version)
+                self.live[number] = Ticket(batch, self.published_version, self.source(number))
+                self.turns.append(self.live[number].source)
                 self.rolling[number] = None
             self.batches[batch] = count
             self.submitted += count
@@ -215,7 +243,7 @@ class Admission:
         assert self.full
         for number in list(self.learning):
             _move(number, self.learning, self.trained)
-            self._leave(number)
+            self.turns.remove(self._leave(number).source)
         self.version += 1
         nothing_left = self.remaining == 0 and not self.live
         self.gated = self.version % self.schedule.publish_every == 0 or nothing_left
@@ -238,7 +266,10 @@ class Admission:
     def drop(self, number: int, reason: str) -> None:
         """A group ends without being trained on, and its credit returns at once."""
         del self._place(number)[number]
-        self._leave(number)
+        source = self._leave(number).source
+        del self.turns[
+            len(self.turns) - 1 - self.turns[::-1].index(source)
+        ]  # its last turn: the others come as they were
         self.dropped[reason] += 1
 
     # --- how ---------------------------------------------------------------------------------------------------
@@ -249,30 +280,43 @@ class Admission:
         assert found, f"group {number} is not on its way to the learner"
         return found[0]
 
-    def _leave(self, number: int) -> None:
-        batch = self.live.pop(number).batch
-        self.batches[batch] -= 1
-        if not self.batches[batch]:
-            del self.batches[batch]
+    def _leave(self, number: int) -> Ticket:
+        ticket = self.live.pop(number)
+        self.batches[ticket.batch] -= 1
+        if not self.batches[ticket.batch]:
+            del self.batches[ticket.batch]
+        return ticket
+
+    def _whose_turn_it_is(self, candidates: Iterable[int]) -> list[int]:
+        """The first of them that, with what is learned from already, have the next B turns; none, if some cannot be
+        taken and a whole batch is asked for."""
+        missing, chosen = self.size - len(self.learning), list[int]()
+        wanted = Counter(self.turns[: self.size])
+        wanted.subtract(self.live[number].source for number in self.learning)
+        for number in candidates:
+            if len(chosen) == missing:
+                break
+            if wanted[self.live[number].source]:
+                wanted[self.live[number].source] -= 1
+                chosen.append(number)
+        return chosen if self.schedule.learn == "ready" or len(chosen) == missing else []
 
     def _oldest_within(self, max_lag: int) -> list[int]:
         """The oldest ready groups, if all that stay behind can still be consumed in time.
 
-        After this update, at most B · (w + max_lag − v) groups of version ≤ w may be left, for every version w ≤ v.
-        Holding only for groups that are not finished would not be enough.
+        After this update everybody left, the oldest first, gets the next turn of its source, B of which make an update:
+        nobody's may come too late. Holding only for groups that are not finished would not be enough.
         """
         v, groups = self.version, self.schedule.groups
+        age = {number: (self.live[number].version, number) for number in self.live}
         within = [number for number in self.ready if v - self.live[number].version <= max_lag]
-        chosen = sorted(within, key=lambda number: (self.live[number].version, number))[:groups]
-        if len(chosen) < groups:
-            return []
-        if self.schedule.on_old == "wait":
-            left = Counter(ticket.version for ticket in self.live.values())
-            left.subtract(self.live[number].version for number in chosen)
-            behind = 0
-            for version in sorted(left):
-                behind += left[version]
-                if behind > groups * (version + max_lag - v):
+        chosen = self._whose_turn_it_is(sorted(within, key=age.__getitem__))
+        if self.schedule.on_old == "wait" and chosen:
+            left = defaultdict[str, deque[int]](deque)
+            for number in sorted(self.live.keys() - {*chosen}, key=age.__getitem__):
+                left[self.live[number].source].append(self.live[number].version)
+            for place, source in enumerate(self.turns[groups:]):
+                if v + 1 + place // groups > left[source].popleft() + max_lag:
                     return []
         return chosen
 

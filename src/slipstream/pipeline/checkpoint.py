@@ -164,8 +164,8 @@ def newest(run: Path, number: int | None = None, *, say: Callable[[str], None] =
 def read(path: Path) -> Checkpoint:
     state = json.loads((path / STANDING).read_text("utf-8"))
     saved = state["admission"]
-    for by_number in ("in_flight", "versions"):
-        saved[by_number] = {int(number): value for number, value in saved[by_number].items()}
+    for by_number in ("in_flight", "versions", "sources"):
+        saved[by_number] = {int(number): value for number, value in saved.get(by_number, {}).items()}
     return Checkpoint(path, Standing(**saved), state["log"])
 
 

@@ -65,7 +65,7 @@ class Run:
         self.restarts = restarts or Restarts(config.runtime.restarts)
         self.restarts.recall(log.last)
         self.patience, self.say, log.say = patience, say, say
-        self.admission = admission_of(config, standing)
+        self.admission = admission_of(config, prompts, standing)
         self.held = {group[0].header.number: group for group in groups}
         assert self.held.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
         self.checkpoints = Checkpoints(
@@ -319,9 +319,10 @@ class Run:
         self.log.metrics("eval", summary(groups, rewards[0]), update=update)
 
 
-def admission_of(config: Config, standing: Standing | None) -> Admission:
+def admission_of(config: Config, prompts: Prompts, standing: Standing | None) -> Admission:
+    """Updates keep the mixture of the teachers' prompts."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
-    return Admission(schedule, updates=config.updates, standing=standing)
+    return Admission(schedule, updates=config.updates, source=prompts.teacher, standing=standing)
 
 
 @contextmanager

@@ -37,8 +37,8 @@ class Schedule:
     """What a publish does to running requests."""
     publish_every: int = 1
     """P, the updates between two publishes."""
-    order: Literal["completion", "submission"] = "completion"
-    """Whose turn it is among scored groups."""
+    order: Literal["mixture", "completion", "submission"] = "mixture"
+    """Whose turn it is among scored groups: `admission` says how a mixture is kept."""
     max_lag: int | None = None
     """Most updates between a group's first token and the update that learns from it."""
     on_old: Literal["wait", "restart", "drop"] = "wait"

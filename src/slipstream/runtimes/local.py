@@ -40,6 +40,8 @@ from slipstream.runtimes.places import Place, Say, Staff, built, engines_from, g
 from slipstream.runtimes.worker import GPUS, Birth, nurse
 from slipstream.tasks.chat import Tokenizer
 
+BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""So that nothing which a nursery imports starts a thread; engines say how many they want."""
 HEARD = 120.0
 """Seconds in which a nursery has imported everything and answered, or hangs."""
 
@@ -141,6 +143,7 @@ def forked(theirs: Connection, ours: Connection, secrets: Collection[str]) -> in
         TAKEN.clear()
         for name in secrets:
             os.environ.pop(name, None)
+        os.environ |= BARE
         os.setsid()  # what a terminal sends goes to the coordinator alone
         nurse(theirs)
     except BaseException:
@@ -150,8 +153,7 @@ def forked(theirs: Connection, ours: Connection, secrets: Collection[str]) -> in
 
 
 def started(theirs: Connection, secrets: Collection[str]) -> Popen[bytes]:
-    """With one thread, also of numpy's BLAS, as nurseries promise; engines say how many they want."""
-    told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    told = BARE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return Popen(
         [sys.executable, "-m", "slipstream.runtimes.worker", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],

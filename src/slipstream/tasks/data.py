@@ -276,12 +276,19 @@ class Prompts:
         self._epoch, self._order = -1, np.arange(len(rows))
 
     def at(self, number: int) -> Prompt:
+        return self.row(self._index(number), number)
+
+    def teacher(self, number: int) -> str:
+        """Who scores the answers to it."""
+        return self.teachers[self._index(number)]
+
+    def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.rows))
         if self.shuffle and epoch != self._epoch:
             order = list(range(len(self.rows)))
             random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(order)
             self._epoch, self._order = epoch, np.array(order)
-        return self.row(int(self._order[place]), number)
+        return int(self._order[place])
 
     def row(self, index: int, number: int = 0) -> Prompt:
         row = self.rows[index]
