@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -49,7 +49,7 @@ class Run:
         prompts: Prompts,
         log: RunLog,
         *,
-        held_out: Sequence[Prompt] = (),
+        held_out: Mapping[str, Sequence[Prompt]] | None = None,
         standing: Standing | None = None,
         groups: Sequence[Group] = (),
         restarts: Restarts | None = None,
@@ -58,7 +58,8 @@ class Run:
     ) -> None:
         """`standing` is where an earlier part of the run ended, with these `groups` on their way, and `restarts` what
         its workers went through. `patience` is not for virtual clocks."""
-        self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
+        self.config, self.engines, self.prompts, self.log = config, engines, prompts, log
+        self.held_out = held_out or {}
         self.restarts = restarts or Restarts(config.runtime.restarts)
         self.restarts.recall(log.last)
         self.patience, self.say, log.say = patience, say, say
@@ -256,8 +257,10 @@ class Run:
             flow.moved = flow.trace.now()
             return list(group)
 
-        groups = await answers(generate, self.held_out, eval_sampling(self.config))
-        self.log.metrics("eval", summary(groups, rewards[0]), update=update)
+        sampling = eval_sampling(self.config)
+        found = {name: await answers(generate, prompts, sampling) for name, prompts in self.held_out.items()}
+        for name, groups in found.items():  # of all sets, or of none, however the run is stopped
+            self.log.metrics("eval", summary(groups, rewards[0]), update=update, of=name)
 
 
 def admission_of(config: Config, standing: Standing | None) -> Admission:

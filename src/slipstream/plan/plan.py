@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 from slipstream.assets import model_path
@@ -45,7 +46,8 @@ class Plan:
     method: Method
     tokenizer: Tokenizer
     prompts: Prompts
-    held_out: list[Prompt]
+    held_out: Mapping[str, Sequence[Prompt]]
+    """By set."""
     engines: EnginesPlan
     sampling: Sampling
     """How rollouts are drawn."""
@@ -75,8 +77,9 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     check_dropout(config)
     check_support(config)
     scored = check_teachers(config, tokenizer, prompts)
-    held_out = held_out_prompts(config, tokenizer, notes.append) if config.eval.every else []
-    longest = max(len(prompt) for prompt in [*prompts.tokens, *(each.tokens for each in held_out)])
+    held_out = held_out_prompts(config, tokenizer, notes.append) if config.eval.every else {}
+    asked = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
+    longest = max(map(len, asked))
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
@@ -112,7 +115,7 @@ def at_a_glance(config: Config) -> None:
             model_path(config.model_of(teacher))
         if teacher.tokenizer is not None:
             model_path(teacher.tokenizer)
-    evaluated = [config.data.eval] if config.eval.every and config.data.eval is not None else []
+    evaluated = config.data.held_out.values() if config.eval.every else ()
     check_told(config.data, config.data.train, *evaluated)
     check_split("data.split", config.data, config.data.train)
     check_there(config.data.train, config.data.split)
@@ -231,16 +234,16 @@ def long_enough(section: str, given: int | None, longest: int) -> int:
     return given or longest
 
 
-def held_out_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], object]) -> list[Prompt]:
-    data, student = config.data, config.student
-    assert data.eval is not None
-    loaded = load_rows(data.eval, data, split=data.eval_split, limit=config.eval.prompts, say=say)
-    rows = graded_rows(loaded, config.task.reward)
-    prompts = eval_prompts(rows, tokenizer, data, seed=config.seed)
-    tokens, context = [prompt.tokens for prompt in prompts], sampler_context(config)
-    check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
-    check_ids(rows, tokens, student, vocabulary_of(student))
-    return prompts
+def held_out_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], object]) -> dict[str, Sequence[Prompt]]:
+    data, student, found = config.data, config.student, dict[str, Sequence[Prompt]]()
+    for name, source in data.held_out.items():
+        loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=say)
+        rows = graded_rows(loaded, config.task.reward)
+        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed)
+        tokens, context = [prompt.tokens for prompt in found[name]], sampler_context(config)
+        check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
+        check_ids(rows, tokens, student, vocabulary_of(student))
+    return found
 
 
 def at_a_look(made: Plan) -> list[str]:
