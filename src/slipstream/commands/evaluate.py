@@ -27,6 +27,7 @@ from slipstream.engines.base import Graded, Sampling
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, standard_error
 from slipstream.pipeline.evaluate import answers, correctness
+from slipstream.plan.adapters import check_adapter
 from slipstream.plan.evaluation import Asked, Evaluation, eval_prompts, evaluation, graded_rows
 from slipstream.plan.subject import Subject, check_known, subject_of
 from slipstream.records import Handle
@@ -136,6 +137,7 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
         name: graded_rows(load_rows(source, data, split=asked.split, limit=asked.limit, say=said.append), asked.reward)
         for name, source in asked.data.items()
     }
+    check_adapter(subject.model)
     tokenizer = load_tokenizer(subject.model)
     prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed) for name, rows in sets.items()}
     made = evaluation(subject.model, prompts, tokenizer, asked)

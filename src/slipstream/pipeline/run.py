@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from slipstream.card import card
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
@@ -86,8 +87,9 @@ class Run:
                 await self._update_all()
             if self.checkpoints.at_end:
                 await in_time(self._checkpoint()(), self.patience, "writing a checkpoint")
-            final = self.log.path / "final"
-            await in_time(save_whole(self.engines.learner, final), self.patience, "writing the final student")
+            final, told = self.log.path / "final", card(self.config.model_dump(mode="json"), self.log.path)
+            writing = save_whole(self.engines.learner, final, {"README.md": told.encode()})
+            await in_time(writing, self.patience, "writing the final student")
             return final
         except BaseExceptionGroup as group:
             await self._stopped(_cause(group))
