@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from slipstream.cli import main
 from slipstream.commands.evaluate import Watch
+from slipstream.commands.progress import readings
+from slipstream.config.schedule import Sync
+from slipstream.config.schema import EvalConfig, TaskConfig
 from slipstream.durable import alone_in, append
 from slipstream.errors import RunDirError
 from slipstream.metrics import standard_error
-from slipstream.runlog import read_lines
+from slipstream.pipeline.run import Run
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import virtual
+from toy_runs import PROMPTS, config, engines
 
 CONFIG = """
 student = "models/student"
@@ -124,7 +133,8 @@ def test_an_evaluation_of_a_run_continues_its_own(home: Path, capsys: pytest.Cap
         assert line["error"] > 0
     math, code = got
     assert (math["data"], code["data"]) == ("math.jsonl", "code.csv") and math["avg@3"] > 1 > code["avg@3"]
-    assert (math["prompts"], math["n"], math["max_tokens"], math["template"]) == (5, 3, 6, "{question}=")
+    asked = {name: math[name] for name in ("prompts", "n", "max_tokens", "seed", "template")}
+    assert asked == {"prompts": 5, "n": 3, "max_tokens": 6, "seed": 0, "template": "{question}="}
     after = contents(run)
     assert [json.loads(line) for line in after.pop("eval.jsonl").splitlines()] == got
     assert after == before
@@ -155,14 +165,14 @@ def test_it_says_what_is_of_the_run_and_what_is_given(home: Path, capsys: pytest
     out, err = capsys.readouterr()
     first, *rest = out.splitlines()
     assert first == (
-        "as runs/first/config.toml says: split eval, answer solution, template {question}=, reward ./mine.py:share "
+        "as runs/first/config.toml says: answer solution, template {question}=, reward ./mine.py:share "
         "exact, limit 5, max_tokens 6, temperature 1, seed 0, device cpu; as given here: data math.jsonl, n 2, dtype "
         "float64"
     )
     assert err == "" and "\x1b" not in out and "\r" not in out, "no progress on a pipe"
     text = "\n".join(rest)
     assert "runs/first/final after update 2, graded by share, T = 1" in text
-    for head in ("prompts", "avg@2", "pass@1", "greedy", "exact", "cut off", "tokens each"):
+    for head in ("prompts", "avg@2", "pass@1", "greedy", "exact", "cut off", "tokens"):
         assert head in text
     (line,) = read_lines(home / "runs/first/eval.jsonl")
     assert (line["n"], line["dtype"], line["data"], "set" in line) == (2, "float64", "math.jsonl", False)
@@ -272,3 +282,74 @@ def test_lines_are_whole_beside_those_of_others(tmp_path: Path) -> None:
 def test_the_error_of_a_mean_is_of_independent_prompts() -> None:
     assert standard_error([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]]) == pytest.approx((1 / 6) ** 0.5 / 2)
     assert standard_error([[1.0, 0.0]]) is None
+
+
+# --- several sets while a run goes on -------------------------------------------------------------------------------
+
+
+class Kept:
+    """A tracker."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.names += numbers
+
+    def close(self) -> None:
+        pass
+
+
+def test_trackers_get_each_set_under_its_name(tmp_path: Path) -> None:
+    sink = Kept()
+    with RunLog(tmp_path, [sink]) as log:
+        log.metrics("eval", {"accuracy": 0.5, "reward/exact": 0.5}, update=3, of="math")
+        log.metrics("eval", {"accuracy": 0.5}, update=3)
+    assert sink.names == ["eval/math/accuracy", "eval/math/reward/exact", "eval/accuracy"]
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    assert lines[0] == {"kind": "eval", "update": 3, "set": "math", "accuracy": 0.5, "reward/exact": 0.5}
+    assert "set" not in lines[1]
+    numbers = {"eval/math/accuracy": 0.25, "eval/code/accuracy": 1.0, "eval/math/reward/exact": 0.25}
+    assert readings(numbers) == [("held-out accuracy math", "25.0%"), ("held-out accuracy code", "100.0%")]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("{}", "data.eval: names no set of prompts"),
+        ('{"a/b" = "math.jsonl"}', "data.eval: the name 'a/b' must be a plain word"),
+        ('{math = "math.jsonl", code = "no.csv"}', "no.csv: cannot be read"),
+        ('{math = "math.jsonl", code = "spoilt.csv"}', "spoilt.csv:2: has no 'question'"),
+    ],
+)
+@pytest.mark.parametrize("command", [["train"], ["config", "--check"]], ids=" ".join)
+def test_a_set_that_cannot_be_asked_is_one_line(
+    home: Path, command: list[str], given: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "spoilt.csv").write_text("problem,solution\n1+1,2\n")
+    assert main([command[0], "run.toml", *command[1:], "--data.eval", given, "--output", "new"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and message in said
+    assert not (home / "new").exists()
+
+
+def test_an_evaluation_that_is_stopped_between_two_sets_is_made_again(tmp_path: Path) -> None:
+    """Of all sets there is a line, or of none."""
+    settings = config(Sync(), updates=1).model_copy(
+        update={"eval": EvalConfig(every=1), "task": TaskConfig(reward=("exact",))}
+    )
+    sets = {name: [PROMPTS.at(number)] for number, name in enumerate(("first", "second"), 1000)}
+
+    def stopped_after(seconds: float, path: Path) -> list[dict[str, Any]]:
+        async def work() -> None:
+            with RunLog.create(settings, path) as log:
+                run = asyncio.create_task(Run(settings, engines(), PROMPTS, log, held_out=sets).train())
+                await asyncio.wait([run], timeout=seconds)
+                run.cancel()
+                await asyncio.wait([run])
+
+        virtual.run(work())
+        return [line for line in read_lines(path / "metrics.jsonl") if line["kind"] == "eval"]
+
+    found = [stopped_after(seconds, tmp_path / str(seconds)) for seconds in range(1, 12)]
+    assert {tuple(line["set"] for line in lines if line["update"] == 0) for lines in found} == {(), ("first", "second")}

@@ -39,6 +39,8 @@ from slipstream.tasks.sources import has_splits
 
 COLUMNS = {field.name for field in fields(Asked)} & DataConfig.model_fields.keys()
 """What [data] has too."""
+WIDEST = 160
+"""A table, in letters."""
 OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout")
 """What a command line does not say."""
 
@@ -191,24 +193,27 @@ def asked_of(subject: Subject, given: Mapping[str, Any], say: Callable[[str], ob
 
 def settings(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> str:
     """What is of the run, and what of the command line, in one line."""
-    shown = {name: told(value) for name, value in asdict(asked).items() if name not in OF_RUNS}
-    ours, theirs = (
-        ", ".join(
-            f"{name} {text}".strip() for name, text in shown.items() if text is not None and (name in given) is it
-        )
-        for it in (False, True)
-    )
+    words = {name: f"{name} {told(value)}".strip() for name, value in chosen(asked).items()}
+    ours, theirs = (", ".join(text for name, text in words.items() if (name in given) is it) for it in (False, True))
     assert subject.run is not None
     if "data" not in given and subject.trained_on:
         ours += " (training prompts: it has no data.eval)"
     return f"as {subject.run / 'config.toml'} says: {ours}" + (f"; as given here: {theirs}" if given else "")
 
 
-def told(value: Any) -> str | None:
-    """As a person would write it; nothing for what is not set."""
+def chosen(asked: Asked) -> dict[str, Any]:
+    """What a person may choose, as far as it means anything here."""
+    idle = () if any(map(has_splits, asked.data.values())) else ("split",)
+    return {
+        name: value
+        for name, value in asdict(asked).items()
+        if name not in (*OF_RUNS, *idle) and value is not None and value is not False
+    }
+
+
+def told(value: Any) -> str:
+    """As a person would write it."""
     match value:
-        case None | False:
-            return None
         case True:
             return ""
         case dict():
@@ -224,16 +229,13 @@ def told(value: Any) -> str | None:
 
 def line_of(subject: Subject, asked: Asked, name: str, found: Measured, ks: Sequence[int]) -> dict[str, Any]:
     """All of one set in a line of JSON: what was asked of what, and what came of it."""
-    what = {
-        field: value for field, value in asdict(asked).items() if field not in OF_RUNS and value not in (None, False)
-    }
     rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": subject.model,
         **({} if subject.update is None else {"update": subject.update}),
         **({"set": name} if name else {}),
-        **what,
+        **chosen(asked),
         "data": asked.data[name],
         "prompts": len(found.sampled),
         f"avg@{asked.n}": found.avg,
@@ -259,9 +261,9 @@ def show(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     scores = [name for name in first if name.startswith("pass@")]
     others = [f"reward/{name_of(each)}" for each in first["reward"][1:]]
     table = Table()
-    heads = [*(["set"] if several else []), "prompts", f"avg@{n}", *scores, "greedy", *others, "cut off", "tokens each"]
+    heads = [*(["set"] if several else []), "prompts", f"avg@{n}", *scores, "greedy", *others, "cut off", "tokens"]
     for head in heads:
-        table.add_column(head.removeprefix("reward/"), justify="left" if head == "set" else "right")
+        table.add_column(head.removeprefix("reward/"), justify="left" if head == "set" else "right", no_wrap=True)
 
     def number(value: float, of: str = reward) -> str:
         return f"{value:.1%}" if of in REWARDS else f"{value:.3g}"
@@ -278,6 +280,7 @@ def show(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{line['truncated']:.1%}",
             f"{line['length']:,.0f}",
         )
+    console.width = max(console.width, WIDEST)  # numbers are never cut, however narrow a terminal is
     console.print(table)
     tokens, seconds = (sum(line[name] for line in lines) for name in ("tokens", "seconds"))
     console.print(f"{tokens:,} tokens in {seconds:.1f} s", highlight=False)
