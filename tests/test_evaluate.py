@@ -235,6 +235,11 @@ def test_a_damaged_run_is_one_line_or_said(home: Path, capsys: pytest.CaptureFix
     assert refused(capsys, "runs/first/final") == "runs/first/config.toml: no such file"
 
 
+def test_a_run_that_is_not_there_is_no_model_of_the_hub(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "runs/frist") == "runs/frist: no such run; did you mean 'runs/first'?"
+    assert refused(capsys, "runs") == "runs is no run, but holds some: name one of them, for example runs/plain"
+
+
 def test_a_student_without_its_run_is_not_asked_arithmetic(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree("runs/first/final", "alone")
     assert refused(capsys, "alone").startswith("alone was saved by a run that is not around it any more")

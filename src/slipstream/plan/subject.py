@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from slipstream.config.file import load
 from slipstream.config.schema import Config
 from slipstream.durable import MANIFEST, damage
-from slipstream.errors import ConfigError, RunDirError
+from slipstream.errors import ConfigError, RunDirError, did_you_mean
 from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.plan.evaluation import Asked
 from slipstream.runlog import LEDGER, METRICS
@@ -35,6 +36,7 @@ def subject_of(name: str) -> Subject:
     path = Path(name)
     run = run_of(path)
     if run is None:
+        check_no_run_is_meant(name)
         return Subject(name)
     config = load(run / "config.toml", [], say=str)
     notes: list[str] = []
@@ -91,6 +93,17 @@ def run_of(path: Path) -> Path | None:
         return path
     above = next((each for each in path.absolute().parents[:DEEPEST] if is_run(each)), None)
     return above.relative_to(Path.cwd()) if above and above.is_relative_to(Path.cwd()) else above
+
+
+def check_no_run_is_meant(name: str) -> None:
+    """Beside runs, or around them, nobody looks for a model on the hub."""
+    path, beside = Path(name), "/" in name and not Path(name).is_dir()
+    where = path.parent if beside else path
+    runs = sorted(str(each) for each in where.glob("*") if os.access(each, os.X_OK) and is_run(each))
+    if runs and beside:
+        raise RunDirError(f"{name}: no such run; {did_you_mean(name, runs)}")
+    if runs and not (path / "config.json").exists():
+        raise RunDirError(f"{name} is no run, but holds some: name one of them, for example {runs[-1]}")
 
 
 def is_run(path: Path) -> bool:
