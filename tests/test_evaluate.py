@@ -236,7 +236,7 @@ def test_a_damaged_run_is_one_line_or_said(home: Path, capsys: pytest.CaptureFix
 
 
 def test_a_run_that_is_not_there_is_no_model_of_the_hub(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "runs/frist") == "runs/frist: no such run; did you mean 'runs/first'?"
+    assert refused(capsys, "runs/frist") == "runs/frist: no such directory; did you mean 'runs/first'?"
     assert refused(capsys, "runs") == "runs is no run, but holds some: name one of them, for example runs/plain"
 
 

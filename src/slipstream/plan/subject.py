@@ -101,7 +101,7 @@ def check_no_run_is_meant(name: str) -> None:
     where = path.parent if beside else path
     runs = sorted(str(each) for each in where.glob("*") if os.access(each, os.X_OK) and is_run(each))
     if runs and beside:
-        raise RunDirError(f"{name}: no such run; {did_you_mean(name, runs)}")
+        raise RunDirError(f"{name}: no such directory; {did_you_mean(name, runs)}")
     if runs and not (path / "config.json").exists():
         raise RunDirError(f"{name} is no run, but holds some: name one of them, for example {runs[-1]}")
 
