@@ -258,6 +258,16 @@ def test_results_that_cannot_be_kept_are_still_told(home: Path, capsys: pytest.C
     assert said == "note: these results are nowhere kept: runs/first/eval.jsonl cannot be written: Is a directory\n"
 
 
+def test_answers_that_no_reward_can_grade_count_as_wrong(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "bad.py").write_text("def bad(text):\n    raise ValueError('no')\n")
+    capsys.readouterr()
+    assert main(["eval", "runs/first", "--data", "math.jsonl", "--reward", "exact", "./bad.py:bad", "-n", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("10 answers have no reward and count as wrong: ") and "ValueError: no" in err
+    (line,) = read_lines(home / "runs/first/eval.jsonl")
+    assert (line["avg@1"], line["error"], line["ungraded"]) == (0.0, 0.0, 10) and "bad" in out
+
+
 def test_given_words_that_mean_nothing_are_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "runs/first", "--split", "test").startswith("--split test does nothing: math.jsonl has no")
     assert "give each of several sets a name" in refused(capsys, "runs/first", "--data", "math.jsonl", "code.csv")

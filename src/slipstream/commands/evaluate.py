@@ -276,7 +276,7 @@ def show(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
             number(line[f"avg@{n}"]) + error,
             *(f"{line[name]:.1%}" for name in scores),
             number(line["greedy"]),
-            *(number(line[name], name.removeprefix("reward/")) for name in others),
+            *(number(line.get(name, 0.0), name.removeprefix("reward/")) for name in others),
             f"{line['truncated']:.1%}",
             f"{line['length']:,.0f}",
         )
