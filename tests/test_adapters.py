@@ -30,6 +30,7 @@ from slipstream.objective.method import Method
 from slipstream.plan.engines import ModelPlan
 from slipstream.runlog import read_lines
 from slipstream.runtimes.build import build_model
+from slipstream.tasks.chat import load_tokenizer
 from tiny import make_model
 
 IDS = torch.arange(2, 20)[None]
@@ -290,6 +291,15 @@ def test_a_run_goes_on_with_the_adapter_of_another(home: Path, capsys: pytest.Ca
 
 def first_base(home: Path) -> str:
     return json.loads((home / "first/final/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+
+
+def test_a_tokenizer_that_lies_beside_an_adapter_is_its_own(home: Path) -> None:
+    adapter = home / "first/final/adapter"
+    assert load_tokenizer(str(adapter)).chat_template == load_tokenizer("models/student").chat_template
+    own = load_tokenizer("models/student")
+    own.chat_template = "{{ messages[0].content }}"
+    own.save_pretrained(adapter)
+    assert load_tokenizer(str(adapter)).chat_template == "{{ messages[0].content }}"
 
 
 CONTRADICTIONS = {
