@@ -214,7 +214,7 @@ def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
         began = time.perf_counter()
         try:
             with RunLog.create(config, Path(path) / "run") as log:
-                asyncio.run(Run(config, engines, job.prompts, log, held_out=job.held_out).train())
+                asyncio.run(Run(config, engines, job.prompts, log, held_out={"": job.held_out}).train())
         finally:
             engines.close()
         seconds = time.perf_counter() - began

@@ -28,11 +28,10 @@ from typing import Any
 
 from slipstream.commands.evaluate import measure
 from slipstream.config.file import parse
-from slipstream.engines.base import Sampling
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import eval_prompts, evaluation
+from slipstream.plan.evaluation import Asked, eval_prompts, evaluation
 from slipstream.plan.plan import plan
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import inline, local, ray
@@ -129,8 +128,8 @@ def accuracy_of(model: str, tokenizer: Any) -> float:
     prompts = eval_prompts(rows, tokenizer, parse_data(), seed=0)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
     try:
-        sampling = Sampling(max_tokens=MAX_TOKENS, group=4)
-        return measure(evaluation(model, prompts, tokenizer, sampling=sampling, reward="exact"), grader).avg
+        asked = Asked(max_tokens=MAX_TOKENS, n=4)
+        return measure(evaluation(model, {"": prompts}, tokenizer, asked), grader)[""].avg
     finally:
         grader.close()
 

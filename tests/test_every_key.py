@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -263,7 +264,7 @@ def seen(made: Plan) -> list[Any]:
         made.sampling,
         eval_sampling(config),
         schedule_of(config.schedule, config.groups_per_update),
-        [(p.tokens.tolist(), p.seed, p.teacher, p.ground_truth) for p in [*prompts, *made.held_out]],
+        [(p.tokens.tolist(), p.seed, p.teacher, p.ground_truth) for p in chain(prompts, *made.held_out.values())],
         list(map(str, made.needs)),
     ]
 

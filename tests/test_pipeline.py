@@ -269,7 +269,7 @@ def test_a_held_out_answer_that_failed_is_not_wrong(tmp_path: Path) -> None:
     engines = replace(toy_engines(), samplers=(Graded(Careless(toy.random_table(VOCAB, seed=0)), Kind()),))
     settings = config(updates=1, task={"reward": "exact"}, data={"eval": "x"}, eval={"every": 1, "n": 2})
     with RunLog.create(settings, tmp_path) as log:
-        virtual.run(Run(settings, engines, prompts(), log, held_out=held_out).train())
+        virtual.run(Run(settings, engines, prompts(), log, held_out={"": held_out}).train())
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
     assert [(line["accuracy"], line["samples"]) for line in lines] == [(1.0, 1.0)] * 2
 

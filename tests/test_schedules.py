@@ -371,7 +371,7 @@ def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> N
         engines(), samplers=(Watched(lambda prompt, _: 50 if prompt.number >= 1000 else 10, step=lambda _: 0.2),)
     )
     with RunLog(tmp_path, []) as log:
-        virtual.run(Run(settings, made, PROMPTS, log, held_out=held_out).train())
+        virtual.run(Run(settings, made, PROMPTS, log, held_out={"": held_out}).train())
     lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
     assert [(line["update"], line["accuracy"]) for line in lines] == [(0, 1.0), (2, 1.0), (4, 1.0), (6, 1.0)]
     assert [version for version, _ in seen] == [0] * 3 + [2] * 3 + [4] * 3 + [6] * 3

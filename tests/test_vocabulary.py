@@ -133,7 +133,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     )
     made = prompts(config)
     with RunLog.create(config, path) as log:
-        held_out = [made.at(i) for i in range(config.eval.prompts)] if config.eval.every else []
+        held_out = {"": [made.at(i) for i in range(config.eval.prompts)]} if config.eval.every else {}
         asyncio.run(Run(config, engines, made, log, held_out=held_out).train())
     for engine in (sampler, learner, *(each for pair in scorers.values() for each in pair)):
         engine.close()

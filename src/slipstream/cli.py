@@ -106,26 +106,41 @@ def parser() -> argparse.ArgumentParser:
     scaling.add_argument("changes", nargs="*", metavar="KIND=N", help="sampler=+2, teacher.NAME=-1 or sampler=3")
     scaling.set_defaults(run=run_scale)
 
-    evaluate = commands.add_parser("eval", help="accuracy of a model: avg@n, pass@k, greedy")
-    evaluate.add_argument("model", help="HF directory or hub name, a run directory, or builtin:student")
-    evaluate.add_argument("--data", default="builtin:arithmetic", help="prompts with answers (default: %(default)s)")
-    evaluate.add_argument("--split", default="eval", help="split of the data (default: %(default)s)")
-    evaluate.add_argument(
-        "--reward", type=reward, default="exact", help="as task.reward in a config (default: %(default)s)"
+    evaluate = commands.add_parser(
+        "eval",
+        help="accuracy of a model: avg@n, pass@k, greedy",
+        epilog="A model of a run is asked what the run's config.toml says; what is written here comes first.",
+        argument_default=argparse.SUPPRESS,
     )
+    evaluate.add_argument("model", help="a run directory, HF directory or hub name, or builtin:student")
     evaluate.add_argument(
-        "--limit", type=positive, default=200, help="use the first so many prompts (default: %(default)s)"
+        "--data",
+        type=held_out,
+        nargs="+",
+        metavar="[NAME=]SOURCE",
+        help="prompts with answers, or several sets of them (without a run: builtin:arithmetic)",
     )
-    evaluate.add_argument("-n", type=positive, default=4, help="samples of each prompt (default: %(default)s)")
-    evaluate.add_argument("-k", type=positive, nargs="+", default=[1], help="report pass@k for these (default: 1)")
-    evaluate.add_argument("--max-tokens", type=positive, default=96, help="longest response (default: %(default)s)")
-    evaluate.add_argument("--temperature", type=not_negative, default=1.0, help="default: %(default)s")
-    evaluate.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    evaluate.add_argument("--split", help="split of the data (without a run: eval)")
+    evaluate.add_argument(
+        "--reward", type=reward, nargs="+", help="as task.reward in a config; the first is accuracy (exact)"
+    )
+    evaluate.add_argument("--limit", type=positive, help="use the first so many prompts of each set (200)")
+    evaluate.add_argument("-n", type=positive, help="samples of each prompt (4)")
+    evaluate.add_argument("-k", type=positive, nargs="+", default=[1], help="report pass@k for these (1)")
+    evaluate.add_argument("--max-tokens", type=positive, help="longest response (96)")
+    evaluate.add_argument("--temperature", type=not_negative, help="0 is greedy (1.0)")
+    evaluate.add_argument("--seed", type=int, help="every draw follows from it (0)")
+    evaluate.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float64"], help="precision of the model (float32)"
+    )
+    evaluate.add_argument("--device", help="as runtime.device of a config (auto)")
     for name in ("prompt", "answer", "template"):
         evaluate.add_argument(f"--data.{name}", dest=name, metavar="TEXT", help=f"as data.{name} of a config")
-    evaluate.add_argument("--data.chat", dest="chat", action="store_true", help="as data.chat of a config")
+    evaluate.add_argument(
+        "--data.chat", dest="chat", action=argparse.BooleanOptionalAction, help="as data.chat of a config"
+    )
     evaluate.add_argument("--system-prompt", help="system message before every conversation")
-    evaluate.add_argument("--json", action="store_true", help="print one JSON object")
+    evaluate.add_argument("--json", action="store_true", default=False, help="print one JSON object for every set")
     evaluate.set_defaults(run=run_eval)
 
     said = commands.add_parser("samples", help="print what the student said in a run")
@@ -154,6 +169,12 @@ def reward(text: str) -> str:
         return check_reward(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def held_out(text: str) -> tuple[str, str]:
+    """`NAME=SOURCE`, or a source without a name."""
+    name, equals, source = text.partition("=")
+    return (name, source) if equals and name.isidentifier() else ("", text)
 
 
 def positive(text: str) -> int:
@@ -254,21 +275,16 @@ def run_demo(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.commands.evaluate import evaluate
 
-    evaluate(
-        args.model,
-        console(),
-        source=args.data,
-        split=args.split,
-        limit=args.limit,
-        reward=args.reward,
-        n=args.n,
-        ks=args.k,
-        max_tokens=args.max_tokens,
-        temperature=args.temperature,
-        seed=args.seed,
-        data={name: getattr(args, name) for name in ("prompt", "answer", "template", "chat", "system_prompt")},
-        as_json=args.json,
-    )
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "run", "model", "k", "json")}
+    if "data" in given:
+        given["data"] = dict(args.data)
+        if len(given["data"]) < len(args.data) or (len(args.data) > 1 and "" in given["data"]):
+            raise ConfigError(
+                "--data: give each of several sets a name of its own, as in math=math.jsonl code=code.csv"
+            )
+    if "reward" in given:
+        given["reward"] = tuple(args.reward)
+    evaluate(args.model, console(), given=given, ks=args.k, as_json=args.json)
     return 0
 
 

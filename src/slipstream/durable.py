@@ -124,6 +124,19 @@ def remove_unfinished(directory: Path) -> None:
             path.unlink()
 
 
+def append(path: Path, lines: str) -> None:
+    """Whole lines after those that are there, whoever else appends some at the same time."""
+    with private(), writing(path), path.open("a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        before = os.fstat(file.fileno()).st_size
+        try:
+            file.write(lines)
+            file.flush()
+        except OSError:
+            os.ftruncate(file.fileno(), before)
+            raise
+
+
 # --- a directory that says what is in it ------------------------------------------------------------------------------
 
 

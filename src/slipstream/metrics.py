@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb, sqrt
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from slipstream.records import Header
@@ -195,6 +195,12 @@ def summary(run: Mapping[str, float]) -> list[str]:
 def avg_at_n(correct: Sequence[Sequence[float]]) -> float:
     """Mean over problems of the mean over their samples."""
     return fmean(fmean(samples) for samples in correct)
+
+
+def standard_error(correct: Sequence[Sequence[float]]) -> float | None:
+    """Of avg@n, problems being independent: s/√P of the means of P problems. None knows it of one problem."""
+    means = [fmean(samples) for samples in correct]
+    return stdev(means) / sqrt(len(means)) if len(means) > 1 else None
 
 
 def pass_at_k(correct: Sequence[Sequence[float]], k: int) -> float:

@@ -4,7 +4,7 @@ config.toml    the resolved configuration          metrics.jsonl   one line per 
 meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended
 checkpoints/N  HF directories to go on from        samples.jsonl   some samples of every update: what the student said
 final/         the trained student, a HF directory trace.json      what every worker did when, in Chrome's format
-                                                   lock            who writes here, as long as somebody does
+eval.jsonl     what `eval` found, one line per set lock            who writes here, as long as somebody does
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from slipstream.errors import ConfigError, RunDirError, first_line
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
 METRICS, LEDGER, SAMPLES, TRACE = "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"
+EVALS = "eval.jsonl"
+"""Written by `eval`, whoever else writes in the run meanwhile."""
 LOOKED_AT = (SAMPLES, TRACE)
 """What is large, and nothing depends on."""
 AHEAD = 1 << 16
@@ -114,15 +116,17 @@ class RunLog:
         ends = {name: file.end() for name, file in self.files.items()}
         return {"files": ends, "last": self.last, "evaluated": self.evaluated, "time": time}
 
-    def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int) -> None:
-        line = {"kind": kind, "update": update, **numbers}
+    def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int, of: str = "") -> None:
+        """Of an update, or of an evaluation after it: `of` this held-out set, where there are several."""
+        line = {"kind": kind, "update": update, **({"set": of} if of else {}), **numbers}
         self.files[METRICS].write(as_lines([line]))
         if kind == "eval":
             self.evaluated = update
         else:
             self.last = line
+        prefix = f"{kind}/{of}" if of else kind
         names = {
-            name if kind == "train" and "/" in name else f"{kind}/{name}": value for name, value in numbers.items()
+            name if kind == "train" and "/" in name else f"{prefix}/{name}": value for name, value in numbers.items()
         }
         for sink in list(self.sinks):
             try:

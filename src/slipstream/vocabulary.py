@@ -287,7 +287,8 @@ def markdown() -> str:
         "",
         "Made from the code by `python -m slipstream.vocabulary`. A line of `metrics.jsonl` has `kind` (`train`, "
         "`eval`), `update`, and numbers under these names and no others; each is there when what it tells of is there. "
-        "Trackers get the same, with `train/` before names that have no `/`, and `eval/` before those of evaluations.",
+        "Of several held-out sets each has a line, with its name as `set`. Trackers get the same, with `train/` before "
+        "names that have no `/`, and `eval/` or `eval/SET/` before those of evaluations.",
         "",
         f"The progress line shows {shown}. *Healthy* is a rule of thumb: outside of it, look again. Words in capitals:",
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from slipstream.assets.adapters import base_of, is_adapter
 from slipstream.errors import ModelError, did_you_mean
 
 HERE = Path(__file__).parent
@@ -12,7 +13,13 @@ MODELS = ("student", "teacher")
 
 
 def model_path(name: str) -> str:
-    """`builtin:student` as a directory; every other name as it is. A path, which no hub name looks like, must exist."""
+    """`builtin:student` as a directory, an adapter's as that of its base, and every other name as it is. A path, which
+    no hub name looks like, must exist."""
+    if is_adapter(name):
+        try:
+            return model_path(base_of(name))
+        except ModelError as error:
+            raise ModelError(str(error) if str(error).startswith(name) else f"{name}: its base is {error}") from None
     kind, _, rest = name.partition(":")
     if kind != "builtin":
         if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():

@@ -12,10 +12,9 @@ from slipstream.commands.evaluate import Measured, measure
 from slipstream.commands.train import train
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
-from slipstream.engines.base import Sampling
 from slipstream.metrics import digest
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import eval_prompts, evaluation
+from slipstream.plan.evaluation import Asked, eval_prompts, evaluation
 from slipstream.plan.plan import at_a_glance
 from slipstream.runlog import check_free, read_lines, run_path
 from slipstream.tasks.chat import load_tokenizer
@@ -36,10 +35,10 @@ def demo(config: Config, console: Console) -> None:
     rows = load_rows("builtin:arithmetic", split="eval", limit=PROMPTS)
     prompts = eval_prompts(rows, tokenizer, config.data, seed=config.seed)
     grader = build_grader(GraderPlan(rewards=("exact",)), tokenizer)
-    sampling = Sampling(max_tokens=config.sampler.max_tokens, group=SAMPLES)
+    asked = Asked(max_tokens=config.sampler.max_tokens, n=SAMPLES)
 
     def examine(model: str) -> Measured:
-        return measure(evaluation(model, prompts, tokenizer, sampling=sampling, reward="exact"), grader)
+        return measure(evaluation(model, {"": prompts}, tokenizer, asked), grader)[""]
 
     try:
         console.print(

@@ -1,33 +1,48 @@
-"""Accuracy of a saved model: avg@n, pass@k and greedy, through the sampler and the grader that training uses."""
+"""Accuracy of a saved model: avg@n, pass@k and greedy, through the sampler and the grader that training uses.
+
+A model that is of a run is asked what the run asks, unless the command line says otherwise; what was found is kept in
+the run's eval.jsonl.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from slipstream.assets import model_path
 from slipstream.config.file import data_section
-from slipstream.config.schema import name_of
+from slipstream.config.schema import REWARDS, DataConfig, name_of
+from slipstream.durable import append
 from slipstream.engines.base import Graded, Sampling
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.metrics import avg_at_n, pass_at_k
+from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, standard_error
 from slipstream.pipeline.evaluate import answers, correctness
-from slipstream.plan.evaluation import Evaluation, eval_prompts, evaluation, graded_rows
+from slipstream.plan.adapters import check_adapter
+from slipstream.plan.evaluation import Asked, Evaluation, eval_prompts, evaluation, graded_rows
+from slipstream.plan.subject import Subject, check_known, subject_of
 from slipstream.records import Handle
+from slipstream.runlog import EVALS, as_lines
 from slipstream.tasks.chat import load_tokenizer
 from slipstream.tasks.data import check_told, load_rows
 from slipstream.tasks.grading import PoolGrader, needs
 from slipstream.tasks.sources import has_splits
+
+COLUMNS = {field.name for field in fields(Asked)} & DataConfig.model_fields.keys()
+"""What [data] has too."""
+WIDEST = 160
+"""A table, in letters."""
+OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout")
+"""What a command line does not say."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,8 @@ class Measured:
     """The greedy answers."""
     ungraded: Counter[str]
     """How many answers could not be graded, which counts as not right, by the cause."""
+    found: Metrics
+    """Of the sampled answers: lengths, truncation, rewards."""
     seconds: float
     tokens: int
 
@@ -47,90 +64,231 @@ class Measured:
         return avg_at_n(self.sampled)
 
 
-def measure(made: Evaluation, grader: PoolGrader) -> Measured:
-    """Sampled and greedy answers of one model; many are graded by the same processes."""
+class Watch(Progress):
+    """On a terminal, how many prompts are answered; nothing elsewhere."""
+
+    def __init__(self, console: Console) -> None:
+        parts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        super().__init__(*parts, console=console, transient=True, disable=not console.is_terminal)
+        self.now = self.add_task("loading the model", total=None)
+
+    def begin(self, what: str, prompts: int) -> None:
+        self.reset(self.now, description=what, total=prompts)
+
+    def answered(self) -> None:
+        self.advance(self.now)
+
+
+def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) -> dict[str, Measured]:
+    """Sampled and greedy answers of one model to every set; many are graded by the same processes."""
     import torch
 
     from slipstream.runtimes.build import build_sampler
 
-    torch.set_num_threads(1)
-    sampler, sampling = build_sampler(made.sampler, made.tokenizer), made.sampling
-    (reward,) = map(name_of, made.grader.rewards)
-    greedy = Sampling(max_tokens=sampling.max_tokens, temperature=0)
+    torch.set_num_threads(made.sampler.threads)
+    sampler = build_sampler(made.sampler, made.tokenizer)
+    graded, reward = Graded(sampler, grader), name_of(made.grader.rewards[0])
 
-    async def both() -> tuple[list[list[Handle]], list[list[Handle]]]:
-        generate = Graded(sampler, grader).generate
-        return await answers(generate, made.prompts, sampling), await answers(generate, made.prompts, greedy)
+    async def each_set() -> dict[str, Measured]:
+        return {name: await one_set(name) for name in made.sets}
 
-    began = time.perf_counter()
+    async def one_set(name: str) -> Measured:
+        async def ask(sampling: Sampling, how: str) -> list[list[Handle]]:
+            if watch:
+                watch.begin(f"{name} {how}".strip(), len(made.sets[name]))
+            return await answers(generate, made.sets[name], sampling)
+
+        began = time.perf_counter()
+        sampled = await ask(made.sampling, "sampled")
+        once = made.sampling.temperature == 0  # all of them are greedy
+        best = sampled if once else await ask(replace(made.sampling, group=1, temperature=0), "greedy")
+        drawn = [handle for group in (sampled if once else sampled + best) for handle in group]
+        return Measured(
+            greedy=avg_at_n(correctness(best, reward)),
+            sampled=correctness(sampled, reward),
+            best=[group[0] for group in best],
+            ungraded=Counter(handle.header.ungraded.said for handle in drawn if handle.header.ungraded),
+            found=sample_metrics([handle.header for group in sampled for handle in group]),
+            seconds=time.perf_counter() - began,
+            tokens=sum(handle.header.tokens for handle in drawn),
+        )
+
+    async def generate(prompt: Any, sampling: Sampling) -> list[Handle]:
+        group = await graded.generate(prompt, sampling)
+        if watch:
+            watch.answered()
+        return group
+
     try:
-        sampled, best = asyncio.run(both())
+        return asyncio.run(each_set())
     finally:
         sampler.close()
-    return Measured(
-        greedy=avg_at_n(correctness(best, reward)),
-        sampled=correctness(sampled, reward),
-        best=[group[0] for group in best],
-        ungraded=Counter(h.header.ungraded.said for group in sampled + best for h in group if h.header.ungraded),
-        seconds=time.perf_counter() - began,
-        tokens=sum(handle.header.tokens for group in sampled + best for handle in group),
-    )
 
 
-def evaluate(
-    model: str,
-    console: Console,
-    *,
-    source: str,
-    split: str,
-    limit: int,
-    reward: str,
-    n: int,
-    ks: Sequence[int],
-    max_tokens: int,
-    temperature: float,
-    seed: int,
-    data: Mapping[str, Any],
-    as_json: bool,
-) -> None:
-    if max(ks) > n:
+def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
+    """`given` is what the command line says, by the names of `Asked`."""
+    said: list[str] = []
+    subject = subject_of(model)
+    asked = asked_of(subject, given, said.append)
+    if max(ks) > asked.n:
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
-    if (Path(model) / "ledger.jsonl").exists() and not (Path(model) / "final").is_dir():
-        kept = sorted(str(path) for path in Path(model).glob("checkpoints/*"))
-        raise RunDirError(f"{model}: this run has no final student; its checkpoints: {', '.join(kept) or 'none'}")
-    if (Path(model) / "final").is_dir():
-        model = str(Path(model) / "final")
-    told = data_section(data)
-    check_told(told, source)
-    if split != "eval" and not has_splits(source):
-        raise ConfigError(f"--split {split} does nothing: {source} has no splits; drop it")
-    model_path(model)
-    needs((reward,))
-    layout: list[str] = []
-    rows = graded_rows(load_rows(source, told, split=split, limit=limit, say=layout.append), (reward,))
-    tokenizer = load_tokenizer(model)
-    prompts = eval_prompts(rows, tokenizer, told, seed=seed)
+    model_path(subject.model)
+    needs(asked.reward)
+    data = data_section({name: getattr(asked, name) for name in COLUMNS})
+    sets = {
+        name: graded_rows(load_rows(source, data, split=asked.split, limit=asked.limit, say=said.append), asked.reward)
+        for name, source in asked.data.items()
+    }
+    check_adapter(subject.model)
+    tokenizer = load_tokenizer(subject.model)
+    prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed) for name, rows in sets.items()}
+    made = evaluation(subject.model, prompts, tokenizer, asked)
+    for note in subject.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if not as_json:
+        for line in said:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     from slipstream.runtimes.build import build_grader
 
-    sampling = Sampling(max_tokens=max_tokens, group=n, temperature=temperature)
-    made = evaluation(model, prompts, tokenizer, sampling=sampling, reward=reward)
     grader = build_grader(made.grader, tokenizer)
     try:
-        found = measure(made, grader)
+        with Watch(console) as watch:
+            found = measure(made, grader, watch)
     finally:
         grader.close()
-    scores = {f"avg@{n}": found.avg, **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks}, "greedy": found.greedy}
-    for said, count in found.ungraded.items():
-        print(f"{count} answers have no reward and count as wrong: {said}", file=sys.stderr)
+    for each in found.values():
+        for why, count in each.ungraded.items():
+            print(f"{count} answers have no reward and count as wrong: {why}", file=sys.stderr)
+    lines = [line_of(subject, asked, name, each, ks) for name, each in found.items()]
     if as_json:
-        print(json.dumps({"model": model, "prompts": len(prompts), "temperature": temperature, **scores}))
-        return
-    title = f"{model}: {len(prompts)} prompts of {source} ({split}), T = {temperature:g}"
-    for line in (*layout, title):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        print(as_lines(lines), end="")
+    else:
+        show(lines, console)
+    if subject.run is not None:
+        keep(subject.run / EVALS, lines)
+
+
+def asked_of(subject: Subject, given: Mapping[str, Any], say: Callable[[str], object]) -> Asked:
+    """What the run asks, or the built-in task for a model that is of none; and what the command line says instead."""
+    if "data" not in given:
+        check_known(subject)
+    asked = subject.asked or Asked()
+    # a template names the columns itself; who writes one, or a column, means it instead of the other
+    instead = {"prompt": "template", "template": "prompt"}
+    changes: dict[str, Any] = {instead[name]: None for name in given if name in instead} | dict(given)
+    asked = replace(asked, **changes)
+    if "split" in given and not any(map(has_splits, asked.data.values())):
+        source = next(iter(asked.data.values()))
+        raise ConfigError(f"--split {asked.split} does nothing: {source} has no splits; drop it")
+    check_told(data_section({name: given[name] for name in COLUMNS & given.keys()}), *asked.data.values())
+    if subject.run is not None:
+        if not asked.reward:
+            raise ConfigError(
+                f"{subject.run / 'config.toml'} has no task.reward, so nobody knows how to grade: write --reward, for "
+                "example --reward exact"
+            )
+        say(settings(subject, asked, given))
+    return asked
+
+
+def settings(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> str:
+    """What is of the run, and what of the command line, in one line."""
+    words = {name: f"{name} {told(value)}".strip() for name, value in chosen(asked).items()}
+    ours, theirs = (", ".join(text for name, text in words.items() if (name in given) is it) for it in (False, True))
+    assert subject.run is not None
+    if "data" not in given and subject.trained_on:
+        ours += " (training prompts: it has no data.eval)"
+    return f"as {subject.run / 'config.toml'} says: {ours}" + (f"; as given here: {theirs}" if given else "")
+
+
+def chosen(asked: Asked) -> dict[str, Any]:
+    """What a person may choose, as far as it means anything here."""
+    idle = () if any(map(has_splits, asked.data.values())) else ("split",)
+    return {
+        name: value
+        for name, value in asdict(asked).items()
+        if name not in (*OF_RUNS, *idle) and value is not None and value is not False
+    }
+
+
+def told(value: Any) -> str:
+    """As a person would write it."""
+    match value:
+        case True:
+            return ""
+        case dict():
+            return " ".join(f"{name}={source}" if name else source for name, source in value.items())
+        case tuple():
+            return " ".join(value)
+        case float():
+            return f"{value:g}"
+        case str():
+            return value if value and value.isprintable() and " " not in value else repr(value)
+    return str(value)
+
+
+def line_of(subject: Subject, asked: Asked, name: str, found: Measured, ks: Sequence[int]) -> dict[str, Any]:
+    """All of one set in a line of JSON: what was asked of what, and what came of it."""
+    rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "model": subject.model,
+        **({} if subject.update is None else {"update": subject.update}),
+        **({"set": name} if name else {}),
+        **chosen(asked),
+        "data": asked.data[name],
+        "prompts": len(found.sampled),
+        f"avg@{asked.n}": found.avg,
+        "error": standard_error(found.sampled),
+        **{f"pass@{k}": pass_at_k(found.sampled, k) for k in ks},
+        "greedy": found.greedy,
+        "truncated": found.found["truncated"],
+        "length": found.found["length/mean"],
+        **rewards,
+        "ungraded": found.ungraded.total(),
+        "tokens": found.tokens,
+        "seconds": round(found.seconds, 3),
+    }
+
+
+def show(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """A table with a row for every set."""
+    first = lines[0]
+    reward, n, several = first["reward"][0], first["n"], len(lines) > 1
+    at = f" after update {first['update']}" if "update" in first else ""
+    title = f"{first['model']}{at}, graded by {name_of(reward)}, T = {first['temperature']:g}"
+    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    scores = [name for name in first if name.startswith("pass@")]
+    others = [f"reward/{name_of(each)}" for each in first["reward"][1:]]
     table = Table()
-    for name in scores:
-        table.add_column(name, justify="right")
-    table.add_row(*(f"{score:.1%}" for score in scores.values()))
+    heads = [*(["set"] if several else []), "prompts", f"avg@{n}", *scores, "greedy", *others, "cut off", "tokens"]
+    for head in heads:
+        table.add_column(head.removeprefix("reward/"), justify="left" if head == "set" else "right", no_wrap=True)
+
+    def number(value: float, of: str = reward) -> str:
+        return f"{value:.1%}" if of in REWARDS else f"{value:.3g}"
+
+    for line in lines:
+        error = "" if line["error"] is None else f" ± {number(line['error'])}"
+        table.add_row(
+            *([line["set"]] if several else []),
+            f"{line['prompts']:,}",
+            number(line[f"avg@{n}"]) + error,
+            *(f"{line[name]:.1%}" for name in scores),
+            number(line["greedy"]),
+            *(number(line.get(name, 0.0), name.removeprefix("reward/")) for name in others),
+            f"{line['truncated']:.1%}",
+            f"{line['length']:,.0f}",
+        )
+    console.width = max(console.width, WIDEST)  # numbers are never cut, however narrow a terminal is
     console.print(table)
-    console.print(f"{found.tokens:,} tokens in {found.seconds:.1f} s", highlight=False)
+    tokens, seconds = (sum(line[name] for line in lines) for name in ("tokens", "seconds"))
+    console.print(f"{tokens:,} tokens in {seconds:.1f} s", highlight=False)
+
+
+def keep(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Where results stay; they have been told already, so a run of somebody else's is no mistake."""
+    try:
+        append(path, as_lines(lines))
+    except RunDirError as error:
+        print(f"note: these results are nowhere kept: {error}", file=sys.stderr)

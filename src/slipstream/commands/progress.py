@@ -103,8 +103,9 @@ def readings(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
     if "train/tokens_per_s" in numbers:
         found.append((label("tokens_per_s"), f"{numbers['train/tokens_per_s']:,.0f}"))
         found.append((label("samples_per_s"), f"{numbers['train/samples_per_s']:,.1f}"))
-    if "eval/accuracy" in numbers:
-        found.append((label("accuracy"), f"{numbers['eval/accuracy']:.1%}"))
+    for name, value in numbers.items():
+        if held_out := re.fullmatch(r"eval/(?:(\w+)/)?accuracy", name):
+            found.append((" ".join(filter(None, (label("accuracy"), held_out[1]))), f"{value:.1%}"))
     return found
 
 

@@ -39,8 +39,9 @@ class DataConfig(Section):
     openai/gsm8k:main), or builtin:arithmetic."""
     split: str = "train"
     """Split of a HF dataset, or of builtin:arithmetic (train, eval)."""
-    eval: str | None = None
-    """Held-out prompts in the same formats; without it nothing is evaluated during training."""
+    eval: str | dict[str, str] | None = None
+    """Held-out prompts in the same formats, or several sets by name: { math = "math.jsonl", code = "code.csv" }.
+    Without it nothing is evaluated during training."""
     eval_split: str = "eval"
     """Split of the held-out prompts."""
     limit: int | None = Field(None, ge=1)
@@ -62,6 +63,23 @@ class DataConfig(Section):
     """Arguments of the chat template, for example enable_thinking = false."""
     teacher_key: str = "data_source"
     """Column that says which teacher scores the answers to a prompt, where there are several."""
+
+    @property
+    def held_out(self) -> dict[str, str]:
+        """Every held-out set by its name, which is empty where there is one."""
+        if self.eval is None:
+            return {}
+        return self.eval if isinstance(self.eval, dict) else {"": self.eval}
+
+    @field_validator("eval")
+    @classmethod
+    def _named_plainly(cls, given: str | dict[str, str] | None) -> str | dict[str, str] | None:
+        if given == {}:
+            raise ValueError('names no set of prompts: write one, as in { math = "math.jsonl" }, or drop it')
+        for name in given if isinstance(given, dict) else ():
+            if not re.fullmatch(r"\w+", name):
+                raise ValueError(f"the name {name!r} must be a plain word, as metrics go by it: eval/NAME/accuracy")
+        return given
 
     @field_validator("template")
     @classmethod
@@ -232,7 +250,7 @@ class EvalConfig(Section):
     every: int = Field(0, ge=0)
     """Evaluate after so many updates; 0 evaluates never, whatever else is written here."""
     prompts: int = Field(200, ge=1)
-    """How many held-out prompts."""
+    """How many held-out prompts of each set."""
     n: int = Field(1, ge=1)
     """Samples of each prompt; accuracy is their mean (avg@n)."""
     temperature: float = Field(1.0, ge=0)

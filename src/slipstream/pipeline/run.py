@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from slipstream.card import card
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
@@ -52,7 +53,7 @@ class Run:
         prompts: Prompts,
         log: RunLog,
         *,
-        held_out: Sequence[Prompt] = (),
+        held_out: Mapping[str, Sequence[Prompt]] | None = None,
         standing: Standing | None = None,
         groups: Sequence[Group] = (),
         restarts: Restarts | None = None,
@@ -61,7 +62,8 @@ class Run:
     ) -> None:
         """`standing` is where an earlier part of the run ended, with these `groups` on their way, and `restarts` what
         its workers went through. `patience` is not for virtual clocks."""
-        self.config, self.engines, self.prompts, self.log, self.held_out = config, engines, prompts, log, held_out
+        self.config, self.engines, self.prompts, self.log = config, engines, prompts, log
+        self.held_out = held_out or {}
         self.restarts = restarts or Restarts(config.runtime.restarts)
         self.restarts.recall(log.last)
         self.patience, self.say, log.say = patience, say, say
@@ -89,8 +91,9 @@ class Run:
                 await self._update_all()
             if self.checkpoints.at_end:
                 await in_time(self._checkpoint()(), self.patience, "writing a checkpoint")
-            final = self.log.path / "final"
-            await in_time(save_whole(self.engines.learner, final), self.patience, "writing the final student")
+            final, told = self.log.path / "final", card(self.config.model_dump(mode="json"), self.log.path)
+            writing = save_whole(self.engines.learner, final, {"README.md": told.encode()})
+            await in_time(writing, self.patience, "writing the final student")
             return final
         except BaseExceptionGroup as group:
             await self._stopped(_cause(group))
@@ -315,8 +318,10 @@ class Run:
             flow.moved = flow.trace.now()
             return list(group)
 
-        groups = await answers(generate, self.held_out, eval_sampling(self.config))
-        self.log.metrics("eval", summary(groups, rewards[0]), update=update)
+        sampling = eval_sampling(self.config)
+        found = {name: await answers(generate, prompts, sampling) for name, prompts in self.held_out.items()}
+        for name, groups in found.items():  # of all sets, or of none, however the run is stopped
+            self.log.metrics("eval", summary(groups, rewards[0]), update=update, of=name)
 
 
 def admission_of(config: Config, prompts: Prompts, standing: Standing | None) -> Admission:

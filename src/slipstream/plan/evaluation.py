@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.config.schema import DataConfig
 from slipstream.engines.base import Sampling
@@ -19,10 +20,44 @@ from slipstream.tasks.rewards import unfit
 SLOTS = 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a model is asked and how its answers are graded, by the names that the command line has for it. As it
+    stands here it is for a model that is of no run."""
+
+    data: Mapping[str, str] = field(default_factory=lambda: {"": "builtin:arithmetic"})
+    """Every set of prompts by its name, which is empty where there is one."""
+    split: str = "eval"
+    prompt: str | None = None
+    answer: str | None = None
+    template: str | None = None
+    chat: bool = False
+    system_prompt: str | None = None
+    reward: tuple[str, ...] = ("exact",)
+    limit: int = 200
+    n: int = 4
+    max_tokens: int = 96
+    temperature: float = 1.0
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "auto"
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    longest: int | None = None
+    """For models that choose their position factors by it."""
+    slots: int = SLOTS
+    threads: int = 1
+    graders: int = 1
+    timeout: float = 30.0
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(max_tokens=self.max_tokens, group=self.n, temperature=self.temperature)
+
+
 @dataclass(frozen=True)
 class Evaluation:
     tokenizer: Tokenizer
-    prompts: Sequence[Prompt]
+    sets: Mapping[str, Sequence[Prompt]]
     sampler: SamplerPlan
     sampling: Sampling
     grader: GraderPlan
@@ -49,16 +84,24 @@ def eval_prompts(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *,
     return [prompts.at(number) for number in range(len(rows))]
 
 
-def evaluation(
-    model: str, prompts: Sequence[Prompt], tokenizer: Tokenizer, *, sampling: Sampling, reward: str
-) -> Evaluation:
+def evaluation(model: str, sets: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer, asked: Asked) -> Evaluation:
     """Whatever is illegal is refused here, before a weight is loaded."""
-    check_ids(prompts, [prompt.tokens for prompt in prompts], model, vocabulary_of(model))
-    longest, context = 0, context_length(load_config(model))
-    for prompt in prompts:
-        longest = max(longest, len(prompt.tokens) + sampling.max_tokens)
-        if longest > context:
-            raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {context} of {model}")
-    student = ModelPlan(name=model, dtype="float32", device="auto", longest=longest)
-    sampler = SamplerPlan(runs=student, slots=max(SLOTS, sampling.group))
-    return Evaluation(tokenizer, prompts, sampler, sampling, GraderPlan(rewards=(reward,)))
+    longest, context = asked.longest or 0, context_length(load_config(model))
+    for prompts in sets.values():
+        check_ids(prompts, [prompt.tokens for prompt in prompts], model, vocabulary_of(model))
+        for prompt in prompts:
+            drawn = len(prompt.tokens) + asked.max_tokens
+            if drawn > context:
+                raise DataError(f"{prompt.id}: prompt and --max-tokens exceed the context of {context} of {model}")
+            longest = max(longest, drawn)
+    return Evaluation(
+        tokenizer=tokenizer,
+        sets=sets,
+        sampler=SamplerPlan(
+            runs=ModelPlan(name=model, dtype=asked.dtype, device=asked.device, longest=longest),
+            slots=max(asked.slots, asked.n),
+            threads=asked.threads,
+        ),
+        sampling=asked.sampling,
+        grader=GraderPlan(rewards=asked.reward, processes=asked.graders, timeout=asked.timeout),
+    )

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
 
 from slipstream.config.schema import LoraConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.vllm.core import Settings
-from slipstream.errors import ConfigError, did_you_mean
 from slipstream.pipeline.pool import names
+from slipstream.plan.adapters import adapted
 from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
-
-if TYPE_CHECKING:
-    from torch import nn
 
 GIB = 2**30
 ACTIVATIONS = 34
@@ -122,27 +118,7 @@ def learner(plan: LearnerPlan) -> dict[str, float]:
 
 def adapters(student: str, lora: LoraConfig) -> int:
     """Trained numbers: rank · (in + out) of every layer that gets one."""
-    return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(student, lora))
-
-
-def adapted(student: str, lora: LoraConfig) -> list[nn.Linear]:
-    """The layers that get an adapter; a ConfigError for a target that is none."""
-    from torch import nn
-
-    from slipstream.engines.native.model import empty_model
-
-    model: Any = empty_model(student)
-    head = model.get_output_embeddings()
-    named = model.named_modules()
-    linear = {name: part for name, part in named if type(part) is nn.Linear and part is not head}
-    if lora.targets == "all-linear":
-        return list(linear.values())
-    known = sorted({name.rpartition(".")[2] for name in linear})
-    for target in lora.targets:
-        if target not in known:
-            hint = did_you_mean(target, known)
-            raise ConfigError(f"learner.lora.targets: {target!r} is no linear layer of the student; {hint}")
-    return [part for name, part in linear.items() if name.rpartition(".")[2] in lora.targets]
+    return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(student, lora).values())
 
 
 def sampler(plan: SamplerPlan) -> dict[str, float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 from slipstream.assets import model_path
+from slipstream.assets.adapters import is_adapter
 from slipstream.config.schema import Config, DataConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Sampling
@@ -17,9 +19,10 @@ from slipstream.engines.native.config import load_config, position_note, vocabul
 from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method, method_of
+from slipstream.plan.adapters import check_adapters, continued
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows
-from slipstream.plan.placement import Need, adapted, needs, size
+from slipstream.plan.placement import Need, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.records import Prompt
@@ -45,7 +48,8 @@ class Plan:
     method: Method
     tokenizer: Tokenizer
     prompts: Prompts
-    held_out: list[Prompt]
+    held_out: Mapping[str, Sequence[Prompt]]
+    """By set."""
     engines: EnginesPlan
     sampling: Sampling
     """How rollouts are drawn."""
@@ -66,17 +70,19 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     """
     at_a_glance(config)
     notes: list[str] = []
+    config = with_adapter(config, notes.append)
     check_device(config)
     config = with_vllm(config, notes.append)
     method = method_of(config)
     tokenizer = load_tokenizer(config.student)
     prompts = training_prompts(config, tokenizer, notes.append)
-    check_adapters(config)
+    check_adapters(config.student, config.learner.lora, {model for model, _ in models_here(config)})
     check_dropout(config)
     check_support(config)
     scored = check_teachers(config, tokenizer, prompts)
-    held_out = held_out_prompts(config, tokenizer, notes.append) if config.eval.every else []
-    longest = max(len(prompt) for prompt in [*prompts.tokens, *(each.tokens for each in held_out)])
+    held_out = held_out_prompts(config, tokenizer, notes.append) if config.eval.every else {}
+    asked = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
+    longest = max(map(len, asked))
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
@@ -99,13 +105,16 @@ def at_a_glance(config: Config) -> None:
     """What is wrong by itself, is not installed or is not there: refused before anything is loaded or read."""
     check_trackers(config.log.to)
     check_runtime(config)
+    for model, engine in models_here(config):
+        if engine == "vllm" and is_adapter(model):
+            raise ConfigError(f'{model} is an adapter, and vLLM is given whole models here: write engine = "native"')
     here = {"sampler": config.sampler.engine, **{f"teachers.{n}": t.engine for n, t in config.teachers.items()}}
     for where, engine in here.items():
         if engine == "vllm":
             check_installed(f"{where}.engine")
     method_of(config)
     grading.needs(config.task.reward)
-    if config.learner.lora is not None and find_spec("peft") is None:
+    if (config.learner.lora is not None or is_adapter(config.student)) and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
     model_path(config.student)
     for name, teacher in config.teachers.items():
@@ -113,7 +122,7 @@ def at_a_glance(config: Config) -> None:
             model_path(config.model_of(teacher))
         if teacher.tokenizer is not None:
             model_path(teacher.tokenizer)
-    evaluated = [config.data.eval] if config.eval.every and config.data.eval is not None else []
+    evaluated = config.data.held_out.values() if config.eval.every else ()
     check_told(config.data, config.data.train, *evaluated)
     check_split("data.split", config.data, config.data.train)
     check_there(config.data.train, config.data.split)
@@ -189,13 +198,16 @@ def check_support(config: Config) -> None:
         raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
 
 
-def check_adapters(config: Config) -> None:
-    """What [learner.lora] asks for is there."""
-    lora = config.learner.lora
-    if lora is None:
-        return
-    if not adapted(config.student, lora):
-        raise ConfigError(f"learner.lora: {config.student} has no linear layers beside its head: drop [learner.lora]")
+def models_here(config: Config) -> list[tuple[str, str]]:
+    """The student, and every teacher that is not behind an endpoint, each with what runs it."""
+    teachers = [each for each in config.teachers.values() if each.base_url is None]
+    return [(config.student, config.sampler.engine), *((config.model_of(each), each.engine) for each in teachers)]
+
+
+def with_adapter(config: Config, say: Callable[[str], object]) -> Config:
+    """A student that is an adapter is trained as the adapter that it is."""
+    lora = continued(config.student, config.learner.lora, say)
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
 
 
 def check_dropout(config: Config) -> None:
@@ -246,16 +258,16 @@ def long_enough(section: str, given: int | None, longest: int) -> int:
     return given or longest
 
 
-def held_out_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], object]) -> list[Prompt]:
-    data, student = config.data, config.student
-    assert data.eval is not None
-    loaded = load_rows(data.eval, data, split=data.eval_split, limit=config.eval.prompts, say=say)
-    rows = graded_rows(loaded, config.task.reward)
-    prompts = eval_prompts(rows, tokenizer, data, seed=config.seed)
-    tokens, context = [prompt.tokens for prompt in prompts], sampler_context(config)
-    check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
-    check_ids(rows, tokens, student, vocabulary_of(student))
-    return prompts
+def held_out_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], object]) -> dict[str, Sequence[Prompt]]:
+    data, student, found = config.data, config.student, dict[str, Sequence[Prompt]]()
+    for name, source in data.held_out.items():
+        loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=say)
+        rows = graded_rows(loaded, config.task.reward)
+        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed)
+        tokens, context = [prompt.tokens for prompt in found[name]], sampler_context(config)
+        check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
+        check_ids(rows, tokens, student, vocabulary_of(student))
+    return found
 
 
 def at_a_look(made: Plan) -> list[str]:

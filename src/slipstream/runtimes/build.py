@@ -32,7 +32,8 @@ AnyScorer = NativeScorer | HttpScorer | VllmScorer
 
 
 def build_model(plan: ModelPlan) -> LanguageModel:
-    lm = load_model(plan.name, dtype=plan.dtype, device=plan.device, longest=plan.longest)
+    trained = plan.lora is not None  # an adapter, on what it stands on
+    lm = load_model(plan.name, dtype=plan.dtype, device=plan.device, longest=plan.longest, base=trained)
     return lm if plan.lora is None else with_adapters(lm, plan.lora, seed=plan.seed)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from slipstream.assets import model_path
+from slipstream.assets.adapters import is_adapter
 from slipstream.config.schema import DataConfig
 from slipstream.errors import ConfigError, DataError, ModelError, first_line
 from slipstream.records import Ints, Prompt
@@ -22,7 +24,8 @@ Tokenizer = Any
 def load_tokenizer(name: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    path = model_path(name)
+    own = is_adapter(name) and (Path(name) / "tokenizer_config.json").exists()
+    path = name if own else model_path(name)
     try:
         return AutoTokenizer.from_pretrained(path)
     except Exception as error:  # tokenizers raises Exception itself

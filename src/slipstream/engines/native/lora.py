@@ -9,15 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from slipstream.assets.adapters import adapter_of
 from slipstream.config.schema import LoraConfig
+from slipstream.engines.native.adapters import put, sum_of
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.errors import ConfigError, did_you_mean
 
 
 def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> LanguageModel:
-    """The same model with an adapter at every target; all else is frozen. Adapters start as nothing at all."""
+    """The same model with an adapter at every target; all else is frozen. Adapters start as nothing at all, or as that
+    which the model is named by."""
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -35,6 +38,8 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(PeftConfig(**settings), holder)
+    if begun := adapter_of(lm.name):
+        put(lm.model, begun)
     return split(lm.name, lm.model, longest=lm.longest)
 
 
@@ -72,8 +77,7 @@ def merged(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {name: value for name, value in state.items() if ".lora_" not in name}
     for layer, scale in scales.items():
         down, up = (state[f"{layer}.lora_{part}.default.weight"] for part in "AB")
-        weight: Tensor = found.pop(f"{layer}.base_layer.weight")
-        found[f"{layer}.weight"] = (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+        found[f"{layer}.weight"] = sum_of(found.pop(f"{layer}.base_layer.weight"), down, up, scale)
         if f"{layer}.base_layer.bias" in found:
             found[f"{layer}.bias"] = found.pop(f"{layer}.base_layer.bias")
     return found

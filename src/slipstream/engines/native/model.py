@@ -16,6 +16,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as hf_logging
 
 from slipstream.assets import model_path
+from slipstream.assets.adapters import adapter_of
+from slipstream.engines.native.adapters import merge
 from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.native.head import find_head
 from slipstream.engines.native.positions import pin
@@ -72,8 +74,11 @@ def empty_model(name: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(load_config(name))
 
 
-def load_model(name: str, *, dtype: str, device: str = "auto", longest: int | None = None) -> LanguageModel:
-    """`longest`: the longest sequence it will see, which chooses among its position factors where it has several."""
+def load_model(
+    name: str, *, dtype: str, device: str = "auto", longest: int | None = None, base: bool = False
+) -> LanguageModel:
+    """`longest`: the longest sequence it will see, which chooses among its position factors where it has several. An
+    adapter is merged, or its `base` left alone."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             model_path(name), dtype=getattr(torch, dtype), attn_implementation=REFERENCE, output_loading_info=True
@@ -82,6 +87,8 @@ def load_model(name: str, *, dtype: str, device: str = "auto", longest: int | No
         raise ModelError(f"{name}: cannot load a causal LM there: {first_line(error)}") from None
     if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ModelError(f"{name}: {len(absent)} weights are missing or of another shape, {absent[0]} first")
+    if not base and (adapter := adapter_of(name)):
+        merge(model, adapter)
     return split(name, model.to(pick_device(device)).eval(), longest=longest)
 
 

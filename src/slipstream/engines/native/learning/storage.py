@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream.engines.native.adapters import adapted, write
 from slipstream.engines.native.lora import merged
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.ranks import Ranks, slice_of
@@ -25,7 +26,7 @@ from slipstream.engines.weights import is_adapter
 from slipstream.errors import RunDirError, first_line
 from slipstream.records import Group
 
-TENSORS, NUMBERS = "learner.safetensors", "learner.json"
+TENSORS, NUMBERS, ADAPTER = "learner.safetensors", "learner.json", "adapter"
 Moments = dict[int, dict[str, Tensor]]
 """Of every parameter, by its place in the optimizer."""
 
@@ -43,7 +44,8 @@ def save(
     groups: Sequence[Group] = (),
     versions: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """The first rank writes; all take part. Without an optimizer, only the model.
+    """The first rank writes; all take part. Without an optimizer, only the model; and its adapters by themselves, if it
+    has any.
 
     `previous`: the weights before the last update, of what is trained, if the method compares with them. `beta`: what
     the KL to the reference will count, if it is steered. `versions`: weights that drew tokens of the `groups`, as far
@@ -67,6 +69,8 @@ def save(
             save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / TENSORS)
             numbers = {"update": update, "beta": beta, "versions": list(versions)}
             (path / NUMBERS).write_text(json.dumps(numbers))
+        elif adapted(lm.model):
+            write(path / ADAPTER, lm.model, state, base=lm.name)
     if optimizer:
         write_groups(path, groups)
 

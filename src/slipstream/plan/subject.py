@@ -1,0 +1,146 @@
+"""Which model a name means to `eval`, and the run that it is of. Looks only: the run may be going on."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.config.file import load
+from slipstream.config.schema import Config
+from slipstream.durable import MANIFEST, damage
+from slipstream.errors import ConfigError, RunDirError, did_you_mean
+from slipstream.pipeline.checkpoint import Checkpoints
+from slipstream.plan.evaluation import Asked
+from slipstream.runlog import LEDGER, METRICS
+
+DEEPEST = 3
+"""Directories between a run and a model in it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    model: str
+    run: Path | None = None
+    asked: Asked | None = None
+    """By the run."""
+    trained_on: bool = False
+    """These prompts, as the run has no others."""
+    update: int | None = None
+    """Of the run, after which the model was saved."""
+    notes: tuple[str, ...] = ()
+
+
+def subject_of(name: str) -> Subject:
+    path = Path(name)
+    run = run_of(path)
+    if run is None:
+        check_no_run_is_meant(name)
+        return Subject(name)
+    config = load(run / "config.toml", [], say=str)
+    notes: list[str] = []
+    if path.absolute() == run.absolute():
+        path = student_of(run, notes)
+    elif (path / MANIFEST).exists() and (wrong := damage(path)):
+        notes.append(f"{path}: {wrong}")
+    if config.sampler.engine != "native":
+        notes.append(f"{run} drew its answers by {config.sampler.engine}; here they are drawn natively")
+    return Subject(
+        model=str(path),
+        run=run,
+        asked=asked_by(config),
+        trained_on=not config.data.held_out,
+        update=update_of(path, run, config.updates),
+        notes=tuple(notes),
+    )
+
+
+def asked_by(config: Config) -> Asked:
+    """As a run with this config evaluates while it trains; on its training prompts, where it has no others."""
+    data, task, sampler, runtime = config.data, config.task, config.sampler, config.runtime
+    limit = config.eval.prompts if data.held_out else min(config.eval.prompts, data.limit or config.eval.prompts)
+    return Asked(
+        data=data.held_out or {"": data.train},
+        split=data.eval_split if data.held_out else data.split,
+        prompt=data.prompt,
+        answer=data.answer,
+        template=data.template,
+        chat=data.chat,
+        system_prompt=data.system_prompt,
+        template_args=data.template_args,
+        reward=task.reward,
+        limit=limit,
+        n=config.eval.n,
+        max_tokens=sampler.max_tokens,
+        temperature=config.eval.temperature,
+        seed=config.seed,
+        dtype=sampler.dtype,
+        device=runtime.device,
+        longest=sampler.longest,
+        slots=sampler.slots,
+        threads=runtime.threads,
+        graders=runtime.graders,
+        timeout=task.timeout,
+    )
+
+
+def run_of(path: Path) -> Path | None:
+    """The run directory that this is, or is in."""
+    if not path.is_dir():
+        return None
+    if is_run(path):
+        return path
+    above = next((each for each in path.absolute().parents[:DEEPEST] if is_run(each)), None)
+    return above.relative_to(Path.cwd()) if above and above.is_relative_to(Path.cwd()) else above
+
+
+def check_no_run_is_meant(name: str) -> None:
+    """Beside runs, or around them, nobody looks for a model on the hub."""
+    path, beside = Path(name), "/" in name and not Path(name).is_dir()
+    where = path.parent if beside else path
+    runs = sorted(str(each) for each in where.glob("*") if os.access(each, os.X_OK) and is_run(each))
+    if runs and beside:
+        raise RunDirError(f"{name}: no such directory; {did_you_mean(name, runs)}")
+    if runs and not (path / "config.json").exists():
+        raise RunDirError(f"{name} is no run, but holds some: name one of them, for example {runs[-1]}")
+
+
+def is_run(path: Path) -> bool:
+    """Also where some of its files are lost."""
+    begun = [name for name in (METRICS, "checkpoints", "final") if (path / name).exists()]
+    return (path / LEDGER).exists() or ((path / "config.toml").exists() and bool(begun))
+
+
+def student_of(run: Path, notes: list[str]) -> Path:
+    """The final one, or that of the last whole checkpoint."""
+    final, checkpoints = run / "final", Checkpoints(run / "checkpoints")
+    if final.is_dir():
+        if wrong := damage(final):
+            notes.append(f"{final}: {wrong}")
+        return final
+    for number in reversed(checkpoints.existing()):
+        path = checkpoints.directory / str(number)
+        if (wrong := damage(path)) is None:
+            notes.append(f"{run} has no final student yet: this is its checkpoint {number}")
+            return path
+        notes.append(f"{path} is damaged: {wrong}")
+    raise RunDirError("; ".join([f"{run} has no student to evaluate, neither final nor in a checkpoint", *notes]))
+
+
+def update_of(path: Path, run: Path, updates: int) -> int | None:
+    """final, final-N, checkpoints/N, and what lies in them."""
+    inside = path.absolute().relative_to(run.absolute()).as_posix()
+    if inside.split("/")[0] == "final":
+        return updates
+    number = re.match(r"(?:final-|checkpoints/)(\d+)", inside)
+    return int(number[1]) if number else None
+
+
+def check_known(subject: Subject) -> None:
+    """What a run has saved was trained for something, which is not the built-in task."""
+    if subject.run is None and (Path(subject.model) / MANIFEST).exists():
+        raise ConfigError(
+            f"{subject.model} was saved by a run that is not around it any more, and knew what to ask: write --data, "
+            "--reward and what else its config.toml had"
+        )
