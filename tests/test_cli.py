@@ -309,7 +309,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "directory without a model": (
         ["train", "good.toml", "--student", "taken"],
-        "taken: cannot load a tokenizer there: ",
+        "taken: no model there: the directory has no config.json",
     ),
     **{
         f"ratio to a cut distribution, {command}": (

@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
         "config", help="print a resolved config, or every setting with its help", epilog=OVERRIDES
     )
     config.add_argument("config", nargs="?", help="a TOML file; without it all settings are listed")
-    config.add_argument("--check", action="store_true", help="also read the data and tokenizers, as train would")
+    config.add_argument("--check", action="store_true", help="also read data, tokenizers and weights, as train would")
     config.set_defaults(run=run_config)
 
     estimators = commands.add_parser("estimators", help="every loss, correction and advantage: what it is and is for")
@@ -279,13 +279,14 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     config = load(args.config, changes, say=note)
     print(to_toml(config), end="")
     if args.check:
-        from slipstream.plan.plan import at_a_look, plan
+        from slipstream.plan.plan import at_a_look, plan, read_weights
         from slipstream.runlog import check_free, run_path
 
         check_free(run_path(config, Path(args.config).stem))
         made = plan(config)
         warnings = [f"warning: {each}" for each in made.warnings]
-        for line in (*warnings, *at_a_look(made), *made.notes, made.method, *made.needs):
+        read = read_weights(made.config)
+        for line in (*warnings, *at_a_look(made), *made.notes, made.method, *made.needs, *read):
             print(f"# {line}")
         print(f"# ok: {len(made.prompts.rows)} prompts, one vocabulary, everything fits the context")
     return 0
