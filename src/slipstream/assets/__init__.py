@@ -13,6 +13,8 @@ MODELS = ("student", "teacher")
 
 def model_path(name: str) -> str:
     """`builtin:student` as a directory; every other name as it is. A path, which no hub name looks like, must exist."""
+    if not name.strip():
+        raise ModelError(f"{name!r} names no model: write an HF directory or a hub name")
     kind, _, rest = name.partition(":")
     if kind != "builtin":
         if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():

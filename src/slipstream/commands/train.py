@@ -62,7 +62,7 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True) -
 
 
 def planned_on(console: Console, config: Config, born: Home) -> Plan:
-    with waiting(console, "reading data and tokenizers"):
+    with waiting(console, "importing libraries, reading data and tokenizers"):
         return planned(partial(plan, config), born, say=saying(console))
 
 

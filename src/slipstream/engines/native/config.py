@@ -21,8 +21,6 @@ def by_length(kind: Any) -> bool:
 
 def check_there(name: str) -> None:
     """A directory holds a model, or adapters of one; hub names are for their library to find."""
-    if not name.strip():
-        raise ModelError(f"{name!r} names no model: write an HF directory or a hub name")
     path = Path(model_path(name))
     if path.is_dir() and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
         raise ModelError(f"{name}: no model there: the directory has no config.json")
