@@ -192,6 +192,20 @@ def test_train_prints_every_warning_of_check_as_it_is(
     assert any("drop [reference] if" in each for each in checked)
 
 
+def test_check_counts_gpus_as_train_does(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check = ["config", config, "--check", "--runtime.kind", "local", "--runtime.device"]
+    assert main([*check, "auto"]) == 0
+    assert "# running on CPU: 3 engines need a GPU each, there are 1; see runtime.kind" in capsys.readouterr().out
+    monkeypatch.setattr("slipstream.plan.plan.check_device", lambda config: None)
+    monkeypatch.setattr("slipstream.plan.plan.check_room", lambda plan: [])
+    monkeypatch.setattr("slipstream.plan.placement.needs", lambda plan: [])
+    assert main([*check, "cuda"]) == 2
+    assert "runtime.device = 'cuda': 3 engines need a GPU each, there are 1; lower" in capsys.readouterr().err
+
+
 @pytest.fixture
 def threads_before() -> Iterator[None]:
     before = torch.get_num_threads()

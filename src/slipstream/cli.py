@@ -281,10 +281,13 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     if args.check:
         from slipstream.plan.plan import at_a_look, plan, read_weights
         from slipstream.runlog import check_free, run_path
+        from slipstream.runtimes.local import check_gpus
 
         check_free(run_path(config, Path(args.config).stem))
         made = plan(config)
         warnings = [f"warning: {each}" for each in made.warnings]
+        if made.engines.runtime.kind == "local":
+            check_gpus(made.engines, made.tokenizer, warnings.append)
         read = read_weights(made.config)
         for line in (*warnings, *at_a_look(made), *made.notes, made.method, *made.needs, *read):
             print(f"# {line}")

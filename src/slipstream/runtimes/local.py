@@ -222,6 +222,13 @@ def open_engines(
         return engines_from(plan, staff, stack.pop_all().close)
 
 
+def check_gpus(plan: EnginesPlan, tokenizer: Tokenizer, say: Say) -> None:
+    """What `open_engines` will say of them, or refuse, before anything is opened."""
+    from torch import cuda
+
+    gpus_each(plan.runtime.device, sum(place.computes for place in places(plan, tokenizer)), cuda.device_count(), say)
+
+
 def start(
     wanted: Sequence[Place],
     nursery: Nursery,
