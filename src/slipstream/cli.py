@@ -268,13 +268,14 @@ def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int
 
 
 def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config.file import describe, fields, load, to_toml
+    from slipstream.config.file import bounds, describe, fields, load, to_toml
 
     if args.config is None:
         if changes or args.check:
             raise ConfigError("name a config file: slipstream config CONFIG")
         for name, info, kind in fields():
-            print(f"{name}: {describe(info)}{f'   (kind = {kind})' if kind else ''}\n    {info.description or ''}")
+            beside = "; ".join(filter(None, (bounds(info), kind and f"kind = {kind}")))
+            print(f"{name}: {describe(info)}{beside and f'   ({beside})'}\n    {info.description or ''}")
         return 0
     config = load(args.config, changes, say=note)
     print(to_toml(config), end="")
