@@ -152,6 +152,23 @@ def test_the_panel_says_how_far_the_run_is_how_it_goes_and_where_its_groups_are(
         assert ("━" in head) == (width == 200)
 
 
+def test_a_run_that_goes_on_goes_on_with_its_curves() -> None:
+    progress, text = progress_on(terminal=False, width=60)
+    progress.recall([
+        {"kind": "eval", "update": 0, "accuracy": 0.1},
+        {"kind": "train", "update": 1, "loss": 2.0, "reward/exact": 0.0, "tokens_per_s": 9.0},
+        {"kind": "train", "update": 2, "loss": 1.0, "reward/exact": 1.0, "tokens_per_s": 9.0},
+    ])  # fmt: skip
+    assert text.getvalue() == "" and progress.left() is None
+    assert panel(progress)[2:] == [
+        "exact              100.0%  ▁█",
+        "held-out accuracy   10.0%  ▁",
+        "loss               1.0000  █▁",
+    ]
+    progress.log(TRAIN, 1)
+    assert panel(progress)[2] == "exact               50.0%  ▁█▄"
+
+
 def test_samples_are_shown_one_at_a_time_each_long_enough_to_be_read() -> None:
     now = [0.0]
     progress, _ = progress_on(terminal=True, width=60, clock=lambda: now[0])

@@ -126,10 +126,8 @@ class RunLog:
             self.evaluated = update
         else:
             self.last = line
-        names = {
-            name if kind == "train" and "/" in name else f"{kind}/{name}": value for name, value in numbers.items()
-        }
-        self._tell(self.sinks, lambda sink: sink.log(names, update))
+        named = for_sinks(kind, numbers)
+        self._tell(self.sinks, lambda sink: sink.log(named, update))
 
     def _tell(self, sinks: Iterable[Sink], what: Callable[[Sink], None]) -> None:
         for sink in list(sinks):
@@ -176,6 +174,11 @@ def check_free(path: Path) -> None:
         raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
     if path.exists() and not path.is_dir():
         raise RunDirError(f"{path} is a file: choose another run directory with --output")
+
+
+def for_sinks(kind: str, numbers: Mapping[str, float]) -> dict[str, float]:
+    """By names that tell training from evaluation."""
+    return {name if kind == "train" and "/" in name else f"{kind}/{name}": value for name, value in numbers.items()}
 
 
 def check_lines(path: Path, mark: Mark) -> None:

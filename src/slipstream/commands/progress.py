@@ -19,7 +19,7 @@ from rich.text import Text
 
 from slipstream.commands.samples import printable
 from slipstream.pipeline.admission import Admission
-from slipstream.runlog import heading
+from slipstream.runlog import for_sinks, heading
 from slipstream.vocabulary import label
 
 Format = Callable[[float], str]
@@ -102,13 +102,22 @@ class Progress:
         if self.live:
             self.live.stop()
 
-    # --- told by the run log -----------------------------------------------------------------------------------
+    def recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """What the run was before this part of it, from its metrics.jsonl."""
+        for line in lines:
+            numbers = {name: value for name, value in line.items() if name not in ("kind", "update")}
+            self.remember(for_sinks(line["kind"], numbers))
 
-    def log(self, numbers: Mapping[str, float], step: int) -> None:
+    def remember(self, numbers: Mapping[str, float]) -> None:
         self.numbers = {**self.numbers, **numbers}
         for name, value in numbers.items():
             if name == SPEED or format_of(name):
                 self.curves.setdefault(name, Curve()).add(value)
+
+    # --- told by the run log -----------------------------------------------------------------------------------
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.remember(numbers)
         if step > self.update:
             self.update, self.updated = step, self.clock()
             self.lately = [*self.lately, numbers][-LATELY:]
@@ -184,7 +193,7 @@ class Progress:
             for name in self.numbers:
                 if name in self.curves and re.fullmatch(pattern, name):
                     yield named(name), told(name, self.numbers[name]), sparkline(self.curves[name].points, width)
-        if SPEED in self.curves:
+        if self.lately:
             yield label("tokens_per_s"), f"{speed(self.lately):,.0f}", sparkline(self.curves[SPEED].points, width)
 
     def table(self, rows: Iterable[tuple[str, str, str]]) -> Table:

@@ -232,6 +232,7 @@ def go(
 
     began = run.admission.version
     with Progress(console, updates=made.config.updates, title=name, admission=run.admission) as progress:
+        progress.recall(read_lines(log.path / "metrics.jsonl"))
         log.sinks.append(progress)
         try:
             runner = asyncio.Runner()
