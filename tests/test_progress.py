@@ -117,7 +117,9 @@ def test_a_terminal_that_cannot_replace_what_it_shows_gets_plain_lines() -> None
 
 def test_before_the_first_update_the_panel_says_what_comes_first() -> None:
     progress, _ = progress_on(terminal=True, width=60)
-    assert panel(progress)[1] == "samplers take the first weights, and answer held-out prompts"
+    assert panel(progress)[1] == "samplers take the first weights"
+    progress, _ = progress_on(terminal=True, width=60, evaluates=True)
+    assert panel(progress)[1] == "samplers take the first weights and answer held-out prompts"
     progress.admission.submit()
     assert panel(progress) == ["[a]b" + "update 0/8  0 s".rjust(56), "first rollouts: 20 rolling out"]
 
@@ -235,6 +237,13 @@ def test_a_sparkline_fits_its_width_and_spans_its_range(values: list[float]) -> 
     assert BLOCKS[0] in line
     assert sparkline(sorted(values))[0] == BLOCKS[0]
     assert len(values) > 60 or len(line) == len(values)
+
+
+def test_what_is_no_number_is_no_point_of_a_curve() -> None:
+    progress, _ = progress_on(terminal=True, width=60)
+    for value in (1.0, float("nan"), float("inf"), 2.0):
+        progress.remember({"teacher/kl": value})
+    assert panel(progress)[2] == "KL to teacher  2.000  ▁█"
 
 
 @given(st.integers(1, 2000))

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from statistics import fmean
 from types import TracebackType
 from typing import Any
@@ -25,6 +26,7 @@ from slipstream.vocabulary import label
 Format = Callable[[float], str]
 SHARES = ("reward/exact", "reward/math")
 """Rewards that are 0 or 1. Of one's own, nobody knows."""
+SPEED = "train/tokens_per_s"
 BLOCKS = "▁▂▃▄▅▆▇█"
 POINTS = 128
 """Most points of a curve."""
@@ -34,8 +36,8 @@ TURN = 4.0
 """Seconds for which a sample is shown."""
 SAMPLE_LINES, PROMPT_LINES = 6, 2
 """Most lines of a response, and of the end of its prompt."""
-WIDE = 100
-"""Columns that have room for a bar."""
+WIDE, BAR = 100, 30
+"""Columns that have room for a bar, and its own."""
 BESIDE = 36
 """Columns that a name and a number take beside their curve."""
 
@@ -73,9 +75,11 @@ class Progress:
         updates: int,
         title: str,
         admission: Admission,
+        evaluates: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.console, self.updates, self.title, self.admission, self.clock = console, updates, title, admission, clock
+        self.console, self.updates, self.title, self.evaluates = console, updates, title, evaluates
+        self.admission, self.clock = admission, clock
         self.start = self.update = admission.version
         self.curves = dict[str, Curve]()
         self.numbers = dict[str, float]()
@@ -111,7 +115,7 @@ class Progress:
     def remember(self, numbers: Mapping[str, float]) -> None:
         self.numbers = {**self.numbers, **numbers}
         for name, value in numbers.items():
-            if name == SPEED or format_of(name):
+            if isfinite(value) and (name == SPEED or format_of(name)):
                 self.curves.setdefault(name, Curve()).add(value)
 
     # --- told by the run log -----------------------------------------------------------------------------------
@@ -156,7 +160,7 @@ class Progress:
             f"{hours(self.clock() - self.began)}" + (f", {hours(left)} to go" if left is not None else ""),
         ]
         if self.console.width >= WIDE:
-            cells.insert(2, ProgressBar(total=self.updates, completed=self.update, width=WIDE - 70))
+            cells.insert(2, ProgressBar(total=self.updates, completed=self.update, width=BAR))
         for _ in cells[1:]:
             line.add_column(no_wrap=True)
         line.add_row(*cells)
@@ -174,7 +178,8 @@ class Progress:
         where = ", ".join(f"{count} {stage}" for stage, count in self.stages() if count)
         if self.update > self.start:
             return f"groups: {where or 'none'}"
-        return f"first rollouts: {where}" if where else "samplers take the first weights, and answer held-out prompts"
+        first = "samplers take the first weights" + self.evaluates * " and answer held-out prompts"
+        return f"first rollouts: {where}" if where else first
 
     def stages(self) -> list[tuple[str, int]]:
         a = self.admission
@@ -211,9 +216,6 @@ class Progress:
             self.shown, self.until = self.quotes[self.turn % len(self.quotes)], self.clock() + TURN
             self.turn += 1
         return self.shown
-
-
-SPEED = "train/tokens_per_s"
 
 
 def lively(console: Console) -> bool:

@@ -231,7 +231,14 @@ def go(
         await run.train()
 
     began = run.admission.version
-    with Progress(console, updates=made.config.updates, title=name, admission=run.admission) as progress:
+    progress = Progress(
+        console,
+        updates=made.config.updates,
+        title=name,
+        admission=run.admission,
+        evaluates=bool(made.held_out),
+    )
+    with progress:
         progress.recall(read_lines(log.path / "metrics.jsonl"))
         log.sinks.append(progress)
         try:
