@@ -77,7 +77,7 @@ positive = st.floats(1e-8, 1e8)
 words = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 reverse_kl = st.fixed_dictionaries(
     {"kind": st.just("reverse_kl_mc"), "m": st.integers(1, 64)},
-    optional={"clip": positive | st.tuples(positive, positive).map(list), "temperature": positive},
+    optional={"clip": positive | st.tuples(positive, positive).map(list), "temperature": st.floats(1e-3, 100)},
 )
 forward_kl = st.fixed_dictionaries(
     {"kind": st.just("forward_kl"), "k": st.integers(1, 64)}, optional={"tail": st.booleans()}
@@ -95,7 +95,7 @@ trees = st.fixed_dictionaries(
     },
     optional={
         "seed": st.integers(-(2**63), 2**63 - 1),
-        "output": words,
+        "output": words.filter(bool),
         "loss": reverse_kl | forward_kl,
         "data": st.fixed_dictionaries(
             {},
@@ -136,7 +136,7 @@ def test_the_file_that_a_run_writes_can_be_loaded(tmp_path: Path) -> None:
         ("output", "runs/a", "runs/a"),
         ("output", '"2024"', "2024"),
         ("output", "2024-05-01", "2024-05-01"),
-        ("output", "", ""),
+        ("data.system_prompt", "", ""),
         ("data.system_prompt", "Think = hard!", "Think = hard!"),
         ("log.to", '["wandb", "mlflow"]', ("wandb", "mlflow")),
         ("log.to", "wandb", ("wandb",)),

@@ -24,7 +24,7 @@ from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
 from slipstream.engines.trust import scored
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.plan.checks import ENOUGH, PROMPTS, CheckFailed, Finding, in_place, quick, raised
 from slipstream.plan.plan import Plan, plan
 from slipstream.records import Handle
@@ -310,5 +310,10 @@ def test_memory_is_worked_out_from_the_config() -> None:
 
 
 def test_what_does_not_fit_is_said() -> None:
-    findings = room(plan(config(("sampler.slots", "100000000"))))
-    assert not findings[-1].ok and "in all, there are" in findings[-1].said and "sampler.slots" in findings[-1].fix
+    """What is counted is refused; activations are an estimate."""
+    findings = room(plan(config(("learner.token_budget", "10000000000"))))
+    assert not findings[-1].ok and re.search(
+        r"learner: .*, and its device has .*learner.token_budget", findings[-1].said
+    )
+    with pytest.raises(ConfigError, match=r"^sampler: .* GiB .*, and its device has .*: lower sampler.slots"):
+        plan(config(("sampler.slots", "100000000")))

@@ -499,8 +499,8 @@ def test_a_plan_says_when_checkpoints_come(config: str) -> None:
         return [line for line in (*made.notes, *made.warnings) if "checkpoint" in line]
 
     assert said() == ["checkpoints every 10 minutes and at the end, of which 2 are kept"]
-    both = ("checkpoint.every", "5"), ("checkpoint.minutes", "0.5")
-    assert said(*both) == ["checkpoints every 5 updates, every 0.5 minutes and at the end, of which 2 are kept"]
+    both = ("checkpoint.every", "2"), ("checkpoint.minutes", "0.5")
+    assert said(*both) == ["checkpoints every 2 updates, every 0.5 minutes and at the end, of which 2 are kept"]
     (warning,) = said(("checkpoint.minutes", "0"))
     assert warning.endswith("a run that is killed loses everything")
 

@@ -10,14 +10,25 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from slipstream.config.file import parse
 from slipstream.config.schema import Config, Tracker
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.runlog import SINKS, RunLog, Sink, check_free, machine, read_lines, run_path, write_atomic
+from slipstream.runlog import (
+    SINKS,
+    Quotes,
+    RunLog,
+    Sink,
+    check_free,
+    heading,
+    machine,
+    read_lines,
+    run_path,
+    write_atomic,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,12 +40,18 @@ def config_of(**settings: object) -> Config:
 class Remember:
     """A sink that keeps what it is told."""
 
+    every = 1
+
     def __init__(self) -> None:
         self.told: list[tuple[dict[str, float], int]] = []
+        self.said: list[tuple[list[str], int]] = []
         self.closed = False
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.told.append((dict(numbers), step))
+
+    def samples(self, quotes: Quotes, step: int) -> None:
+        self.said.append(([quote["response"] for quote in quotes], step))
 
     def close(self) -> None:
         self.closed = True
@@ -146,6 +163,94 @@ def test_the_machine_is_described_without_git_and_outside_a_repository(tmp_path:
 # --- trackers ----------------------------------------------------------------------------------------------
 
 
+def quote_of(update: int) -> dict[str, Any]:
+    return {
+        "update": update,
+        "prompt": "2+2=\n<assistant>",
+        "response": "4\n",
+        "finish": "eos",
+        "rewards": {"exact": 1.0},
+        "versions": [[max(0, update - 3), 1], [update - 1, 1]],
+        "tokens": ["4", "\n"],
+    }
+
+
+def test_a_sink_gets_the_samples_of_as_many_updates_as_it_can_bear(tmp_path: Path) -> None:
+    every, some = Remember(), Remember()
+    some.every = 10
+    with RunLog.create(config_of(), tmp_path) as log:
+        log.sinks += [every, some]
+        for update in range(1, 22):
+            log.samples([quote_of(update)], update=update)
+    assert [step for _, step in every.said] == list(range(1, 22))
+    assert [step for _, step in some.said] == [1, 11, 21]
+    assert len(read_lines(tmp_path / "samples.jsonl")) == 21
+
+
+def test_a_sample_is_told_in_a_line() -> None:
+    assert heading(quote_of(5)) == "update 5, lag 0 to 2, exact 1, 2 tokens, ended"
+    fresh = quote_of(1) | {"finish": "length", "rewards": {}, "versions": [[0, 2]]}
+    assert heading(fresh) == "update 1, lag 0, 2 tokens, cut off"
+
+
+def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunLog.create(config_of(log={"to": ["tensorboard"]}), tmp_path) as log:
+        for update in range(1, 13):
+            log.samples([quote_of(update), quote_of(update)], update=update)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["tensors"] == ["samples/0/text_summary", "samples/1/text_summary"]
+    found = {
+        event.step: event.tensor_proto.string_val[0].decode() for event in events.Tensors("samples/1/text_summary")
+    }
+    assert found.keys() == {1, 11}
+    assert found[11] == (
+        "update 11, lag 0 to 2, exact 1, 2 tokens, ended\n\n"
+        "prompt:\n\n    2+2=\n    <assistant>\n\nresponse:\n\n    4\n"
+    )
+
+
+class Told:
+    """In place of a tracker that is not installed: keeps every call, by its name, and answers with itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **given: Any) -> Told:
+            self.calls.append((name, args, given))
+            return self
+
+        return call
+
+
+ROW = ["update 1, lag 0, exact 1, 2 tokens, ended", "2+2=\n<assistant>", "4\n"]
+TABLE = ("Table", (), {"columns": ["sample", "prompt", "response"], "data": [ROW]})
+TEXTS: dict[str, list[Any]] = {
+    "wandb": [TABLE, ("log", (), {"step": 1})],
+    "trackio": [TABLE, ("log", (), {"step": 1})],
+    "mlflow": [("log_text", ("\n".join(ROW), "samples/update-000001.txt"), {})],
+}
+"""What each is called with for one sample."""
+
+
+@pytest.mark.parametrize("tracker", TEXTS)
+def test_every_other_tracker_is_told_samples_in_its_own_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tracker: Tracker
+) -> None:
+    told = Told()
+    monkeypatch.setitem(sys.modules, tracker, told)
+    sink = SINKS[tracker](config_of(), tmp_path)
+    before = len(told.calls)
+    sink.samples([quote_of(1)], 1)
+    assert told.calls[before:] == [
+        (name, args or ({"samples": told},), given) if name == "log" else (name, args, given)
+        for name, args, given in TEXTS[tracker]
+    ]
+
+
 def test_tensorboard_holds_what_was_logged(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -176,14 +281,21 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path: Path) -> No
         def close(self) -> None:
             raise TimeoutError("still sending")
 
+    class Mute(Remember):
+        def samples(self, quotes: Quotes, step: int) -> None:
+            raise ValueError("no texts")
+
     said, failing, other = list[str](), Failing(), Late()
     with RunLog.create(config_of(), tmp_path) as log:
         log.say = said.append
-        log.sinks += [failing, other]
+        log.sinks += [failing, Mute(), other]
         for update in (1, 2):
+            log.samples([quote_of(update)], update=update)
             log.metrics("train", {"loss": 1.0}, update=update)
     assert [len(sink.told) for sink in (failing, other)] == [1, 2]
+    assert other.said == [(["4\n"], 1), (["4\n"], 2)]
     assert said == [
+        "Mute failed and is left out from now on, metrics.jsonl has it all: no texts",
         "Failing failed and is left out from now on, metrics.jsonl has it all: no route to host",
         "Late failed and is left out from now on, metrics.jsonl has it all: still sending",
     ]

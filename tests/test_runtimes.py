@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -688,6 +688,26 @@ def test_a_run_of_several_samplers_has_the_losses_of_one_process(opened: Process
 
 def test_every_engine_has_the_threads_it_was_given(opened: Processes) -> None:
     assert asyncio.run(opened(RemoteWorker, Threads, threads=2).call("count")) == (2, "2")
+
+
+class LoadsInTurn:
+    """In place of a worker: it is loaded when so many lines were told."""
+
+    def __init__(self, lines: int, told: list[str]) -> None:
+        self.lines, self.told, self.link = lines, told, self
+
+    async def start(self, worker: Any, build: Any) -> None:
+        while len(self.told) < self.lines:
+            await asyncio.sleep(0)
+
+
+def test_whoever_waits_is_told_who_still_loads() -> None:
+    told = list[str]()
+    order = {"scorer": 1, "learner": 2, "sampler": 3}
+    wanted = [Place(RemoteWorker, name, 1, object) for name in ("learner", "sampler", "scorer")]
+    staff = Staff(lambda place: cast(RemoteWorker, LoadsInTurn(order[place.name], told)))
+    staff.begin(wanted, lambda _: None, str, told.append)
+    assert told == ["loading learner, sampler, scorer", "loading learner, sampler", "loading sampler"]
 
 
 def test_gpus_are_shared_out_or_left_alone() -> None:

@@ -153,7 +153,7 @@ def parser() -> argparse.ArgumentParser:
         "config", help="print a resolved config, or every setting with its help", epilog=OVERRIDES
     )
     config.add_argument("config", nargs="?", help="a TOML file; without it all settings are listed")
-    config.add_argument("--check", action="store_true", help="also read the data and tokenizers, as train would")
+    config.add_argument("--check", action="store_true", help="also read data, tokenizers and weights, as train would")
     config.set_defaults(run=run_config)
 
     estimators = commands.add_parser("estimators", help="every loss, correction and advantage: what it is and is for")
@@ -296,24 +296,29 @@ def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int
 
 
 def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.config.file import describe, fields, load, to_toml
+    from slipstream.config.file import bounds, describe, fields, load, to_toml
 
     if args.config is None:
         if changes or args.check:
             raise ConfigError("name a config file: slipstream config CONFIG")
         for name, info, kind in fields():
-            print(f"{name}: {describe(info)}{f'   (kind = {kind})' if kind else ''}\n    {info.description or ''}")
+            beside = "; ".join(filter(None, (bounds(info), kind and f"kind = {kind}")))
+            print(f"{name}: {describe(info)}{beside and f'   ({beside})'}\n    {info.description or ''}")
         return 0
     config = load(args.config, changes, say=note)
     print(to_toml(config), end="")
     if args.check:
-        from slipstream.plan.plan import at_a_look, plan
+        from slipstream.plan.plan import at_a_look, plan, read_weights
         from slipstream.runlog import check_free, run_path
+        from slipstream.runtimes.local import check_gpus
 
         check_free(run_path(config, Path(args.config).stem))
         made = plan(config)
         warnings = [f"warning: {each}" for each in made.warnings]
-        for line in (*warnings, *at_a_look(made), *made.notes, made.method, *made.needs):
+        if made.engines.runtime.kind == "local":
+            check_gpus(made.engines, made.tokenizer, warnings.append)
+        read = read_weights(made.config)
+        for line in (*warnings, *at_a_look(made), *made.notes, made.method, *made.needs, *read):
             print(f"# {line}")
         print(f"# ok: {len(made.prompts.rows)} prompts, one vocabulary, everything fits the context")
     return 0

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import indent
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -41,12 +42,20 @@ FIXED = ("student", "seed", "sampler.group", "learner.batch_size", "learner.lora
 """Settings that say what everything in a run means: they cannot change in it."""
 Mark = Mapping[str, Any]
 """Where the log stood at a checkpoint."""
+Quotes = Sequence[Mapping[str, Any]]
+"""Lines of samples.jsonl."""
+TEXTS = 10
+"""Of so many updates a tracker gets the samples of one: it keeps, and draws, every text for itself."""
 
 
 class Sink(Protocol):
-    """Where metrics are also sent."""
+    """Where metrics are also sent, and samples."""
+
+    every: int
+    """Of so many updates it gets the samples of one, the first one among them."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None: ...
+    def samples(self, quotes: Quotes, step: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -66,8 +75,6 @@ class RunLog:
         """The metrics of the last update."""
         self.evaluated: int | None = before.get("evaluated")
         """The last update after which there was an evaluation."""
-        self.quotes: Sequence[Mapping[str, Any]] = ()
-        """The samples of the last update."""
         self.time: float = before.get("time", 0.0)
         """Seconds that the run had gone on when it was stopped."""
         names = (METRICS, LEDGER, *([SAMPLES] if samples else []), *([TRACE] if trace else []))
@@ -124,18 +131,18 @@ class RunLog:
             self.evaluated = update
         else:
             self.last = line
-        prefix = f"{kind}/{of}" if of else kind
-        names = {
-            name if kind == "train" and "/" in name else f"{prefix}/{name}": value for name, value in numbers.items()
-        }
-        for sink in list(self.sinks):
+        named = for_sinks(kind, numbers, of)
+        self._tell(self.sinks, lambda sink: sink.log(named, update))
+        if kind in self.heard:
+            self.heard[kind](dict(line))
+
+    def _tell(self, sinks: Iterable[Sink], what: Callable[[Sink], None]) -> None:
+        for sink in list(sinks):
             try:
-                sink.log(names, update)
+                what(sink)
             except Exception as error:  # a tracker fails in ways of its own, and none of them ends a run
                 self.sinks.remove(sink)
                 self._left_out(sink, error)
-        if kind in self.heard:
-            self.heard[kind](dict(line))
 
     def _left_out(self, sink: Sink, error: Exception) -> None:
         self.say(
@@ -145,9 +152,11 @@ class RunLog:
     def ledger(self, *entries: Mapping[str, Any]) -> None:
         self.files[LEDGER].write(as_lines(entries))
 
-    def samples(self, quotes: Sequence[Mapping[str, Any]]) -> None:
-        self.quotes = quotes
+    def samples(self, quotes: Quotes, *, update: int) -> None:
         self.files[SAMPLES].write(as_lines(quotes))
+        self._tell(
+            [sink for sink in self.sinks if (update - 1) % sink.every == 0], lambda sink: sink.samples(quotes, update)
+        )
 
     def __enter__(self) -> RunLog:
         return self
@@ -172,6 +181,12 @@ def check_free(path: Path) -> None:
         raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
     if path.exists() and not path.is_dir():
         raise RunDirError(f"{path} is a file: choose another run directory with --output")
+
+
+def for_sinks(kind: str, numbers: Mapping[str, float], of: str = "") -> dict[str, float]:
+    """By names that tell training from evaluation, and held-out sets from each other."""
+    prefix = f"{kind}/{of}" if of else kind
+    return {name if kind == "train" and "/" in name else f"{prefix}/{name}": value for name, value in numbers.items()}
 
 
 def check_lines(path: Path, mark: Mark) -> None:
@@ -291,7 +306,25 @@ def start_trackers(config: Config, path: Path) -> list[Sink]:
     return sinks
 
 
+def heading(quote: Mapping[str, Any]) -> str:
+    """What is told of a sample in a line, in the order in which it matters."""
+    ended = {"eos": "ended", "length": "cut off"}[quote["finish"]]
+    lags = [quote["update"] - 1 - version for version, _ in quote["versions"]]
+    lag = f", lag {min(lags)}" + (f" to {max(lags)}" if len(set(lags)) > 1 else "") if lags else ""
+    rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
+    return f"update {quote['update']}{lag}{rewards}, {len(quote['tokens'])} tokens, {ended}"
+
+
+COLUMNS = ("sample", "prompt", "response")
+
+
+def table_of(quotes: Quotes) -> list[list[str]]:
+    return [[heading(quote), quote["prompt"], quote["response"]] for quote in quotes]
+
+
 class TensorBoard:
+    every = TEXTS
+
     def __init__(self, config: Config, path: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -301,14 +334,26 @@ class TensorBoard:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
 
+    def samples(self, quotes: Quotes, step: int) -> None:
+        """As Markdown, in which what is indented stays as it is."""
+        for number, (told, *texts) in enumerate(table_of(quotes)):
+            parts = [
+                told,
+                *(f"{name}:\n\n{indent(text, ' ' * 4, bool)}" for name, text in zip(COLUMNS[1:], texts, strict=True)),
+            ]
+            self.writer.add_text(f"samples/{number}", "\n\n".join(parts), step)
+
     def close(self) -> None:
         self.writer.close()
 
 
 class Wandb:
+    every = TEXTS
+
     def __init__(self, config: Config, path: Path) -> None:
         import wandb
 
+        self.wandb = wandb
         self.run = wandb.init(
             project=config.log.project, name=path.name, config=config.model_dump(mode="json"), dir=str(path.parent)
         )
@@ -316,11 +361,16 @@ class Wandb:
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.run.log(dict(numbers), step=step)
 
+    def samples(self, quotes: Quotes, step: int) -> None:
+        self.run.log({"samples": self.wandb.Table(columns=list(COLUMNS), data=table_of(quotes))}, step=step)
+
     def close(self) -> None:
         self.run.finish()
 
 
 class MLflow:
+    every = TEXTS
+
     def __init__(self, config: Config, path: Path) -> None:
         import mlflow
 
@@ -332,11 +382,17 @@ class MLflow:
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.mlflow.log_metrics(dict(numbers), step=step)
 
+    def samples(self, quotes: Quotes, step: int) -> None:
+        texts = "\n\n".join("\n".join(row) for row in table_of(quotes))
+        self.mlflow.log_text(texts, f"samples/update-{step:06d}.txt")
+
     def close(self) -> None:
         self.mlflow.end_run()
 
 
 class Trackio:
+    every = TEXTS
+
     def __init__(self, config: Config, path: Path) -> None:
         import trackio
 
@@ -345,6 +401,10 @@ class Trackio:
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.trackio.log(dict(numbers), step=step)
+
+    def samples(self, quotes: Quotes, step: int) -> None:
+        table = self.trackio.Table(columns=list(COLUMNS), data=table_of(quotes))
+        self.trackio.log({"samples": table}, step=step)
 
     def close(self) -> None:
         self.trackio.finish()

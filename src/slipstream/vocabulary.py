@@ -1,6 +1,6 @@
 """Every name in metrics.jsonl, once: what it means, what is healthy, and who computes it. No other name is written.
 
-docs/metrics.md is made from it, and the progress line takes its labels from it:
+docs/metrics.md is made from it, and the display of a run takes its labels from it:
 python -m slipstream.vocabulary > docs/metrics.md
 
 A word in capitals stands for whatever its line in WORDS says. A band is a rule of thumb: a person looks again
@@ -39,7 +39,7 @@ class Term:
     source: str
     """Where it is computed, below src/slipstream."""
     label: str = ""
-    """What the progress line calls it, if it shows it."""
+    """What a person sees it called while a run goes on, if it is shown."""
 
 
 LEARNER, LOSS, FROZEN = "engines/native/learning/learner.py", "objective/loss.py", "objective/frozen.py"
@@ -56,7 +56,13 @@ def gap(name: str, meaning: str, healthy: str = "–") -> Term:
 VOCABULARY: dict[str, tuple[Term, ...]] = {
     "The loss": (
         Term("loss", "what was minimised, all parts with their weights", "falls, or stays with RL", LOSS, "loss"),
-        Term("grad_norm", "of the gradient, before it is clipped", "mostly below learner.clip_norm, no jumps", LEARNER),
+        Term(
+            "grad_norm",
+            "of the gradient, before it is clipped",
+            "mostly below learner.clip_norm, no jumps",
+            LEARNER,
+            "gradient norm",
+        ),
         Term("lr", "learning rate of the update", "–", LEARNER),
         Term("distill/loss", "distillation loss per trained token, without its weight", "falls", LOSS),
         Term("distill/loss_abs", "its size, whatever the sign", "–", LOSS),
@@ -100,12 +106,19 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "objective/distillation.py",
         ),
         Term("distill/overlap_any", "tokens that share any", "1", "objective/distillation.py"),
-        Term("student/entropy", "entropy of the student, at the temperature of the loss", "no collapse to 0", LOSS),
+        Term(
+            "student/entropy",
+            "entropy of the student, at the temperature of the loss",
+            "no collapse to 0",
+            LOSS,
+            "entropy",
+        ),
         Term(
             "teacher/kl teacher/TEACHER/kl",
             "reverse KL to a teacher of what drew, estimated by the emitted tokens",
             "falls, and is never below 0 by more than its error",
             METRICS,
+            "KL to teacher",
         ),
         Term(
             "teacher/kl_error teacher/TEACHER/kl_error", "its standard error, responses being independent", "–", METRICS
@@ -115,7 +128,11 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("teacher/TEACHER/share", "its share of the trained tokens", "that of its prompts", LOSS),
         Term("teacher/TEACHER/tokens", "response tokens that it scored", "–", METRICS),
         Term(
-            "reference/kl", "KL to the student as it was at the start", "as far as the run may go", "estimators/kl.py"
+            "reference/kl",
+            "KL to the student as it was at the start",
+            "as far as the run may go",
+            "estimators/kl.py",
+            "KL to reference",
         ),
         Term("reference/beta", "what that counts, where it is steered", "settles", FROZEN),
     ),
@@ -199,8 +216,14 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
     "Samples": (
         Term("samples", "responses of the update", "learner.batch_size", METRICS),
         Term("tokens", "their tokens", "–", METRICS),
-        Term("length/mean length/max", "tokens of a response", "mean steady: + 20 % in 100 updates is a sign", METRICS),
-        Term("truncated", "responses that ended at sampler.max_tokens", "below 0.1", METRICS),
+        Term(
+            "length/mean length/max",
+            "tokens of a response",
+            "mean steady: + 20 % in 100 updates is a sign",
+            METRICS,
+            "length",
+        ),
+        Term("truncated", "responses that ended at sampler.max_tokens", "below 0.1", METRICS, "cut off"),
         Term(
             "accuracy", "of held-out prompts: mean reward (eval)", "rises", "pipeline/evaluate.py", "held-out accuracy"
         ),
@@ -275,13 +298,13 @@ def extreme(name: str) -> Literal["max", "min", ""]:
 
 
 def label(name: str) -> str:
-    """What the progress line calls it."""
+    """What a person sees it called."""
     (term,) = find(name)
     return name.rpartition("/")[2] if term.label.isupper() else term.label
 
 
 def markdown() -> str:
-    shown = ", ".join(f"`{term.names}`" for term in terms() if term.label)
+    shown = ", ".join(f"`{term.names.split()[0]}`" for term in terms() if term.label)
     lines = [
         "# Metrics",
         "",
@@ -290,7 +313,8 @@ def markdown() -> str:
         "Of several held-out sets each has a line, with its name as `set`. Trackers get the same, with `train/` before "
         "names that have no `/`, and `eval/` or `eval/SET/` before those of evaluations.",
         "",
-        f"The progress line shows {shown}. *Healthy* is a rule of thumb: outside of it, look again. Words in capitals:",
+        f"While a run goes on a terminal shows {shown}. *Healthy* is a rule of thumb: outside of it, look again. "
+        "Words in capitals:",
         "",
         *(f"- `{word}`: {meaning}" for word, (_, meaning) in WORDS.items()),
     ]

@@ -15,6 +15,8 @@ MODELS = ("student", "teacher")
 def model_path(name: str) -> str:
     """`builtin:student` as a directory, an adapter's as that of its base, and every other name as it is. A path, which
     no hub name looks like, must exist."""
+    if not name.strip():
+        raise ModelError(f"{name!r} names no model: write an HF directory or a hub name")
     if is_adapter(name):
         try:
             return model_path(base_of(name))

@@ -22,7 +22,7 @@ from slipstream.engines.base import Engines, greedy
 from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
-from slipstream.plan.placement import size
+from slipstream.plan.placement import check_room
 from slipstream.plan.plan import Plan, at_a_glance, changed, plan
 from slipstream.records import Batch, Group, Handle, Prompt, total
 from slipstream.tasks.chat import load_tokenizer
@@ -104,25 +104,9 @@ def parity(config: Config) -> list[Finding]:
 
 
 def room(made: Plan) -> list[Finding]:
-    """What every process needs, against its device, and all of them against all that is here."""
-    import torch
-
-    runtime, asked = made.engines.runtime, made.needs
-    gpus = [torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())]
-    there = sum(gpus) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    each_has = min(gpus) if gpus and runtime.kind != "inline" else there
-    found = [
-        Finding("memory", fits, str(need), "" if fits else f"its device has {size(each_has)}: {TIGHT}")
-        for need in asked
-        for fits in [runtime.address is not None or need.total <= each_has]
-    ]
-    wanted = sum(need.total for need in asked)
-    if runtime.address is None and wanted > there:
-        found.append(Finding("memory", False, f"{size(wanted)} in all, there are {size(there)}", TIGHT))
-    return found
-
-
-TIGHT = "a smaller learner.token_budget, learner.checkpointing, learner.lora, fewer sampler.slots, or more devices"
+    """What every process needs, and what there is too little of; far too little the plan has refused."""
+    needed = [Finding("memory", True, str(need)) for need in made.needs]
+    return needed + [Finding("memory", False, said) for said in check_room(made.engines)]
 
 
 # --- with engines -----------------------------------------------------------------------------------------------------

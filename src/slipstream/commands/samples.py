@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unicodedata import category
 
 from rich.console import Console
 from rich.text import Text
@@ -23,7 +24,7 @@ def samples(path: Path, console: Console, *, update: int | None, count: int) -> 
         console.print(Text(head(quote), style="bold"), soft_wrap=True)
         for name in ("prompt", "response"):
             console.print(Text(f"{name}:", style="cyan"))
-            console.print(Text(quote[name]), soft_wrap=True)
+            console.print(Text(printable(quote[name])), soft_wrap=True)
         for line in against_teacher(quote):
             console.print(Text(line, style="dim"), soft_wrap=True)
         console.print()
@@ -52,6 +53,11 @@ def head(quote: dict[str, Any]) -> str:
         f"update {quote['update']}: {quote['prompt_id']}, answer {quote['index']}, "
         f"{len(quote['tokens'])} tokens by {drawn}, {ended}{rewards}"
     )
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey: a student may say anything."""
+    return "".join(repr(char)[1:-1] if category(char) == "Cc" and char not in "\n\t" else char for char in text)
 
 
 def against_teacher(quote: dict[str, Any]) -> Iterator[str]:

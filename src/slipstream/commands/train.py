@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from slipstream.commands.planned import planned
-from slipstream.commands.progress import Progress
+from slipstream.commands.progress import Progress, from_to, waiting
 from slipstream.commands.scale import reachable
 from slipstream.config.file import load
 from slipstream.config.schema import Config
@@ -80,7 +81,7 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True, c
     check_free(path)
     at_a_glance(config)
     with private(), nursery(config) as born, ExitStack() as lock:
-        made = planned(partial(plan, config), born, say=saying(console))
+        made = planned_on(console, config, born)
 
         def begin(restarts: Restarts) -> None:
             with opened(made, born, console) as engines:
@@ -94,15 +95,27 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True, c
     return path
 
 
+def planned_on(console: Console, config: Config, born: Home) -> Plan:
+    with waiting(console, "importing libraries, reading data and tokenizers"):
+        return planned(partial(plan, config), born, say=saying(console))
+
+
 def try_out(made: Plan, engines: Engines, console: Console) -> None:
     """A few prompts, before anything is written."""
     prompts = [made.prompts.at(number) for number in range(PROMPTS)]
-    findings = asyncio.run(quick(made, engines, prompts, version=0))
+    with waiting(console, "trying a few prompts: do the engines agree?"):
+        findings = asyncio.run(quick(made, engines, prompts, version=0))
     raised(findings)
     for finding in findings:
-        mark = "checked:" if finding.ok else "[yellow]warning:[/]"
-        fix = f"; {finding.fix}" if finding.fix else ""
-        console.print(f"{mark} {finding.name}: {finding.said}{fix}", highlight=False, soft_wrap=True)
+        said = f"{finding.name}: {finding.said}" + (f"; {finding.fix}" if finding.fix else "")
+        if finding.ok:
+            saying(console)(f"checked: {said}")
+        else:
+            warn(console, said)
+
+
+def warn(console: Console, said: str) -> None:
+    console.print(f"[yellow]warning:[/] {escape(said)}", highlight=False, soft_wrap=True)
 
 
 def resume(
@@ -123,7 +136,7 @@ def resume(
         check_unchanged(path, config, meant=meant)
         checkpoint = newest(path, number, say=saying(console))
         check_lines(path, checkpoint.mark)
-        made = planned(partial(plan, config), born, say=saying(console))
+        made = planned_on(console, config, born)
         check_prompts(path, made.config, made.prompts.digest, meant=meant)
         admission_of(made.config, made.prompts, checkpoint.standing)
         again = partial(go_on, made, born, path, console, caller, checkpoint)
@@ -144,7 +157,8 @@ def go_on(
     try:
         with opened(made, born, console) as engines:
             reading = engines.learner.restore(checkpoint.path)
-            groups = asyncio.run(in_time(reading, made.config.runtime.patience, f"reading {checkpoint.path}"))
+            with waiting(console, f"reading {checkpoint.path}"):
+                groups = asyncio.run(in_time(reading, made.config.runtime.patience, f"reading {checkpoint.path}"))
             in_flight = len(checkpoint.standing.in_flight)
             saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight go on")
             # before the lines that they need
@@ -219,22 +233,23 @@ def opened(made: Plan, born: Home, console: Console) -> Iterator[Engines]:
 def open_engines(made: Plan, born: Home, console: Console) -> Engines:
     say = saying(console)
     for warning in made.warnings:
-        console.print(f"[yellow]warning:[/] {warning}", highlight=False)
+        warn(console, warning)
     for note in (*made.notes, str(made.method)):
         say(note)
-    match made.engines.runtime.kind:
-        case "local":
-            assert isinstance(born, Nursery)
-            return local.open_engines(made.engines, made.tokenizer, nursery=born, say=say)
-        case "ray":
-            from slipstream.runtimes.ray import open_engines as open_on_ray
+    with waiting(console, "starting engines") as still:
+        match made.engines.runtime.kind:
+            case "local":
+                assert isinstance(born, Nursery)
+                return local.open_engines(made.engines, made.tokenizer, nursery=born, say=say, still=still)
+            case "ray":
+                from slipstream.runtimes.ray import open_engines as open_on_ray
 
-            assert isinstance(born, ExitStack)
-            return open_on_ray(made.engines, made.tokenizer, home=born, say=say)
-        case "inline":
-            from slipstream.runtimes.inline import open_engines as open_here
+                assert isinstance(born, ExitStack)
+                return open_on_ray(made.engines, made.tokenizer, home=born, say=say, still=still)
+            case "inline":
+                from slipstream.runtimes.inline import open_engines as open_here
 
-            return open_here(made.engines, made.tokenizer, say=say)
+                return open_here(made.engines, made.tokenizer, say=say)
 
 
 def go(
@@ -271,7 +286,15 @@ def go(
             await run.train()
 
     began = run.admission.version
-    with Progress(console, updates=made.config.updates, title=name, admission=run.admission) as progress:
+    progress = Progress(
+        console,
+        updates=made.config.updates,
+        title=name,
+        admission=run.admission,
+        evaluates=bool(made.held_out),
+    )
+    with progress:
+        progress.recall(read_lines(log.path / "metrics.jsonl"))
         log.sinks.append(progress)
         log.heard = caller.heard
         try:
@@ -287,8 +310,9 @@ def go(
             progress.stop()
             say_how_to_go_on(log.path, console)
             raise
-    for line in summary(digest(read_lines(log.path / "metrics.jsonl"), since=began)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    lines = read_lines(log.path / "metrics.jsonl")
+    for line in filter(None, (from_to(lines), *summary(digest(lines, since=began)))):
+        saying(console)(line)
 
 
 @contextmanager

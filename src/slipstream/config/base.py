@@ -9,6 +9,9 @@ from pydantic.fields import FieldInfo
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+GREEDY = 1e-3
+"""A temperature below which every draw is the likeliest token."""
+Temperature = Annotated[float, Field(ge=GREEDY, le=100)]
 Epsilon = Annotated[float, Field(gt=0)]
 Replicas = Annotated[int, Field(ge=1)] | Literal["auto"]
 

@@ -19,6 +19,8 @@ from slipstream.config.schema import Config, DataConfig
 from slipstream.config.teacher import TeacherConfig, suited
 from slipstream.errors import ConfigError, did_you_mean
 
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
 
 def load(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, say: Any = print) -> Config:
     """Read a TOML file, apply `(dotted key, text)` overrides and validate."""
@@ -209,6 +211,12 @@ def describe(info: FieldInfo) -> str:
     if info.is_required():
         return kind
     return f"{kind} = {'none' if info.default is None else json.dumps(info.default)}"
+
+
+def bounds(info: FieldInfo) -> str:
+    """`≥ 0, < 1`; empty where there are none."""
+    known = [(sign, getattr(each, key, None)) for each in info.metadata for key, sign in BOUNDS.items()]
+    return ", ".join(f"{sign} {value:g}" for sign, value in known if value is not None)
 
 
 def _type_name(annotation: Any) -> str:

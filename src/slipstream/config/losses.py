@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from slipstream.config.base import Epsilon, Section
+from slipstream.config.base import Epsilon, Section, Temperature
 from slipstream.scope import Scope
 
 Cache = Literal["sampled", "student_topk", "teacher_topk", "hidden"]
@@ -70,7 +70,7 @@ class DistillationLoss(Section):
 
     weight: float = Field(1.0, ge=0)
     """How much distillation counts beside a policy loss; 0 leaves it out, and with it the teacher."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: Temperature = 1.0
     """Temperature of student and teacher in the loss."""
 
     @property

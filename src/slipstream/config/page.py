@@ -9,10 +9,8 @@ from functools import reduce
 
 from pydantic.fields import FieldInfo
 
-from slipstream.config.file import describe, fields
+from slipstream.config.file import bounds, describe, fields
 from slipstream.config.schema import Config
-
-BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 INTRODUCTION = """# Every setting
 
@@ -61,9 +59,7 @@ def named(kind: str) -> str:
 
 
 def row(name: str, info: FieldInfo) -> str:
-    known = [(sign, getattr(each, key, None)) for each in info.metadata for key, sign in BOUNDS.items()]
-    bounds = [f"{sign} {value:g}" for sign, value in known if value is not None]
-    cells = [f"`{name}`", f"`{describe(info)}`", ", ".join(bounds), " ".join((info.description or "").split())]
+    cells = [f"`{name}`", f"`{describe(info)}`", bounds(info), " ".join((info.description or "").split())]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import Beta, Dtype, Replicas, Section
+from slipstream.config.base import GREEDY, Beta, Dtype, Replicas, Section, Temperature
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Async, ScheduleConfig
@@ -121,7 +121,7 @@ class SamplerConfig(Section):
     """Longest response, the end token included."""
     group: int = Field(1, ge=1)
     """Responses to one prompt (G): they share one prefill and travel together."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: Temperature = 1.0
     """Sampling temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Keep the most likely tokens up to this mass. With less than 1 whatever holds a ratio to what drew a token needs
@@ -253,8 +253,15 @@ class EvalConfig(Section):
     """How many held-out prompts of each set."""
     n: int = Field(1, ge=1)
     """Samples of each prompt; accuracy is their mean (avg@n)."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=100)
     """Sampling temperature; 0 is greedy."""
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_or_not(cls, temperature: float) -> float:
+        if 0 < temperature < GREEDY:
+            raise ValueError(f"{temperature:g} is as good as greedy: write 0, or {GREEDY} or more")
+        return temperature
 
 
 class CheckpointConfig(Section):
@@ -294,7 +301,8 @@ class HealthConfig(Section):
 
 class LogConfig(Section):
     to: tuple[Tracker, ...] = ()
-    """Also send the metrics there: any of tensorboard, wandb, mlflow, trackio; one name or a list."""
+    """Also send metrics there, and the samples of every tenth update: any of tensorboard, wandb, mlflow, trackio; one
+    name or a list."""
     project: str = "slipstream"
     """Project name for trackers that have one."""
     samples: int = Field(2, ge=0)
@@ -345,7 +353,7 @@ class Config(Section):
     """How many updates to make."""
     seed: int = 0
     """Prompts, their order and every draw follow from it."""
-    output: str | None = None
+    output: str | None = Field(None, min_length=1)
     """Run directory; runs/NAME-TIME without it."""
     teachers: dict[str, TeacherConfig] = Field({})
     """The teachers, each under a name of your choice; none with loss.weight = 0."""
@@ -451,6 +459,11 @@ class Config(Section):
     def _check_objective(self) -> None:
         if self.loss.weight and not self.teachers:
             raise ValueError("distillation needs a teacher: add [teachers.main], or write loss.weight = 0")
+        if self.teachers and not any(teacher.weight for teacher in self.teachers.values()):
+            names = " and ".join(f"teachers.{name}.weight" for name in self.teachers)
+            raise ValueError(
+                f"{names} = 0 leaves nothing to distil: raise one, or drop [teachers] and write loss.weight = 0"
+            )
         if not self.loss.weight and self.teachers:
             raise ValueError("loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight")
         for problem in problems(self.teachers, self.loss):
@@ -477,6 +490,12 @@ class Config(Section):
             raise ValueError(
                 'schedule.kind = "periodic" learns from groups as they come, in one step: '
                 "write minibatches = 1 and epochs = 1, or another schedule"
+            )
+        wide, narrow = learner.dtype, learner.compute_dtype
+        if narrow not in (None, wide) and (wide, narrow) != ("float32", "bfloat16"):
+            raise ValueError(
+                f'learner.compute_dtype = "{narrow}" does nothing over weights in {wide}: autocast makes products of '
+                f'float32 weights in bfloat16, and no others; drop it, or write learner.dtype = "{narrow}"'
             )
         if learner.shared_prompt and not learner.packing:
             raise ValueError("learner.shared_prompt is a way of packing: write packing = true, or drop it")

@@ -104,9 +104,9 @@ class Account:
         self.publish = numbers
         self.thrown += round(numbers.pop("thrown_tokens"))
 
-    def quoted(self, quotes: Sequence[Quote]) -> None:
+    def quoted(self, quotes: Sequence[Quote], *, update: int) -> None:
         if quotes:
-            self.log.samples(quotes)
+            self.log.samples(quotes, update=update)
 
     def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
         """At the end of an update: its metrics, and what everybody did since the end of the one before."""

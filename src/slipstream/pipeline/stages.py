@@ -429,7 +429,7 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
     flow.account.trained(update.groups, update=update.number, version=version, size=flow.sampling.group)
-    flow.account.quoted(quotes)
+    flow.account.quoted(quotes, update=update.number)
     line = flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
     flow.health.look(line)
     flow.look(line)

@@ -57,7 +57,7 @@ def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str])
 def check_adapter(model: str) -> None:
     """One that is named as a model is of layers that its base has."""
     from slipstream.engines.native.adapters import check_stands_on
-    from slipstream.engines.native.model import empty_model
+    from slipstream.engines.native.files import empty_model
 
     if adapter := adapter_of(model):
         check_stands_on(adapter, empty_model(model))
@@ -67,7 +67,7 @@ def adapted(student: str, lora: LoraConfig) -> dict[str, nn.Linear]:
     """The layers that get an adapter; a ConfigError for a target that is none."""
     from torch import nn
 
-    from slipstream.engines.native.model import empty_model
+    from slipstream.engines.native.files import empty_model
 
     model: Any = empty_model(student)
     head = model.get_output_embeddings()

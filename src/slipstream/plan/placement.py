@@ -7,13 +7,16 @@ Shapes: P parameters of a model.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
-from slipstream.config.schema import LoraConfig
+from slipstream.config.schema import LoraConfig, RuntimeConfig
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.native.config import context_length, load_config
 from slipstream.engines.vllm.core import Settings
+from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names
 from slipstream.plan.adapters import adapted
 from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
@@ -23,6 +26,8 @@ ACTIVATIONS = 34
 """Bytes per token and unit of width that a layer keeps for its backward pass in 16 bits.  (Korthikanti et al.)"""
 
 
+DRAW = 8
+"""Bytes of an id and its log-prob."""
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -49,6 +54,15 @@ class Need:
     def total(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def less(self) -> str:
+        return next(advice for kind, advice in LESS_OF.items() if self.name.startswith(kind))
+
+    @property
+    def counted(self) -> float:
+        """Without what is an estimate."""
+        return sum(value for name, value in self.parts.items() if not name.startswith("~"))
+
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size(value)}" for name, value in self.parts.items() if value)
         return f"{self.name}: {self.where}, {size(self.total)} ({parts})"
@@ -60,7 +74,7 @@ def size(value: float) -> str:
 
 @cache
 def shape_of(model: str) -> Shape:
-    from slipstream.engines.native.model import empty_model
+    from slipstream.engines.native.files import empty_model
 
     config = load_config(model)
     text = config.get_text_config()
@@ -71,9 +85,17 @@ def shape_of(model: str) -> Shape:
         parameters=sum(parameter.numel() for parameter in empty_model(model).parameters()),
         width=text.hidden_size,
         layers=text.num_hidden_layers,
-        cache=2 * text.num_hidden_layers * grouped * per_head,
+        cache=2 * remembering(text) * grouped * per_head,
         context=context_length(config),
     )
+
+
+def remembering(text: Any) -> int:
+    """Layers that keep keys and values of every token, and not a state."""
+    kinds: list[str] | None = getattr(text, "layer_types", None)
+    if not kinds:
+        return int(text.num_hidden_layers)
+    return sum(kind.endswith("attention") and not kind.startswith("linear") for kind in kinds)
 
 
 def needs(plan: EnginesPlan) -> list[Need]:
@@ -93,6 +115,42 @@ def needs(plan: EnginesPlan) -> list[Need]:
             parts = teacher(scorer, scorer.runs)
             found += [Need(each, where, parts) for each in names(f"teacher {name}", scorer.replicas)]
     return found
+
+
+def check_room(plan: EnginesPlan) -> list[str]:
+    """What is counted has room, or it is an error; what has none with the estimates is told."""
+    if plan.runtime.address is not None:  # somewhere else
+        return []
+    asked, (each, there) = needs(plan), memory(plan.runtime)
+    for need in asked:
+        if need.counted > each:
+            raise ConfigError(f"{need}, and its device has {size(each)}: {need.less}")
+    if (counted := sum(need.counted for need in asked)) > there:
+        raise ConfigError(f"all engines together need {size(counted)}, and there are {size(there)}: {LESS}")
+    tight = [f"{need}, and its device has {size(each)}: {need.less}" for need in asked if need.total > each]
+    if not tight and (wanted := sum(need.total for need in asked)) > there:
+        tight = [f"all engines together need about {size(wanted)}, and there are {size(there)}: {LESS}"]
+    return tight
+
+
+LESS = "take smaller models, fewer sampler.slots, learner.lora, learner.checkpointing, or more devices"
+LESS_OF = {
+    "learner": "lower learner.token_budget, take learner.lora, learner.checkpointing or more learner.ranks",
+    "sampler": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
+    "teacher": "lower its token_budget, or take a smaller one",
+}
+"""What to write where an engine of this kind has no room."""
+
+
+def memory(runtime: RuntimeConfig) -> tuple[float, float]:
+    """What one engine may have, and all of them together: of GPUs, if there are any, else of this machine."""
+    import torch
+
+    if runtime.device == "cpu" or not torch.cuda.is_available():
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return there, there
+    gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    return (sum(gpus) if runtime.kind == "inline" else min(gpus)), sum(gpus)
 
 
 def learner(plan: LearnerPlan) -> dict[str, float]:
@@ -131,6 +189,7 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
             return {
                 "weights": shape.parameters * width(dtype),
                 "keys and values": plan.slots * positions * shape.cache * width(dtype),
+                "draws": plan.slots * positions * (plan.draws + plan.best) * DRAW,
             }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -15,26 +16,30 @@ from slipstream.assets.adapters import is_adapter
 from slipstream.config.schema import Config, DataConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Sampling
-from slipstream.engines.native.config import load_config, position_note, vocabulary_of
+from slipstream.engines.native.config import check_there as check_model
+from slipstream.engines.native.config import generation_of, load_config, position_note, vocabulary_of
 from slipstream.engines.vllm.core import check_installed
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.objective.method import Method, method_of
+from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import check_adapters, continued
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows
-from slipstream.plan.placement import Need, needs, size
+from slipstream.plan.placement import Need, check_room, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
 from slipstream.tasks import grading
-from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer
+from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.data import Prompts, check_there, check_told, load_rows
 from slipstream.tasks.sources import has_splits
 
 TOO_FAST = 0.1
 """A learning rate that no model survives."""
 
+SAMPLE = 1 << 10
+"""Bytes that a sample on its way needs at the least."""
 PROCESS, OPEN_FILES = 50 << 20, 4
 """Bytes that a process needs at the least, and files that are open for it, here or in the nursery."""
 
@@ -75,8 +80,10 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     config = with_vllm(config, notes.append)
     method = method_of(config)
     tokenizer = load_tokenizer(config.student)
+    check_weights(config)
+    check_ends(config, tokenizer)
     prompts = training_prompts(config, tokenizer, notes.append)
-    check_adapters(config.student, config.learner.lora, {model for model, _ in models_here(config)})
+    check_adapters(config.student, config.learner.lora, models_here(config))
     check_dropout(config)
     check_support(config)
     scored = check_teachers(config, tokenizer, prompts)
@@ -87,17 +94,20 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
     notes += [f"{kind}: one at first, up to {n} as the run needs them" for kind, n in config.most_workers.items()]
-    notes += [*position_notes(config), *baseline_notes(config), *checkpoint_notes(config)]
+    notes += [*position_notes(config), *baseline_notes(config), *clip_notes(config), *draw_notes(config)]
+    notes += checkpoint_notes(config)
+    engines = engines_of(config, method)
+    warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
     return Plan(
         config=config,
         method=method,
         tokenizer=tokenizer,
         prompts=prompts,
         held_out=held_out,
-        engines=engines_of(config, method),
+        engines=engines,
         sampling=rollout_sampling(config),
         notes=tuple(notes),
-        warnings=tuple(warnings_of(config)),
+        warnings=tuple(warnings),
     )
 
 
@@ -105,7 +115,7 @@ def at_a_glance(config: Config) -> None:
     """What is wrong by itself, is not installed or is not there: refused before anything is loaded or read."""
     check_trackers(config.log.to)
     check_runtime(config)
-    for model, engine in models_here(config):
+    for model, engine in engines_here(config):
         if engine == "vllm" and is_adapter(model):
             raise ConfigError(f'{model} is an adapter, and vLLM is given whole models here: write engine = "native"')
     here = {"sampler": config.sampler.engine, **{f"teachers.{n}": t.engine for n, t in config.teachers.items()}}
@@ -116,10 +126,10 @@ def at_a_glance(config: Config) -> None:
     grading.needs(config.task.reward)
     if (config.learner.lora is not None or is_adapter(config.student)) and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
-    model_path(config.student)
+    for model in models_here(config):
+        check_model(model)
     for name, teacher in config.teachers.items():
-        if endpoint_of(config, name) is None:
-            model_path(config.model_of(teacher))
+        endpoint_of(config, name)
         if teacher.tokenizer is not None:
             model_path(teacher.tokenizer)
     evaluated = config.data.held_out.values() if config.eval.every else ()
@@ -129,6 +139,45 @@ def at_a_glance(config: Config) -> None:
     for held_out in evaluated:
         check_split("data.eval_split", config.data, held_out)
         check_there(held_out, config.data.eval_split)
+
+
+def check_weights(config: Config) -> None:
+    """All are there. That they are numbers is seen by who loads them; vLLM does not look."""
+    from slipstream.engines.native.files import check_complete, read_through
+
+    for model in models_here(config):
+        check_complete(model)
+    for teacher in config.teachers.values():
+        if teacher.engine == "vllm" and teacher.base_url is None:
+            read_through(config.model_of(teacher))
+
+
+def read_weights(config: Config) -> list[str]:
+    """Every weight that will run here, which takes as long as reading the files; what was read, and what was not."""
+    from slipstream.engines.native.files import read_through, weights_of
+
+    found = []
+    for model in models_here(config):
+        began, files = time.perf_counter(), weights_of(model)
+        if not files:
+            found.append(f"weights of {model}: not looked at, they are not on this machine yet")
+            continue
+        count, read = read_through(model), sum(file.stat().st_size for file in files)
+        seconds = time.perf_counter() - began
+        found.append(f"weights of {model}: all there, {count:,} finite numbers ({size(read)} read in {seconds:.1f} s)")
+    if config.runtime.address is not None:
+        found.append("memory: not compared, as engines run on a cluster")
+    return found
+
+
+def check_ends(config: Config, tokenizer: Tokenizer) -> None:
+    """A response can end before its last token."""
+    ends, vocabulary = stop_ids(tokenizer, generation_of(config.student)), vocabulary_of(config.student)
+    if min(ends) >= vocabulary:
+        raise ModelError(
+            f"{config.student}: its end token {min(ends)} is beyond its {vocabulary} embeddings, so that no answer "
+            "could ever end: use the tokenizer that it was trained with"
+        )
 
 
 def changed(made: Plan, config: Config) -> Plan:
@@ -145,7 +194,18 @@ def check_runtime(config: Config) -> None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
     if runtime.kind != "inline" and device.startswith("cuda") and device != "cuda":
         raise ConfigError(f"runtime.device = {device!r}: each engine gets a GPU of its own; write 'cuda'")
-    check_processes(config)
+    if runtime.address is None:
+        check_processes(config)
+    check_in_flight(config)
+
+
+def on_cpu(config: Config) -> bool:
+    """As far as can be seen from here."""
+    if config.runtime.device != "auto" or config.runtime.address is not None:
+        return config.runtime.device == "cpu"
+    from torch import cuda
+
+    return not cuda.is_available()
 
 
 def check_device(config: Config) -> None:
@@ -192,14 +252,30 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
     check_processes(config.model_copy(update={"sampler": samplers, "teachers": teachers}))
 
 
+def check_in_flight(config: Config) -> None:
+    """More samples than this machine can hold, whatever is in them."""
+    schedule = schedule_of(config.schedule, config.groups_per_update)
+    samples, there = schedule.credits * config.sampler.group, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if samples * SAMPLE > there:
+        raise ConfigError(
+            f"learner.batch_size = {config.learner.batch_size} and the schedule have {samples} samples on their way, "
+            f"which need {size(samples * SAMPLE)} at the least; this machine has {size(there)}: lower it"
+        )
+
+
 def check_support(config: Config) -> None:
     k, vocabulary = config.loss.asks.k, vocabulary_of(config.student)
     if config.loss.weight and k > vocabulary:
         raise ConfigError(f"loss.k = {k} is more than the vocabulary of {vocabulary}: write that or less")
 
 
-def models_here(config: Config) -> list[tuple[str, str]]:
-    """The student, and every teacher that is not behind an endpoint, each with what runs it."""
+def models_here(config: Config) -> list[str]:
+    """The student, and the teachers that are not behind endpoints, each once."""
+    return list(dict.fromkeys(model for model, _ in engines_here(config)))
+
+
+def engines_here(config: Config) -> list[tuple[str, str]]:
+    """The same, each with what runs it."""
     teachers = [each for each in config.teachers.values() if each.base_url is None]
     return [(config.student, config.sampler.engine), *((config.model_of(each), each.engine) for each in teachers)]
 
@@ -313,8 +389,57 @@ def checkpoint_notes(config: Config) -> list[str]:
     return [f"checkpoints {times} and at the end, of which {asked.keep} are kept"] if times else []
 
 
+def clip_notes(config: Config) -> list[str]:
+    """Ratios to what drew are 1 where every update is one step on answers of its own weights."""
+    schedule = schedule_of(config.schedule, config.groups_per_update)
+    if schedule.bound != 0 or config.learner.minibatches * config.learner.epochs > 1:
+        return []
+    policy, loss = config.policy, config.loss
+    given = [f"policy.options.{name}" for name in (policy.options if policy else ()) if name.startswith("clip")]
+    bounds = ("clip", "dual_clip", "ratio_cap")
+    given += [f"loss.{name}" for name in bounds if loss.weight and getattr(loss, name, None) is not None]
+    return [
+        f"{name} has next to nothing to do: answers are drawn by the weights that learn from them, in one step, so "
+        "ratios are 1 but for rounding"
+        for name in given
+    ]
+
+
+def draw_notes(config: Config) -> list[str]:
+    draws, vocabulary = config.loss.asks.draws, vocabulary_of(config.student)
+    if not config.loss.weight or draws <= vocabulary:
+        return []
+    return [
+        f"loss.m = {draws} draws of {vocabulary} tokens: loss.kind = "
+        '"reverse_kl" computes all of them, exactly and at less cost'
+    ]
+
+
+def beyond_embeddings(config: Config, tokenizer: Tokenizer) -> list[str]:
+    vocabulary = vocabulary_of(config.student)
+    beyond = sorted(index for index in tokenizer.get_vocab().values() if index >= vocabulary)
+    if not beyond:
+        return []
+    return [
+        f"the tokenizer of {config.student} has {len(beyond)} tokens beyond the {vocabulary} embeddings of the model, "
+        f"{tokenizer.convert_ids_to_tokens(beyond[0])!r} first: a prompt that holds one is refused, and no answer can"
+    ]
+
+
 def warnings_of(config: Config) -> list[str]:
     found: list[str] = []
+    never = {
+        "checkpoint.every": (config.checkpoint.every, "only what checkpoint.minutes asks for is saved, and the end"),
+        "eval.every": (config.eval.every, "only the student as it was at the start is evaluated"),
+        "learner.warmup": (config.learner.warmup, "learner.lr is never reached"),
+    }
+    found += [
+        f"{setting} = {every} is more than updates = {config.updates}: {so}"
+        for setting, (every, so) in never.items()
+        if every > config.updates
+    ]
+    if config.reference is not None and config.reference.host and on_cpu(config):
+        found.append("reference.host = true does nothing on a CPU, whose memory is the host's")
     if not config.checkpoint.every and not config.checkpoint.minutes:
         found.append("checkpoint.every = 0 and checkpoint.minutes = 0: a run that is killed loses everything")
     if len(config.teachers) > 1 and not config.data.shuffle:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
-from transformers import GenerationConfig
-
-from slipstream.assets import model_path
 from slipstream.engines.base import Graded
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
+from slipstream.engines.native.config import generation_of
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, load_model, pick_device
@@ -40,7 +37,7 @@ def build_model(plan: ModelPlan) -> LanguageModel:
 def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
     match plan.runs:
         case Settings() as settings:
-            ends = stop_ids(tokenizer, generation_config(settings.model))
+            ends = stop_ids(tokenizer, generation_of(settings.model))
             return VllmSampler(settings, stop_ids=ends, draws=plan.draws, best=plan.best)
         case ModelPlan() as student:
             lm = build_model(student)
@@ -59,13 +56,6 @@ class SelfGrading(Graded):
             stack.callback(sampling.close)
             super().__init__(sampling, grading)
             self.close = stack.pop_all().close
-
-
-def generation_config(model: str) -> Any:
-    try:
-        return GenerationConfig.from_pretrained(model_path(model))
-    except OSError:  # there need not be one
-        return None
 
 
 def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:

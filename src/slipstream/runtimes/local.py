@@ -222,7 +222,7 @@ class LocalLink:
 
 
 def open_engines(
-    plan: EnginesPlan, tokenizer: Tokenizer, *, nursery: Nursery | None = None, say: Say = print
+    plan: EnginesPlan, tokenizer: Tokenizer, *, nursery: Nursery | None = None, say: Say = print, still: Say = str
 ) -> Engines:
     """Without a nursery, or where that is gone, they get one of their own."""
     wanted = places(plan, tokenizer)
@@ -232,8 +232,17 @@ def open_engines(
         gpus = nursery.gpus()
         each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(gpus), say)
         say(loading(plan))
-        staff = start(wanted, nursery, stack, gpus=gpus if each else [], heartbeat=plan.runtime.heartbeat, say=say)
+        staff = start(
+            wanted, nursery, stack, gpus=gpus if each else [], heartbeat=plan.runtime.heartbeat, say=say, still=still
+        )
         return engines_from(plan, staff, stack.pop_all().close)
+
+
+def check_gpus(plan: EnginesPlan, tokenizer: Tokenizer, say: Say) -> None:
+    """What `open_engines` will say of them, or refuse, before anything is opened."""
+    from torch import cuda
+
+    gpus_each(plan.runtime.device, sum(place.computes for place in places(plan, tokenizer)), cuda.device_count(), say)
 
 
 def start(
@@ -244,6 +253,7 @@ def start(
     gpus: Sequence[str] | None = None,
     heartbeat: float = HEARTBEAT,
     say: Say,
+    still: Say = str,
 ) -> Staff:
     """All at the same time, each with GPUs of its own if there are any, which whoever replaces it gets too; without
     `gpus` each may look at all of them."""
@@ -268,7 +278,7 @@ def start(
         return len(free) // place.computes if gpus else inf
 
     staff = Staff(born, buried, room)
-    staff.begin(wanted, lambda _: where, say)
+    staff.begin(wanted, lambda _: where, say, still)
     return staff
 
 

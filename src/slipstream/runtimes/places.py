@@ -19,7 +19,7 @@ from slipstream.runtimes.exchange import REMINDER, RemoteWorker
 from slipstream.runtimes.ranked import RankedLearner
 from slipstream.tasks.chat import Tokenizer
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 SHOWN = 5
 """Names in a line about many."""
 
@@ -184,20 +184,23 @@ class Staff:
         self.kinds = dict[str, Place]()
         """One of each kind of which there may be more."""
 
-    def begin(self, wanted: Sequence[Place], meeting: Callable[[RemoteWorker], Any], say: Say) -> None:
+    def begin(
+        self, wanted: Sequence[Place], meeting: Callable[[RemoteWorker], Any], say: Say, still: Say = str
+    ) -> None:
         """All at the same time; `meeting` is where the first rank has the others meet. An engine that cannot be built
-        raises here as itself."""
+        raises here as itself. `still` is told whenever fewer are waited for; `say`, only where that takes long."""
         self.places = {self.born(place): place for place in wanted}
         self.kinds = {place.what: place for place in wanted if place.what}
         where = [meeting(worker) for worker, place in self.places.items() if place.meets][:1]
-        asyncio.run(self._all_started(where, say))
+        asyncio.run(self._all_started(where, say, still))
 
-    async def _all_started(self, where: Sequence[Any], say: Say) -> None:
+    async def _all_started(self, where: Sequence[Any], say: Say, still: Say) -> None:
         starting = {
             asyncio.create_task(started(worker, place, *(where if place.meets else []))): place.name
             for worker, place in self.places.items()
         }
         while starting:
+            still(f"loading {shortened(list(starting.values()))}")
             done, _ = await asyncio.wait(starting, timeout=REMINDER, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 say(f"waiting for {shortened(list(starting.values()))} to load")

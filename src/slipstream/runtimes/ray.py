@@ -51,7 +51,7 @@ KNOCK = 10.0
 
 
 def open_engines(
-    plan: EnginesPlan, tokenizer: Tokenizer, *, home: ExitStack | None = None, say: Say = print
+    plan: EnginesPlan, tokenizer: Tokenizer, *, home: ExitStack | None = None, say: Say = print, still: Say = str
 ) -> Engines:
     """Ray, where it is started or connected to here, is left with `home`; without one, with the engines."""
     wanted = places(plan, tokenizer)
@@ -59,7 +59,8 @@ def open_engines(
         connect(plan.runtime.address, wanted, home or stack, say)
         gpus = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), has("GPU"), say)
         say(loading(plan))
-        staff = start(wanted, stack, gpus=gpus, cpus=0 if has(OURS) else 1, heartbeat=plan.runtime.heartbeat, say=say)
+        cpus = 0 if has(OURS) else 1
+        staff = start(wanted, stack, gpus=gpus, cpus=cpus, heartbeat=plan.runtime.heartbeat, say=say, still=still)
         return engines_from(plan, staff, stack.pop_all().close)
 
 
@@ -146,6 +147,7 @@ def start(
     cpus: float = 1,
     heartbeat: float = HEARTBEAT,
     say: Say,
+    still: Say = str,
 ) -> Staff:
     """All at the same time."""
     links: list[RayLink] = []
@@ -167,7 +169,7 @@ def start(
         return first.link.actor.meet.remote()
 
     staff = Staff(born, room=room)
-    staff.begin(wanted, meeting, say)
+    staff.begin(wanted, meeting, say, still)
     return staff
 
 

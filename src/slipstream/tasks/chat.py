@@ -17,6 +17,17 @@ from slipstream.errors import ConfigError, DataError, ModelError, first_line
 from slipstream.records import Ints, Prompt
 from slipstream.tasks.data import Row
 
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+)
+"""Any of these holds the tokens of a tokenizer."""
 Tokenizer = Any
 """transformers' PreTrainedTokenizerBase; it carries no types of its own."""
 
@@ -26,10 +37,17 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     own = is_adapter(name) and (Path(name) / "tokenizer_config.json").exists()
     path = name if own else model_path(name)
+    if Path(path).is_dir() and not any((Path(path) / file).exists() for file in TOKENIZERS):
+        raise ModelError(
+            f"{name}: no tokenizer there: expected tokenizer.json; copy that of the model that this one was made from"
+        )
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as error:  # tokenizers raises Exception itself
         raise ModelError(f"{name}: cannot load a tokenizer there: {first_line(error)}") from None
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
+        raise ModelError(f"{name}: its tokenizer knows no tokens but special ones: a file of it is missing, or empty")
+    return tokenizer
 
 
 def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> list[Ints]:

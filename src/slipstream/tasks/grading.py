@@ -219,4 +219,5 @@ def with_grades(handle: Handle, grades: Grades) -> Handle:
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    with suppress(EOFError, ConnectionError):  # a parent that is gone, before it asked for anything
+        serve(Connection(int(sys.argv[1])))

@@ -19,9 +19,17 @@ def by_length(kind: Any) -> bool:
     return any(each in str(one) for one in kinds for each in KINDS)
 
 
+def check_there(name: str) -> None:
+    """A directory holds a model, or adapters of one; hub names are for their library to find."""
+    path = Path(model_path(name))
+    if path.is_dir() and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+        raise ModelError(f"{name}: no model there: the directory has no config.json")
+
+
 def load_config(name: str) -> Any:
     """A copy for whoever asks, and many do; a file is read once."""
     path = model_path(name)
+    check_there(name)
     file = Path(path, "config.json").absolute()
     try:
         return deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
@@ -34,6 +42,16 @@ def _config(path: str, file: Path, written: int) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(path)
+
+
+def generation_of(name: str) -> Any:
+    """Its generation config; where it has none, what its config says of that."""
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(model_path(name))
+    except OSError:
+        return GenerationConfig.from_model_config(load_config(name))
 
 
 def context_length(config: Any) -> int:

@@ -18,7 +18,8 @@ from transformers.utils import logging as hf_logging
 from slipstream.assets import model_path
 from slipstream.assets.adapters import adapter_of
 from slipstream.engines.native.adapters import merge
-from slipstream.engines.native.config import context_length, load_config
+from slipstream.engines.native.config import context_length
+from slipstream.engines.native.files import check_numbers, missing
 from slipstream.engines.native.head import find_head
 from slipstream.engines.native.positions import pin
 from slipstream.errors import ConfigError, ModelError, first_line
@@ -68,12 +69,6 @@ def has_windows(config: Any) -> bool:
     return "sliding_attention" in kinds if kinds else getattr(text, "sliding_window", None) is not None
 
 
-def empty_model(name: str) -> PreTrainedModel:
-    """Its modules, without weights: nothing is loaded."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(name))
-
-
 def load_model(
     name: str, *, dtype: str, device: str = "auto", longest: int | None = None, base: bool = False
 ) -> LanguageModel:
@@ -86,9 +81,10 @@ def load_model(
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"{name}: cannot load a causal LM there: {first_line(error)}") from None
     if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
-        raise ModelError(f"{name}: {len(absent)} weights are missing or of another shape, {absent[0]} first")
+        raise ModelError(missing(name, absent))
     if not base and (adapter := adapter_of(name)):
         merge(model, adapter)
+    check_numbers(name, model.named_parameters())
     return split(name, model.to(pick_device(device)).eval(), longest=longest)
 
 

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-from slipstream.engines.native.model import empty_model
+from slipstream.engines.native.files import empty_model
 from slipstream.engines.weights import checksum, raw
 
 PROBED = 256

@@ -1,0 +1,160 @@
+"""What lies in a model's directory: are all weights there, in the shapes that its config says, and are they numbers?
+
+Headers tell names and shapes. Values are read a stretch at a time, so that any model can be looked at anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slipstream.assets import model_path
+from slipstream.engines.native.config import load_config
+from slipstream.errors import ModelError, first_line
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Where transformers looks for them, in this order."""
+STRETCH = 1 << 26
+"""Bytes that are read at a time, or a row of a tensor."""
+Shape = tuple[int, ...]
+
+
+def weights_of(name: str) -> list[Path]:
+    """The files that hold its weights; none for a model of the hub that was not downloaded yet."""
+    for file in WEIGHTS:
+        if (found := file_of(name, file)) is None:
+            continue
+        if not file.endswith(".index.json"):
+            return [found]
+        parts = sorted(set(json.loads(found.read_text("utf-8"))["weight_map"].values()))
+        paths = {part: file_of(name, part) for part in parts}
+        for part, path in paths.items():
+            if path is None and here(name):
+                raise ModelError(f"{name}: {part} is missing, and {file} says that it holds weights")
+        return [path for path in paths.values() if path is not None]
+    if here(name) and not Path(model_path(name), "adapter_config.json").exists():
+        raise ModelError(f"{name}: no weights there: expected {WEIGHTS[0]}, or {WEIGHTS[1]} and its parts")
+    return []
+
+
+def here(name: str) -> bool:
+    return Path(model_path(name)).is_dir()
+
+
+def file_of(name: str, file: str) -> Path | None:
+    """In its directory, or in the cache of the hub."""
+    path = model_path(name)
+    if here(name):
+        return found if (found := Path(path, file)).exists() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(path, file)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def check_complete(name: str) -> None:
+    """Every weight that its config asks for is there, in its shape.
+
+    Names that no config asks for may be those of another version of its code, which the loader translates: with such
+    names about, a weight that is missing by its own name is the loader's business.
+    """
+    shapes = {key: shape for file in weights_of(name) for key, shape in shapes_in(name, file).items()}
+    if not shapes:
+        return
+    model = empty_model(name)
+    asked = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    for key in sorted(asked.keys() & shapes.keys()):
+        if prod(asked[key]) != prod(shapes[key]):  # what was only turned round, the loader may turn back
+            raise ModelError(f"{name}: {key} has the shape {list(shapes[key])}, and its config says {list(asked[key])}")
+    left_out = re.compile("|".join(model._keys_to_ignore_on_load_missing or ["$^"]))
+    absent = sorted(key for key in asked.keys() - shapes.keys() - tied(model) if not left_out.search(key))
+    if absent and not shapes.keys() - asked.keys():
+        raise ModelError(missing(name, absent))
+
+
+def missing(name: str, absent: list[str]) -> str:
+    return f"{name}: {len(absent)} weights are missing or of another shape, {absent[0]} first"
+
+
+def tied(model: PreTrainedModel) -> set[str]:
+    """Weights that are others by another name: either may be left out of a file."""
+    pairs: Mapping[str, str] = model.all_tied_weights_keys
+    return {*pairs.keys(), *pairs.values()} if pairs else set()
+
+
+def empty_model(name: str) -> PreTrainedModel:
+    """Its modules, without weights: nothing is loaded."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(load_config(name))
+
+
+def shapes_in(name: str, file: Path) -> dict[str, Shape]:
+    if file.suffix != ".safetensors":
+        return {key: tuple(tensor.shape) for key, tensor in unpickled(name, file)}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118 (no dict)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{name}: {file.name} is damaged: {first_line(error)}") from None
+
+
+def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
+    """Mapped, not loaded."""
+    try:
+        held: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever unpickling makes of a damaged file
+        raise ModelError(f"{name}: {file.name} is damaged: {first_line(error)}") from None
+    yield from ((key, value) for key, value in held.items() if isinstance(value, Tensor))
+
+
+def read_through(name: str) -> int:
+    """All weights, a stretch at a time: how many numbers there are. A ModelError where one is none."""
+    return check_numbers(name, (part for file in weights_of(name) for part in stretches(name, file)))
+
+
+def stretches(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
+    if file.suffix != ".safetensors":
+        yield from unpickled(name, file)
+        return
+    with safe_open(file, framework="pt") as opened:
+        for key in opened.keys():  # noqa: SIM118 (no dict)
+            part = opened.get_slice(key)
+            rows, *rest = part.get_shape() or [0]
+            if not rows:
+                yield key, opened.get_tensor(key)
+            at_once = max(1, STRETCH // (8 * prod(rest) or 1))
+            for start in range(0, rows, at_once):
+                yield key, part[start : start + at_once]
+
+
+def check_numbers(name: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """How many numbers these are; a ModelError if some are not finite."""
+    count, damaged = 0, set[str]()
+    for key, tensor in tensors:
+        count += tensor.numel()
+        if tensor.is_floating_point() and not finite(tensor):
+            damaged.add(key)
+    if damaged:
+        raise ModelError(
+            f"{name}: its weights are damaged: {len(damaged)} of them hold what is no finite number, "
+            f"{min(damaged)} first"
+        )
+    return count
+
+
+@torch.no_grad()
+def finite(tensor: Tensor) -> bool:
+    """A finite sum has finite parts, and is there at once."""
+    if tensor.itemsize < 2:
+        tensor = tensor.float()
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())

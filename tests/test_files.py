@@ -1,0 +1,227 @@
+"""What lies in a model's directory: every fault is one line, the same from `config --check` and `train`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.assets import model_path
+from slipstream.cli import main
+from slipstream.engines.native import files
+from slipstream.engines.native.files import check_complete, finite, read_through, weights_of
+from slipstream.errors import ModelError
+
+BASE = """
+student = "model"
+updates = 1
+output = "run"
+[teachers.main]
+model = "builtin:teacher"
+[data]
+limit = 8
+[sampler]
+max_tokens = 8
+[learner]
+batch_size = 4
+[runtime]
+kind = "inline"
+device = "cpu"
+"""
+EMBEDDINGS, FIRST = "model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"
+SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+Weights = dict[str, torch.Tensor]
+
+
+def weights(path: Path) -> Weights:
+    return load_file(path / SINGLE)
+
+
+def changed(path: Path, change: Callable[[Weights], Any]) -> None:
+    held = weights(path)
+    change(held)
+    save_file(held, path / SINGLE, {"format": "pt"})
+
+
+def with_config(path: Path, file: str = "config.json", **changes: Any) -> None:
+    told = json.loads((path / file).read_text()) | changes
+    (path / file).write_text(json.dumps({name: value for name, value in told.items() if value is not None}))
+
+
+def sharded(path: Path, *, parts: int = 2) -> None:
+    held = weights(path)
+    names = {name: f"part-{i % parts}.safetensors" for i, name in enumerate(sorted(held))}
+    for part in set(names.values()):
+        save_file({name: held[name] for name, where in names.items() if where == part}, path / part, {"format": "pt"})
+    (path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    (path / SINGLE).unlink()
+
+
+def pickled(path: Path) -> None:
+    torch.save(weights(path), path / PICKLED)
+    (path / SINGLE).unlink()
+
+
+def without_part(path: Path) -> None:
+    sharded(path)
+    (path / "part-1.safetensors").unlink()
+
+
+def planted(value: float) -> Callable[[Path], None]:
+    return lambda path: changed(path, lambda held: held[FIRST].view(-1)[7:9].fill_(value))
+
+
+def planted_and_pickled(path: Path) -> None:
+    planted(float("inf"))(path)
+    pickled(path)
+
+
+def cut(path: Path) -> None:
+    (path / SINGLE).write_bytes((path / SINGLE).read_bytes()[:-1000])
+
+
+def without(*names: str) -> Callable[[Path], None]:
+    def remove(path: Path) -> None:
+        for name in names:
+            (path / name).unlink()
+
+    return remove
+
+
+def emptied(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def endless(path: Path) -> None:
+    with_config(path, eos_token_id=None)
+    with_config(path, "generation_config.json", eos_token_id=None)
+    with_config(path, "tokenizer_config.json", eos_token=None)
+
+
+def narrower(path: Path, size: int) -> None:
+    """As many embeddings."""
+    changed(path, lambda held: held.update({EMBEDDINGS: held[EMBEDDINGS][:size].clone()}))
+    with_config(path, vocab_size=size)
+
+
+DAMAGED = "its weights are damaged: 1 of them hold what is no finite number, " + FIRST + " first"
+FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a number that is none": (planted(float("nan")), DAMAGED),
+    "an infinite number": (planted(float("inf")), DAMAGED),
+    "an infinite number, pickled": (planted_and_pickled, DAMAGED),
+    "a weight is missing": (
+        lambda path: changed(path, lambda held: held.pop(FIRST)),
+        f"1 weights are missing or of another shape, {FIRST} first",
+    ),
+    "the config has a layer more": (
+        lambda path: with_config(path, num_hidden_layers=3, layer_types=["full_attention"] * 3),
+        "11 weights are missing or of another shape, model.layers.2.input_layernorm.weight first",
+    ),
+    "another width": (
+        lambda path: with_config(path, intermediate_size=128),
+        f"{FIRST} has the shape [64, 192], and its config says [64, 128]",
+    ),
+    "a file that was cut off": (cut, f"{SINGLE} is damaged: "),
+    "a part is missing": (without_part, f"part-1.safetensors is missing, and {INDEX} says that it holds weights"),
+    "no weights": (without(SINGLE), f"no weights there: expected {SINGLE}, or {INDEX} and its parts"),
+    "an empty directory": (emptied, "no model there: the directory has no config.json"),
+    "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "no tokenizer there: expected tokenizer.json"),
+    "no tokens": (without("tokenizer.json"), "no tokenizer there: expected tokenizer.json"),
+    "no end token": (endless, "names no end-of-sequence token: set eos_token in its tokenizer config"),
+    "prompts beyond the embeddings": (lambda path: narrower(path, 12), "is beyond the 12 embeddings of model"),
+    "an end token beyond the embeddings": (
+        lambda path: narrower(path, 1),
+        "its end token 1 is beyond its 1 embeddings, so that no answer could ever end",
+    ),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(BASE)
+    shutil.copytree(model_path("builtin:student"), tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_model_is_one_line_from_check_and_train(
+    fault: str, model: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    damage, line = FAULTS[fault]
+    damage(model)
+    said = []
+    for words in (["config", "run.toml", "--check"], ["train", "run.toml"]):
+        assert main(words) == 2
+        said.append(capfd.readouterr().err.splitlines())
+    assert said[0] == said[1] and len(said[0]) == 1
+    assert said[0][0].startswith("error: ") and line in said[0][0]
+    assert not (model.parent / "run").exists()
+
+
+@pytest.mark.parametrize("written", [lambda path: None, sharded, pickled])
+def test_sound_weights_are_counted_however_they_are_written(
+    written: Callable[[Path], None], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sum(tensor.numel() for tensor in weights(model).values())
+    written(model)
+    check_complete("model")
+    assert read_through("model") == expected
+    monkeypatch.setattr(files, "STRETCH", 100)
+    assert read_through("model") == expected
+
+
+def test_check_says_what_it_read_and_what_it_did_not(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["config", "run.toml", "--check"]) == 0
+    said = capsys.readouterr().out
+    assert "# weights of model: all there, 142,208 finite numbers (0.5 MiB read in 0." in said
+    assert "# weights of builtin:teacher: all there, 317,952 finite numbers (1.2 MiB read in 0." in said
+    monkeypatch.setattr(files, "here", lambda name: name != "model")
+    assert main(["config", "run.toml", "--check"]) == 0
+    assert "# weights of model: not looked at, they are not on this machine yet" in capsys.readouterr().out
+
+
+def test_names_that_only_a_loader_knows_are_left_to_it(model: Path) -> None:
+    changed(model, lambda held: held.update({"model.layers.0.mlp.down.weight": held.pop(FIRST)}))
+    check_complete("model")
+
+
+def test_either_of_two_tied_weights_may_be_the_one_that_is_there(model: Path) -> None:
+    changed(model, lambda held: held.update({"lm_head.weight": held.pop(EMBEDDINGS)}))
+    check_complete("model")
+    changed(model, lambda held: held.update({EMBEDDINGS: held["lm_head.weight"].clone()}))
+    check_complete("model")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_warned_of(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrower(model, 38)
+    (model.parent / "rows.jsonl").write_text('{"prompt": "A1"}\n' * 8)
+    assert main(["config", "run.toml", "--check", "--data.train", "rows.jsonl"]) == 0
+    warning = (
+        "# warning: the tokenizer of model has 1 tokens beyond the 38 embeddings of the model, '=' first: a prompt"
+    )
+    assert warning in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_sum_that_overflows_is_no_fault_and_a_cancelled_infinity_is(dtype: torch.dtype) -> None:
+    assert finite(torch.full((4,), torch.finfo(dtype).max, dtype=dtype))
+    assert finite(torch.zeros(0, dtype=dtype))
+    assert not finite(torch.tensor([float("inf"), -float("inf")], dtype=dtype))
+    assert not finite(torch.tensor([0.0, float("nan")], dtype=dtype))
+
+
+def test_where_nothing_lies_there_are_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no such directory"):
+        weights_of(str(tmp_path / "nowhere"))

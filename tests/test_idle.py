@@ -1,0 +1,224 @@
+"""Settings that would do nothing, or next to nothing: each is refused, warned of or noted, and says so itself."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from slipstream.cli import main
+from slipstream.commands.train import train
+from slipstream.config.file import load
+from slipstream.plan.plan import plan
+from slipstream.runtimes.inline import open_engines
+
+BASE = """
+student = "builtin:student"
+updates = 2
+output = "run"
+[teachers.main]
+model = "builtin:teacher"
+[data]
+limit = 8
+[sampler]
+max_tokens = 8
+[learner]
+batch_size = 4
+[runtime]
+kind = "inline"
+device = "cpu"
+"""
+RL = "loss.weight=0 teachers={} policy.loss=vanilla task.reward=exact sampler.group=2"
+HELD_OUT = "data.eval=builtin:arithmetic task.reward=exact eval.prompts=4"
+TWO = "teachers.other.model=builtin:teacher data.train=routed.jsonl"
+NOTHING = "has next to nothing to do: answers are drawn by the weights that learn from them"
+
+REFUSED = {
+    "data.train=rows.jsonl data.split=test": "data.split = 'test' does nothing: rows.jsonl has no splits; drop it",
+    "data.teacher_key=level": "data.teacher_key does nothing without several teachers",
+    "data.template_args={quiet=true}": "data.template_args.quiet does nothing: prompts are plain text; drop it",
+    "data.train=talks.jsonl student=chatty teachers.main.model=chatty data.template_args={quite=true}": (
+        "data.template_args.quite does nothing: the chat template of chatty does not read it; drop it"
+    ),
+    "learner.compute_dtype=float64": 'learner.compute_dtype = "float64" does nothing over weights in float32',
+    "learner.dtype=bfloat16 learner.compute_dtype=float32": 'compute_dtype = "float32" does nothing over weights in bf',
+    "learner.dtype=float64 learner.compute_dtype=bfloat16": 'compute_dtype = "bfloat16" does nothing over weights in f',
+    "loss.kind=jsd loss.k=4": "k = 4 does nothing: the hidden cache is the whole distribution",
+    "loss.kind=forward_kl loss.cache=hidden loss.k=4": "k = 4 does nothing: the hidden cache is the whole",
+    f"{RL} loss.m=4": "loss.m does nothing without loss.weight",
+    f"{RL} loss.kind=k2": "loss.kind does nothing without loss.weight",
+    f"{RL} loss.temperature=0.5": "loss.temperature does nothing without loss.weight",
+    "data.eval=builtin:arithmetic": "data.eval does nothing without eval.every",
+    "eval.prompts=10": "eval.prompts does nothing without eval.every",
+    "eval.n=2": "eval.n does nothing without eval.every",
+    "eval.temperature=0.5": "eval.temperature does nothing without eval.every",
+    "task.timeout=5.0": "task.timeout does nothing without task.reward",
+    "runtime.graders=2": "runtime.graders does nothing without task.reward",
+    "log.project=mine": "log.project does nothing without a tracker in log.to that has projects",
+    "teachers.main.weight=0": "teachers.main.weight = 0 leaves nothing to distil: raise one, or drop [teachers]",
+    f"{TWO} teachers.main.weight=0 teachers.other.weight=0": (
+        "teachers.main.weight and teachers.other.weight = 0 leaves nothing to distil"
+    ),
+    "sampler.temperature=1e-9": "sampler.temperature: input should be greater than or equal to 0.001",
+    "sampler.temperature=1e300": "sampler.temperature: input should be less than or equal to 100",
+    "loss.temperature=1e-9": "loss.temperature: input should be greater than or equal to 0.001",
+    "loss.temperature=1e300": "loss.temperature: input should be less than or equal to 100",
+    f"eval.every=1 {HELD_OUT} eval.temperature=1e-9": "eval.temperature: 1e-09 is as good as greedy: write 0, or 0.001",
+    f"eval.every=1 {HELD_OUT} eval.temperature=1e300": "eval.temperature: input should be less than or equal to 100",
+    "output=": "output: string should have at least 1 character",
+    "data.train=": "'' names no data: write a file",
+    "student=": "'' names no model: write an HF directory or a hub name",
+    "teachers.main.model=": "'' names no model: write an HF directory or a hub name",
+    "sampler.slots=1000000000": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
+    "loss.m=1000000000": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
+    "learner.batch_size=1000000000": "samples on their way, which need 4,768.4 GiB at the least; this machine has",
+}
+WARNED = {
+    "checkpoint.every=3": "checkpoint.every = 3 is more than updates = 2: only what checkpoint.minutes asks for is",
+    f"eval.every=3 {HELD_OUT}": "eval.every = 3 is more than updates = 2: only the student as it was at the start is",
+    "learner.warmup=3": "learner.warmup = 3 is more than updates = 2: learner.lr is never reached",
+    f"{RL} reference.weight=0.1 reference.host=true": "reference.host = true does nothing on a CPU",
+    "learner.token_budget=100000000000": "its device has",
+    "checkpoint.minutes=0": "a run that is killed loses everything",
+    "reference.weight=0.1": "drop [reference] if that is not meant",
+}
+NOTED = {
+    "loss.clip=0.2 schedule.kind=sync": f"loss.clip {NOTHING}",
+    "loss.ratio_cap=2.0 schedule.tau=0": f"loss.ratio_cap {NOTHING}",
+    "loss.kind=k1 loss.as=reward loss.dual_clip=4.0 schedule.kind=periodic": f"loss.dual_clip {NOTHING}",
+    f"{RL} policy.options={{clip_high=0.3}} schedule.kind=sync": f"policy.options.clip_high {NOTHING}",
+    "loss.m=64": 'loss.m = 64 draws of 39 tokens: loss.kind = "reverse_kl" computes all of them',
+}
+QUIET = [
+    "loss.clip=0.2",
+    "loss.clip=0.2 schedule.kind=sync learner.minibatches=2",
+    "loss.clip=0.2 schedule.kind=replay schedule.k=1",
+    "schedule.kind=sync",
+    "loss.m=39",
+    "checkpoint.every=2 learner.warmup=2",
+    "learner.compute_dtype=bfloat16",
+    "learner.compute_dtype=float32",
+    "learner.dtype=float64 learner.compute_dtype=float64",
+    f"{TWO} teachers.other.weight=0",
+]
+"""What does something, or was not asked for."""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models_dir: Path) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(BASE)
+    (tmp_path / "chatty").symlink_to(models_dir / "student")
+    talks = [{"messages": [{"role": "user", "content": "1+1="}]}]
+    rows = {
+        "rows.jsonl": [{"prompt": "A1="}],
+        "talks.jsonl": talks,
+        "routed.jsonl": [{"prompt": "A1=", "data_source": name} for name in ("main", "other")],
+    }
+    for name, lines in rows.items():
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return "run.toml"
+
+
+def words(line: str) -> list[str]:
+    return [word for pair in line.split() for word in (f"--{pair.partition('=')[0]}", pair.partition("=")[2])]
+
+
+def told(kind: str, out: str) -> list[str]:
+    lines = [line.removeprefix("# ") for line in out.splitlines() if line.startswith("# ")]
+    warnings = [line.removeprefix("warning: ") for line in lines if line.startswith("warning: ")]
+    return warnings if kind == "warning" else [line for line in lines if not line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_can_only_be_a_mistake_is_refused(line: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for command in (["config", config, "--check"], ["train", config]):
+        assert main([*command, *words(line)]) == 2
+        said.append(capsys.readouterr().err.splitlines()[-1])
+    assert said[0] == said[1] and said[0].startswith("error: ") and REFUSED[line] in said[0]
+
+
+@pytest.mark.parametrize("line", WARNED)
+def test_what_may_be_meant_is_warned_of(line: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", config, "--check", *words(line)]) == 0
+    warnings = told("warning", capsys.readouterr().out)
+    assert len(warnings) == 1 and WARNED[line] in warnings[0]
+
+
+@pytest.mark.parametrize("line", NOTED)
+def test_what_has_next_to_nothing_to_do_is_noted(line: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", config, "--check", *words(line)]) == 0
+    notes = told("note", capsys.readouterr().out)
+    assert sum(NOTED[line] in note for note in notes) == 1
+
+
+@pytest.mark.parametrize("line", QUIET)
+def test_what_does_something_is_let_be(line: str, config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", config, "--check", *words(line)]) == 0
+    out = capsys.readouterr().out
+    assert told("warning", out) == []
+    assert not [note for note in told("note", out) if "nothing to do" in note or "computes all" in note]
+
+
+class EnginesStart(Exception):
+    pass
+
+
+def test_train_prints_every_warning_of_check_as_it_is(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what looks like markup: [reference]."""
+    line = "reference.weight=0.1 reference.host=true checkpoint.every=9 learner.warmup=9 learner.lr=0.5"
+    assert main(["config", config, "--check", *words(line)]) == 0
+    checked = told("warning", capsys.readouterr().out)
+
+    def start(*anything: Any, **given: Any) -> None:
+        raise EnginesStart
+
+    monkeypatch.setattr("slipstream.runtimes.inline.open_engines", start)
+    text = io.StringIO()
+    changes = [(key, value) for key, _, value in (pair.partition("=") for pair in line.split())]
+    with pytest.raises(EnginesStart):
+        train(load(config, changes), Console(file=text, width=60), name="run")
+    printed = [each.removeprefix("warning: ") for each in text.getvalue().splitlines() if each.startswith("warning: ")]
+    assert printed == checked and len(checked) == 5
+    assert any("drop [reference] if" in each for each in checked)
+
+
+def test_check_counts_gpus_as_train_does(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    check = ["config", config, "--check", "--runtime.kind", "local", "--runtime.device"]
+    assert main([*check, "auto"]) == 0
+    assert "# running on CPU: 3 engines need a GPU each, there are 1; see runtime.kind" in capsys.readouterr().out
+    monkeypatch.setattr("slipstream.plan.plan.check_device", lambda config: None)
+    monkeypatch.setattr("slipstream.plan.plan.check_room", lambda plan: [])
+    monkeypatch.setattr("slipstream.plan.placement.needs", lambda plan: [])
+    assert main([*check, "cuda"]) == 2
+    assert "runtime.device = 'cuda': 3 engines need a GPU each, there are 1; lower" in capsys.readouterr().err
+
+
+@pytest.fixture
+def threads_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_are_those_of_each_engine_in_one_process_too(config: str, threads_before: None) -> None:
+    made = plan(load(config, [("learner.threads", "3"), ("runtime.threads", "2")]))
+    engines = open_engines(made.engines, made.tokenizer, say=str)
+    try:
+        (sampler,), ((scorer,),) = engines.samplers, engines.scorers.values()
+        found = [e.thread.submit(torch.get_num_threads).result() for e in (engines.learner, sampler.sampler, scorer)]  # type: ignore[attr-defined]
+        assert found == [3, 2, 2]
+    finally:
+        engines.close()
