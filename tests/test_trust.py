@@ -18,10 +18,10 @@ from slipstream.config.teacher import TeacherConfig
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded, Scorer
 from slipstream.engines.trust import FLOOR, apart, scored
-from slipstream.errors import EngineError, NonFiniteError, SlipstreamError, Unhealthy
+from slipstream.errors import EngineError, NonFiniteError, RunDirError, SlipstreamError, Unhealthy
 from slipstream.metrics import trust_metrics
 from slipstream.pipeline.admission import Standing
-from slipstream.pipeline.checkpoint import Checkpoints
+from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.health import (
     History,
     Line,
@@ -393,11 +393,19 @@ class Diverging(toy.ToyLearner):
         await super().accumulate(batch, counts)
 
 
-def test_the_checkpoint_before_the_update_that_destroyed_the_weights_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_run_does_not_go_on_from_the_weights_that_an_update_destroyed(tmp_path: Path, every: int) -> None:
     learner = Diverging(toy.random_table(V, seed=0))
-    with pytest.raises(NonFiniteError, match=r"update 7 is nan; the weights of update 6 are in .*checkpoints/6$"):
-        train(tmp_path, toy.ToyScorer(TEACHER), learner=learner, checkpoint={"every": 5, "keep": 1})
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "6"}
+    said = r"update 7 is nan; the weights of update 6 are in .*/6.suspect, and (earlier|sound) ones in .*/[35]$"
+    with pytest.raises(NonFiniteError, match=said):
+        train(tmp_path, toy.ToyScorer(TEACHER), learner=learner, checkpoint={"every": every, "keep": 2})
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"5", "6.suspect"}
+    assert newest(tmp_path).standing.version == 5
+    with pytest.raises(RunDirError, match=r"6.suspect is of a run that went wrong there.*--from with one of .*5$"):
+        newest(tmp_path, 6)
+    Checkpoints(tmp_path / "checkpoints").forget_after(0)
+    with pytest.raises(RunDirError, match=r"rename it to 6 to go on from it all the same, or begin a new run$"):
+        newest(tmp_path)
 
 
 def test_old_checkpoints_go_but_the_last_that_has_proven_sound(tmp_path: Path) -> None:

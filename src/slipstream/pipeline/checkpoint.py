@@ -66,7 +66,13 @@ class Checkpoints:
 
         At a stop older ones stay, as these weights may be worse. No run goes on from suspect ones by itself.
         """
-        path = self.directory / (f"{standing.version}.suspect" if suspect else str(standing.version))
+        path = plain = self.directory / str(standing.version)
+        if suspect:
+            path = suspect_of(plain)
+            if plain.exists():
+                with writing(path):
+                    shutil.rmtree(path, ignore_errors=True)
+                    plain.rename(path)
         if standing.in_flight or not path.exists():  # what is in flight has gone on since
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
@@ -93,6 +99,9 @@ class Checkpoints:
     def existing(self) -> list[int]:
         return sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdecimal())
 
+    def suspects(self) -> list[Path]:
+        return sorted(self.directory.glob(suspect_of(Path("*")).name))
+
     def forget_after(self, version: int) -> None:
         """A run goes on from here: what came later, and what was never finished, is in its way."""
         with writing(self.directory):
@@ -100,6 +109,10 @@ class Checkpoints:
             for later in self.existing():
                 if later > version:
                     remove(self.directory / str(later))
+
+
+def suspect_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.suspect")
 
 
 async def save_whole(
@@ -143,6 +156,13 @@ def newest(run: Path, number: int | None = None, *, say: Callable[[str], None] =
     """The last whole checkpoint of a run directory, or the one that is asked for."""
     checkpoints = Checkpoints(run / "checkpoints")
     existing = checkpoints.existing()
+    for path in checkpoints.suspects():
+        if path.stem == str(number) or not existing:
+            other = f"or write --from with one of {_listed(existing)}" if existing else "or begin a new run"
+            raise RunDirError(
+                f"{path} is of a run that went wrong there, and may be the cause: rename it to {path.stem} to go on "
+                f"from it all the same, {other}"
+            )
     if not existing:
         raise RunDirError(
             f"{run} has no checkpoint to go on from: it was stopped before the first (checkpoint.minutes)"

@@ -274,16 +274,18 @@ class Run:
             self.say("nothing is saved: the update in hand may have made some of its optimizer steps and not others")
             raise cause from cause.__cause__
         limit = STALLED_SAVE if isinstance(cause, Stalled) else self.patience
-        suspect = isinstance(cause, Unhealthy) and cause.harmful
+        suspect = isinstance(cause, NonFiniteError) or (isinstance(cause, Unhealthy) and cause.harmful)
         try:
             path = await in_time(self._checkpoint(mark, stopping=True, suspect=suspect)(), limit, "writing it")
         except Exception as error:  # the learner itself may be what failed: the cause is what matters
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
             if isinstance(cause, NonFiniteError | Unhealthy):
-                before = self.checkpoints.proven(self.admission.version)[-1:]
-                sound = f", and sound ones in {self.checkpoints.directory / str(before[0])}" if before else ""
-                said = f"{cause}; the weights of update {self.admission.version} are in {path}{sound}"
+                version, saved = self.admission.version, self.checkpoints
+                before = [("sound", each) for each in saved.proven(version)]
+                before = before or [("earlier", each) for each in saved.existing() if each < version]
+                other = "".join(f", and {what} ones in {saved.directory / str(each)}" for what, each in before[-1:])
+                said = f"{cause}; the weights of update {version} are in {path}{other}"
                 raise type(cause)(said) from None
         raise cause from cause.__cause__
 
