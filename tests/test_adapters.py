@@ -169,6 +169,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "adapter_model.safetensors: cannot be read: it is damaged",
     ),
     "another rank": (reshaped("q_proj.lora_A", lambda t: t[:3]), "which is no adapter of rank 4"),
+    "no numbers": (reshaped("q_proj.lora_A", lambda t: t * torch.nan), "its weights are damaged: 1 of them hold what"),
     "other inputs": (reshaped("q_proj.lora_A", lambda t: t[:, :9]), "is for 9 inputs and 32 outputs, and that of"),
 }
 
@@ -330,6 +331,18 @@ def test_a_config_that_contradicts_an_adapter_is_refused(
 def test_the_same_settings_in_other_words_are_no_contradiction(home: Path) -> None:
     both = ["--student", "first/final/adapter", "--learner.lora.targets", "all-linear", "--learner.lora.rank", "2"]
     assert main(["config", "plain.toml", "--check", *both]) == 0
+
+
+def test_an_adapter_that_holds_no_numbers_is_found_out_by_a_check(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reshaped("q_proj.lora_B", lambda t: t * torch.nan)(home / "first/final/adapter")
+    for words in (["--student", "first/final/adapter"], ["--teachers.main.model", "first/final/adapter"]):
+        capsys.readouterr()
+        assert main(["config", "plain.toml", "--check", *words]) == 2
+        assert "first/final/adapter: its weights are damaged: 1 of them hold what is no" in capsys.readouterr().err
+        assert main(["train", "plain.toml", *words, "--output", "new"]) == 2
+        assert "first/final/adapter: its weights are damaged: 1 of them hold what is no" in capsys.readouterr().err
 
 
 def test_of_layers_of_one_name_all_must_have_an_adapter_to_be_trained(

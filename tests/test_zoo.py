@@ -24,7 +24,7 @@ WALK = [
 @pytest.mark.parametrize("name", WALK)
 def test_a_family_is_exact(name: str) -> None:
     model = families.make(name)
-    for trial in ("generates", "packed", "padded"):
+    for trial in ("generates", "packed", "padded", "adapters", "saved"):
         outcome = attempt(model, trial)
         if isinstance(outcome, Exception):
             raise outcome

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from slipstream.assets.adapters import adapter_of
 from slipstream.config.schema import LearnerConfig, LoraConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.draws import process
+from slipstream.engines.native.adapters import merge
 from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.storage import save
 from slipstream.engines.native.lora import with_adapters
@@ -175,7 +177,7 @@ def gradients(lm: LanguageModel, losses: Sequence[Callable[[], Tensor]]) -> dict
 
 
 def lora(model: PreTrainedModel) -> float:
-    """Adapters that were moved travel to a sampler, and are merged into what is saved."""
+    """Adapters that were moved travel to a sampler, and are in what is saved: merged, and by themselves."""
     config = LoraConfig(rank=2)
     ours, theirs = (with_adapters(apart(model), config, seed=7) for _ in range(2))
     with torch.no_grad():
@@ -185,18 +187,23 @@ def lora(model: PreTrainedModel) -> float:
     weights = export_weights(ours.model, "float64")
     load_weights(theirs.model, weights)
     assert fingerprint(theirs.model, "float64") == fingerprint(ours.model, "float64", exported=weights)
-    return max(reloaded(ours), difference(ours, theirs))
+    return max(reloaded(ours, base=model), difference(ours, theirs))
 
 
 def saved(model: PreTrainedModel) -> float:
     return reloaded(apart(model))
 
 
-def reloaded(lm: LanguageModel) -> float:
+def reloaded(lm: LanguageModel, *, base: PreTrainedModel | None = None) -> float:
+    """What is saved is the same, and so is, of adapters, what they are on their base."""
     with TemporaryDirectory() as folder:
-        save(Path(folder), lm, None, Ranks(), update=1, optimizer=None, previous={}, beta=None)
-        again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
-    return difference(lm, apart(again))
+        save(Path(folder), lm, None, Ranks(), update=1, optimizer=None, previous={}, beta=None, versions={})
+        saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        found = [apart(saved)]
+        if base is not None:
+            found.append(apart(base))
+            merge(found[-1].model, adapter_of(f"{folder}/adapter"))
+    return max(difference(lm, each) for each in found)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.assets import model_path
 from slipstream.assets.adapters import CONFIG, PREFIX, WEIGHTS, Adapter
+from slipstream.engines.native.files import check_numbers
 from slipstream.errors import ModelError, first_line
 
 
@@ -36,6 +37,7 @@ def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
         held = load_file(adapter.path / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{adapter.path / WEIGHTS}: cannot be read: {first_line(error)}") from None
+    check_numbers(str(adapter.path), held.items())
     a, b = ({layer: held[f"{PREFIX}{layer}.lora_{part}.weight"] for layer in adapter.layers} for part in "AB")
     return {layer: (a[layer], b[layer]) for layer in adapter.layers}
 

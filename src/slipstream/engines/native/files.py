@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.assets import model_path
+from slipstream.assets.adapters import WEIGHTS as ADAPTER
+from slipstream.assets.adapters import is_adapter
 from slipstream.engines.native.config import load_config
 from slipstream.errors import ModelError, first_line
 
@@ -41,7 +43,7 @@ def weights_of(name: str) -> list[Path]:
             if path is None and here(name):
                 raise ModelError(f"{name}: {part} is missing, and {file} says that it holds weights")
         return [path for path in paths.values() if path is not None]
-    if here(name) and not Path(model_path(name), "adapter_config.json").exists():
+    if here(name):
         raise ModelError(f"{name}: no weights there: expected {WEIGHTS[0]}, or {WEIGHTS[1]} and its parts")
     return []
 
@@ -118,7 +120,8 @@ def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
 
 def read_through(name: str) -> int:
     """All weights, a stretch at a time: how many numbers there are. A ModelError where one is none."""
-    return check_numbers(name, (part for file in weights_of(name) for part in stretches(name, file)))
+    own = [Path(name, ADAPTER)] if is_adapter(name) else []  # beside those of its base
+    return check_numbers(name, (part for file in (*weights_of(name), *own) for part in stretches(name, file)))
 
 
 def stretches(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
