@@ -179,12 +179,17 @@ def test_a_run_has_the_losses_of_one_process_and_all_its_processes_end(
 class Fate:
     """At the end of some updates something happens to a process: a sink of the run log."""
 
+    every = 1
+
     def __init__(self, how: signal.Signals, victims: dict[int, str], pid_of: Callable[[str], int]) -> None:
         self.how, self.victims, self.pid_of = how, victims, pid_of
 
     def log(self, numbers: Any, step: int) -> None:
         if victim := self.victims.pop(step, ""):
             os.kill(self.pid_of(victim), self.how)
+
+    def samples(self, quotes: Any, step: int) -> None:
+        pass
 
     def close(self) -> None:
         pass
