@@ -305,11 +305,16 @@ def test_the_error_of_a_mean_is_of_independent_prompts() -> None:
 class Kept:
     """A tracker."""
 
+    every = 1
+
     def __init__(self) -> None:
         self.names: list[str] = []
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.names += numbers
+
+    def samples(self, quotes: Any, step: int) -> None:
+        pass
 
     def close(self) -> None:
         pass
