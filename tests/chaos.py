@@ -207,10 +207,11 @@ class Chaos:
         yield "no process and no temporary file is left", not self.left, ", ".join(self.left) or "after any part"
         shared = sorted(name for name in self.shared if Path(name).exists())
         yield "no shared memory is left", not shared, ", ".join(shared) or f"of {len(self.shared)} names"
-        traces = [
-            word for word in ("Traceback", "never awaited", "was destroyed", "never retrieved") if word in self.said
-        ]
-        yield "nothing is said that a user need not read", not traces, ", ".join(traces) or f"in {self.parts} parts"
+        words = ("Traceback", "never awaited", "was destroyed", "never retrieved")
+        said = next(
+            (self.said[max(0, self.said.index(word) - 500) :][:3000] for word in words if word in self.said), ""
+        )
+        yield "nothing is said that a user need not read", not said, said or f"in {self.parts} parts"
 
     @property
     def accuracy(self) -> float:

@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from math import inf
@@ -20,6 +21,7 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants, services
+from ray._private import worker as ray_worker
 
 from slipstream.engines.base import Engines
 from slipstream.errors import ConfigError, first_line
@@ -33,17 +35,14 @@ QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 SHORT = 20
 """Characters of a directory below which the names of Ray's sockets are short enough for any system."""
 JANITOR = """
-read now
-rm -rf "$0"
-test "$now" && exit
-sleep 2
+read now || sleep 2
 for process in /proc/[0-9]*; do
   grep -qs "RAY_TMPDIR=$0" $process/environ && kill -9 ${process#/proc/}
 done
-sleep 1
 rm -rf "$0"
+test "$now" || { sleep 1; rm -rf "$0"; }
 """
-"""When the coordinator has said so, or was killed: then some of Ray's agents would stay for ever, and write."""
+"""When the coordinator has said so, or was killed: some of Ray's agents would stay for ever, and write."""
 OURS = "slipstream"
 """What a Ray that was started here has: as much room as whoever comes later asks for."""
 KNOCK = 10.0
@@ -69,7 +68,7 @@ def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say:
     cpus = sum(place.threads for place in wanted)
     if not ray.is_initialized():
         here = stack.enter_context(directory()) if address is None else ""
-        stack.callback(ray.shutdown)
+        stack.callback(shut_down)
         if address is None:
             say("starting Ray")
             start_here(cpus, here)
@@ -102,9 +101,10 @@ def start_here(cpus: int, path: str) -> None:
     replaces 127.0.0.1 by an address that others can reach, unless it believes that there are no clusters here, as on
     macOS. A terminal sends Ctrl-\\ to all processes, and Ray's must survive it: what is ignored here they ignore, too.
     """
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": path}
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
-    before = ray_constants.ENABLE_RAY_CLUSTER
+    before, usual = ray_constants.ENABLE_RAY_CLUSTER, os.environ.pop("RAY_TMPDIR", None)
+    os.environ["RAY_TMPDIR"] = path  # it marks every process of this Ray
     ray_constants.ENABLE_RAY_CLUSTER = False
     quit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
@@ -118,7 +118,21 @@ def start_here(cpus: int, path: str) -> None:
         )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+        del os.environ["RAY_TMPDIR"]
+        os.environ |= {} if usual is None else {"RAY_TMPDIR": usual}
         signal.signal(signal.SIGQUIT, quit)
+
+
+def shut_down() -> None:
+    """Ray itself waits for ever for a daemon of its own that is stopped."""
+    node = ray_worker._global_node
+    daemons = [info.process for infos in node.all_processes.values() for info in infos] if node else []
+    impatient = threading.Timer(GOODBYE, lambda: [daemon.kill() for daemon in daemons])
+    impatient.start()
+    try:
+        ray.shutdown()
+    finally:
+        impatient.cancel()
 
 
 def start_there(address: str) -> None:
