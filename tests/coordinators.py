@@ -52,7 +52,7 @@ class Coordinators:
         self.home, self.temporary = home, home / "temporary"
         self.temporary.mkdir()
         command = [sys.executable, __file__]
-        environment = os.environ | {"TMPDIR": str(self.temporary)}
+        environment = os.environ | {"TMPDIR": str(self.temporary), "HOME": str(home)}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, cwd=home, env=environment, stdin=pipe, stdout=pipe, text=True)
 

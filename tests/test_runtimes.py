@@ -935,6 +935,7 @@ def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinato
     os.kill(coordinator, number)
     assert coordinators.end() == status, coordinators.output()
     assert not directory.exists() and not [name for name in shared if Path(name).exists()]
+    assert not (coordinators.home / ".ray").exists(), "a token that all may read"
 
 
 @pytest.mark.skipif(not LINUX, reason="looks into /proc")
