@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -30,7 +30,10 @@ from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.runlog import read_lines
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-VICTIMS = ("coordinator", "nursery", "learner", "sampler", "scorer", "grader")
+VICTIMS = {
+    "local": ("coordinator", "nursery", "learner", "sampler", "scorer", "grader"),
+    "ray": ("coordinator", "actor", "grader"),
+}
 HEARTBEAT, EVERY, TAU, GROUPS, PROMPTS = 5.0, 3, 2, 16, 400
 TORCH = f"torchinductor_{getpass.getuser()}"
 """The cache of all programs that import torch's compiler; it is empty."""
@@ -69,7 +72,7 @@ prompts = {{prompts}}
 [checkpoint]
 every = {EVERY}
 [runtime]
-kind = "local"
+kind = "{{kind}}"
 restarts = 1000
 heartbeat = {HEARTBEAT}
 """
@@ -87,7 +90,7 @@ class Fault:
         return f"after update {self.update}: {self.how.name} to {self.victim}"
 
 
-def drawn(seed: int, faults: int, updates: int, victims: tuple[str, ...] = VICTIMS) -> list[Fault]:
+def drawn(seed: int, faults: int, updates: int, victims: Sequence[str] = VICTIMS["local"]) -> list[Fault]:
     """In the order in which they come, none before the first checkpoint."""
     r = random.Random(seed)
     when = sorted(r.randint(EVERY + 1, updates - 1) for _ in range(faults))
@@ -103,11 +106,12 @@ class Chaos:
         updates: int,
         say: Callable[[str], None],
         prompts: int = PROMPTS,
+        kind: str = "local",
     ) -> None:
         """`prompts` are held out, to measure the student."""
         self.home, self.run, self.updates, self.say = home, home / "run", updates, say
         home.mkdir(parents=True, exist_ok=True)
-        (home / "run.toml").write_text(CONFIG.format(updates=updates, seed=seed, prompts=prompts))
+        (home / "run.toml").write_text(CONFIG.format(updates=updates, seed=seed, prompts=prompts, kind=kind))
         self.coordinators, self.pid = Coordinators(home), 0
         self.shared, self.said, self.left = set[str](), "", list[str]()
         self.parts = 0
@@ -240,7 +244,8 @@ def named(coordinator: int) -> Iterator[tuple[int, str]]:
         try:
             for child in below(pid):
                 name = Path(f"/proc/{child}/comm").read_text().strip()
-                name = "grader" if parent.startswith("sampler") else name
+                name = "actor" if name.startswith("ray::Actor") else name
+                name = "grader" if parent.startswith(("sampler", "actor")) else name
                 yield child, name
                 yield from children(child, name)
         except OSError:  # it has ended meanwhile
@@ -276,16 +281,17 @@ def main() -> int:
     options.add_argument("--faults", type=int, default=100)
     options.add_argument("--updates", type=int, help="of the run: three for every fault, unless told otherwise")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--only", nargs="+", choices=VICTIMS, default=VICTIMS, help="who is struck")
+    options.add_argument("--runtime", choices=VICTIMS, default="local")
+    options.add_argument("--only", nargs="+", metavar="VICTIM", help=f"who is struck: {VICTIMS}")
     options.add_argument("--keep", action="store_true", help="the run directories")
     given: Any = options.parse_args()
     updates = given.updates or max(30, 3 * given.faults)
-    story = drawn(given.seed, given.faults, updates, tuple(given.only))
+    story = drawn(given.seed, given.faults, updates, given.only or VICTIMS[given.runtime])
     again = f"python tests/chaos.py --faults {given.faults} --updates {updates} --seed {given.seed}"
-    again += f" --only {' '.join(given.only)}" * (given.only != VICTIMS)
+    again += f" --runtime {given.runtime}" + (f" --only {' '.join(given.only)}" if given.only else "")
     try:
         with somewhere(given.keep) as place:
-            made = {"seed": given.seed, "updates": updates}
+            made = {"seed": given.seed, "updates": updates, "kind": given.runtime}
             peace = Chaos(place / "peace", **made, say=print)
             assert peace.live([]) == 0, peace.said
             began = time.monotonic()

@@ -708,6 +708,16 @@ def test_a_grading_process_that_is_killed_while_it_has_nothing_to_do_costs_nothi
     assert found.header.rewards == {"exact": 1.0}
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_grading_process_that_is_lost_while_it_starts_costs_nothing(
+    how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grading, "STARTED", 6.0)
+    grader = PoolGrader(("exact",), decode)
+    os.kill(grader.processes[0].process.pid, how)
+    assert grade_all(grader, group_of(["1"], 1)) == [[{"exact": 1.0}]]
+
+
 def test_grading_processes_that_cannot_start_end_the_run(tmp_path: Path) -> None:
     grader = PoolGrader((own(tmp_path, "killer", "import os\nos._exit(3)"),), decode)
     with pytest.raises(

@@ -195,13 +195,25 @@ class PoolGrader:
         place, found = self.idle.get(), list[Grades]()
         try:
             while len(found) < len(answers) and not self.closed:
-                if self.processes[place].ended:
-                    self.processes[place].close()
-                    self.processes[place] = self._process()
-                found += self.processes[place].grades(answers[len(found) :])
+                found += self._ready(place).grades(answers[len(found) :])
             return found
         finally:
             self.idle.put(place)
+
+    def _ready(self, place: int) -> GradingProcess:
+        """One that is killed or stopped while it starts is started once more."""
+        for again in (True, False):
+            if self.processes[place].ended:
+                self.processes[place].close()
+                self.processes[place] = self._process()
+            try:
+                self.processes[place].ready()
+                break
+            except (ConfigError, EngineError):
+                self.processes[place].close()
+                if self.closed or not again:
+                    raise
+        return self.processes[place]
 
     def close(self) -> None:
         self.closed = True
