@@ -94,7 +94,7 @@ def test_every_setting_and_metric_in_backticks_exists() -> None:
         text = page.read_text("utf-8")
         for name in re.findall(rf"`((?:{sections})\.(?!jsonl|safetensors)[a-z_.]+)\b(?!/)", text):
             assert is_setting(name) or any(each.startswith(f"{name}.") for each in known), f"{page.name}: {name}"
-    for page in (ROOT / "docs" / "choosing.md",):
+    for page in (ROOT / "docs" / "choosing.md", ROOT / "docs" / "troubleshooting.md"):
         for name in re.findall(r"`([a-z_]+/[a-z_0-9/A-Z]+)`", page.read_text("utf-8")):
             assert is_metric(name) or (ROOT / name).exists(), f"{page.name}: {name}"
 
