@@ -110,6 +110,18 @@ def test_every_file_that_is_linked_exists() -> None:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub names them."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_heading_that_is_linked_exists() -> None:
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text("utf-8")):
+            assert anchor in anchors(page.parent / target if target else page), f"{page.name}: {target}#{anchor}"
+
+
 def test_what_the_documentation_calls_from_python_is_there() -> None:
     named = {name for page in PAGES for name in re.findall(r"slipstream\.([A-Za-z]\w*)(?=\()", page.read_text("utf-8"))}
     assert named == {"train", "resume", "RunDirectory"}
