@@ -4,8 +4,8 @@
         fake.tell("cut", "busy", "shifted")          # of the next three completions
         ...                                          # base_url = fake.url, model = fake.name
 
-It serves until the block ends, and goes with its process. `python -m slipstream.engines.http.fake builtin:teacher`
-serves one from a terminal, until Ctrl-C or so long after the last request.
+It serves until the block ends, and goes with its process. `python -m slipstream.engines.http.fake builtin:teacher 8000`
+serves one from a terminal, at this port or any that is free, until Ctrl-C or so long after the last request.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -291,8 +291,8 @@ def spoilt(rows: list[Any], fault: Fault | None) -> list[Any] | None:
 
 
 def main() -> None:
-    name = sys.argv[1]
-    with FakeEndpoint(model(name)) as fake:
+    name, port = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    with FakeEndpoint(model(name), port=port) as fake:
         print(f'base_url = "{fake.url}"\nmodel = "{fake.name}"\ntokenizer = "{name}"', flush=True)
         try:
             while time.monotonic() - fake.asked < IDLE:
