@@ -18,11 +18,10 @@ from conftest import build_tokenizer
 from slipstream.commands import train as launch
 from slipstream.commands.evaluate import measure
 from slipstream.config.file import load
-from slipstream.engines.base import Sampling
 from slipstream.engines.native import model as model_module
 from slipstream.plan.checks import CheckFailed
 from slipstream.plan.engines import GraderPlan
-from slipstream.plan.evaluation import evaluation
+from slipstream.plan.evaluation import Asked, evaluation
 from slipstream.records import Prompt
 from slipstream.runtimes.build import build_grader
 
@@ -130,9 +129,8 @@ def test_evaluation_sees_what_hf_generates(name: str, tmp_path: Path) -> None:
         prompts.append(Prompt(id=f"p{number}", number=number, tokens=tokens, ground_truth=answers[-1]))
     grader = build_grader(GraderPlan(rewards=("exact",)), TOKENIZER)
     try:
-        sampling = Sampling(max_tokens=8, group=1)
-        model = str(tmp_path / "student")
-        found = measure(evaluation(model, prompts, TOKENIZER, sampling=sampling, reward="exact"), grader)
+        asked = Asked(max_tokens=8, n=1)
+        found = measure(evaluation(str(tmp_path / "student"), {"": prompts}, TOKENIZER, asked), grader)[""]
     finally:
         grader.close()
     texts = [TOKENIZER.decode(handle.body.tokens, skip_special_tokens=True).strip() for handle in found.best]
