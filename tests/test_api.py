@@ -47,7 +47,7 @@ def test_a_run_from_its_config_to_its_student(config: dict[str, Any], capfd: pyt
     updates, evaluations = list[Any](), list[Any]()
     run = slipstream.train(config, on_update=updates.append, on_eval=evaluations.append, quiet=True, checks=False)
     assert capfd.readouterr() == ("", "")
-    assert str(run) == f"RunDirectory({config['output']!r})" and run.finished
+    assert str(run) == f"Run({config['output']!r})" and run.finished
     assert run.config.updates == 6 and run.config.loss.kind == "reverse_kl_mc"
     assert updates == run.metrics and [line["update"] for line in updates] == [1, 2, 3, 4, 5, 6]
     assert evaluations == run.evaluations and [line["update"] for line in evaluations] == [0, 3, 6]
@@ -65,7 +65,7 @@ def test_a_config_is_a_file_a_dict_or_a_config(config: dict[str, Any], tmp_path:
     file = tmp_path / "three.toml"
     file.write_text((tmp_path / "two" / "config.toml").read_text().replace("/two", "/three"))
     run = slipstream.train(file, quiet=True)
-    assert run.path == tmp_path / "three" and slipstream.RunDirectory(str(run.path)).metrics == run.metrics
+    assert run.path == tmp_path / "three" and slipstream.Run(str(run.path)).metrics == run.metrics
     assert tomllib.loads(file.read_text())["updates"] == 1
 
 
@@ -92,7 +92,7 @@ def test_what_is_raised_ends_the_run_in_order_and_arrives(config: dict[str, Any]
 
     with pytest.raises(LookupError, match="no patience"):
         slipstream.train(config, on_update=impatient, quiet=True)
-    run = slipstream.RunDirectory(config["output"])
+    run = slipstream.Run(config["output"])
     assert [line["update"] for line in run.metrics] == [1] and (run.path / "checkpoints" / "1").exists()
     assert slipstream.resume(run.path, quiet=True).finished
 
@@ -135,7 +135,7 @@ def test_who_is_interrupted_stops_the_run_in_order(config: dict[str, Any], where
     with pytest.raises(KeyboardInterrupt):
         loop.run_until_complete(cell()) if where == "notebook" else begin()
     loop.close()
-    run = slipstream.RunDirectory(config["output"])
+    run = slipstream.Run(config["output"])
     assert not run.finished and len(run.metrics) >= 2
     assert (run.path / "checkpoints" / str(len(run.metrics))).exists()
 
@@ -145,7 +145,7 @@ def test_who_asks_before_there_is_a_run_stops_it_before_its_first_update(config:
     caller.stop()
     with pytest.raises(KeyboardInterrupt):
         train(parse(config), Console(quiet=True), name="run", caller=caller)
-    run = slipstream.RunDirectory(config["output"])
+    run = slipstream.Run(config["output"])
     assert run.metrics == [] and (run.path / "checkpoints" / "0").exists()
 
 
@@ -170,13 +170,13 @@ def test_mistakes_are_raised_in_words(config: dict[str, Any], tmp_path: Path) ->
         slipstream.train(tmp_path / "no.toml")
     with pytest.raises(DataError, match="no.jsonl: cannot be read"):
         slipstream.train(config | {"data": {"train": "no.jsonl"}, "eval": {}})
-    for call in (slipstream.resume, slipstream.RunDirectory):
+    for call in (slipstream.resume, slipstream.Run):
         with pytest.raises(RunDirError, match="nowhere holds no run") as caught:
             call(tmp_path / "nowhere")
         assert caught.value.__context__ is None
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         slipstream.trian  # type: ignore[attr-defined]  # noqa: B018
-    assert {"train", "resume", "RunDirectory"} <= set(dir(slipstream))
+    assert {"train", "resume", "Run"} <= set(dir(slipstream))
 
 
 def test_neither_the_import_nor_a_mistake_imports_anything_heavy() -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.api import Config, RunDirectory, SlipstreamError, resume, train
+    from slipstream.api import Config, Run, SlipstreamError, resume, train
 
 __version__ = "0.1.0"
-__all__ = ["Config", "RunDirectory", "SlipstreamError", "resume", "train"]
+__all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,7 +28,7 @@ from slipstream.pipeline.checkpoint import newest
 from slipstream.runlog import LEDGER, METRICS, SAMPLES, read_lines
 from slipstream.tasks.chat import load_tokenizer
 
-__all__ = ["Config", "RunDirectory", "SlipstreamError", "resume", "train"]
+__all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
 
 T = TypeVar("T")
 Line = dict[str, Any]
@@ -46,7 +46,7 @@ def train(
     on_eval: Told = None,
     quiet: bool = False,
     checks: bool = True,
-) -> RunDirectory:
+) -> Run:
     """Train a student, as `slipstream train` does, and return when it is done.
 
     `config` is a TOML file, the same as a dict, or a Config. `on_update` and `on_eval` are called with every line of
@@ -56,9 +56,7 @@ def train(
     screen = screen_for(quiet)
     chosen, name = config_of(config, saying(screen))
     caller = Caller(heard(on_update, on_eval))
-    return RunDirectory(
-        here_or_beside(partial(command.train, chosen, screen, name=name, checks=checks, caller=caller), caller)
-    )
+    return Run(here_or_beside(partial(command.train, chosen, screen, name=name, checks=checks, caller=caller), caller))
 
 
 def resume(
@@ -70,7 +68,7 @@ def resume(
     on_update: Told = None,
     on_eval: Told = None,
     quiet: bool = False,
-) -> RunDirectory:
+) -> Run:
     """Go on with a run that was stopped, as `slipstream resume` does.
 
     `updates` is how many to make in all, also of a run that is finished; `checkpoint`, the one to go on from; `change`,
@@ -78,10 +76,10 @@ def resume(
     """
     caller = Caller(heard(on_update, on_eval))
     given: Any = {"number": checkpoint, "updates": updates, "meant": tuple(change), "caller": caller}
-    return RunDirectory(here_or_beside(partial(command.resume, Path(path), screen_for(quiet), **given), caller))
+    return Run(here_or_beside(partial(command.resume, Path(path), screen_for(quiet), **given), caller))
 
 
-class RunDirectory:
+class Run:
     """What a run has written; read anew whenever it is asked for, also while the run goes on."""
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -90,7 +88,7 @@ class RunDirectory:
             raise RunDirError(f"{path} holds no run: there is no config.toml in it")
 
     def __repr__(self) -> str:
-        return f"RunDirectory({str(self.path)!r})"
+        return f"Run({str(self.path)!r})"
 
     def __fspath__(self) -> str:
         return str(self.path)
