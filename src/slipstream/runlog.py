@@ -177,10 +177,19 @@ def run_path(config: Config, name: str) -> Path:
 
 
 def check_free(path: Path) -> None:
-    if any((path / name).exists() for name in ("config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "final")):
-        raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
-    if path.exists() and not path.is_dir():
-        raise RunDirError(f"{path} is a file: choose another run directory with --output")
+    """A run may begin there."""
+    with writing(path):
+        if any(
+            (path / name).exists() for name in ("config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "final")
+        ):
+            raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
+        if path.exists() and not path.is_dir():
+            raise RunDirError(f"{path} is a file: choose another run directory with --output")
+        above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise RunDirError(f"{path} cannot be written: {above} is a file; choose another run directory with --output")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise RunDirError(f"{path} cannot be written: {above} is not yours; choose another run directory with --output")
 
 
 def for_sinks(kind: str, numbers: Mapping[str, float], of: str = "") -> dict[str, float]:

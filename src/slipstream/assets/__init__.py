@@ -26,6 +26,8 @@ def model_path(name: str) -> str:
     if kind != "builtin":
         if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
             raise ModelError(f"{name}: no such directory")
+        if Path(name).is_file():
+            raise ModelError(f"{name}: is a file; a model is a directory, or a name on the hub")
         return name
     if rest not in MODELS:
         raise ModelError(f"no built-in model {rest!r}; {did_you_mean(rest, MODELS)}")
