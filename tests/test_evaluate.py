@@ -225,7 +225,7 @@ def test_a_damaged_run_is_one_line_or_said(home: Path, capsys: pytest.CaptureFix
     weights.write_bytes(weights.read_bytes()[:200])
     capsys.readouterr()
     assert main(["eval", "runs/first"]) == 2
-    assert "error: runs/first/final: cannot load a causal LM there" in capsys.readouterr().err
+    assert "error: runs/first/final: model.safetensors is damaged" in capsys.readouterr().err
     (home / "mine.py").unlink()
     assert "there is no file mine.py" in refused(capsys, "runs/first")
     (run / "config.toml").write_text("student = ")

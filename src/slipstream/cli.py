@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import slipstream
-from slipstream.errors import ConfigError, HungUp, SlipstreamError, Terminated
+from slipstream.errors import ConfigError, HungUp, SlipstreamError, Terminated, did_you_mean
+from slipstream.linux import let_go_of_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +25,22 @@ OVERRIDABLE = ("demo", "train", "config", "doctor")
 FLAGS = ("--", "--help", "--check", "--skip-checks")
 """Words that begin with -- and are no settings."""
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
+
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_VERBOSITY": "error",
+}
+"""Unless told otherwise: engines set their own thread counts, what else starts threads keeps to one, and what libraries
+warn of we say in a line."""
+SAID: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up", signal.SIGTERM: "terminated"}
+BY: dict[type[BaseException], int] = {
+    KeyboardInterrupt: signal.SIGINT,
+    HungUp: signal.SIGHUP,
+    Terminated: signal.SIGTERM,
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -34,29 +54,47 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # engines set their own thread counts; what else starts threads keeps to one, unless told otherwise
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ |= ENVIRONMENT | os.environ
+    told: list[int] = []
     try:
-        words, changes = split_overrides(sys.argv[1:] if argv is None else argv)
-        args = parser().parse_args(words)
-        code: int = args.run(args, changes)
-        return code
+        with stoppable(told):
+            words, changes = split_overrides(sys.argv[1:] if argv is None else argv)
+            args = parser().parse_args(words)
+            code: int = args.run(args, changes)
+            return code
     except SlipstreamError as error:
         print("error:", *str(error).splitlines(), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except HungUp:
-        print("hung up", file=sys.stderr)
-        return 129
-    except Terminated:
-        print("terminated", file=sys.stderr)
-        return 143
+    except (KeyboardInterrupt, Terminated) as stopped:
+        number = told[0] if told else BY[type(stopped)]
+        print(SAID[number], file=sys.stderr)
+        return 128 + number
     except BrokenPipeError:  # whoever read our output has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+@contextmanager
+def stoppable(told: list[int]) -> Iterator[None]:
+    """SIGTERM and SIGHUP stop a command as Ctrl-C does, also while it loads; a run that goes on heeds them in ways of
+    its own. Under nohup, SIGHUP stays ignored."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        if number == signal.SIGHUP:
+            let_go_of_terminal()
+        heeds = signal.getsignal(signal.SIGINT)  # an event loop's, where one runs; ignored in the background of a shell
+        (heeds if callable(heeds) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    here = threading.current_thread() is threading.main_thread()
+    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) == signal.SIG_DFL]
+    for number in heeded:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -128,7 +166,7 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("-n", type=positive, help="samples of each prompt (4)")
     evaluate.add_argument("-k", type=positive, nargs="+", default=[1], help="report pass@k for these (1)")
     evaluate.add_argument("--max-tokens", type=positive, help="longest response (96)")
-    evaluate.add_argument("--temperature", type=not_negative, help="0 is greedy (1.0)")
+    evaluate.add_argument("--temperature", type=temperature, help="0 is greedy (1.0)")
     evaluate.add_argument("--seed", type=int, help="every draw follows from it (0)")
     evaluate.add_argument(
         "--dtype", choices=["float32", "bfloat16", "float64"], help="precision of the model (float32)"
@@ -178,20 +216,24 @@ def held_out(text: str) -> tuple[str, str]:
 
 
 def positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    return whole(text, least=1)
 
 
 def not_below_zero(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
+    return whole(text, least=0)
+
+
+def whole(text: str, *, least: int) -> int:
+    if not text.isdecimal() or (value := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
     return value
 
 
-def not_negative(text: str) -> float:
-    if not 0 <= (value := float(text)) < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is negative or not finite")
+def temperature(text: str) -> float:
+    from slipstream.config.base import GREEDY
+
+    if (value := float(text)) != 0 and not GREEDY <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is neither 0, which is greedy, nor from {GREEDY} to 100")
     return value
 
 
@@ -207,7 +249,8 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, st
             continue
         key, equals, value = word[2:].partition("=")
         if not equals and not rest:
-            raise ConfigError(f"--{key} needs a value")
+            hint = did_you_mean(word, FLAGS[1:])
+            raise ConfigError(f"--{key} needs a value" + (f"; {hint}" if hint.startswith("did") else ""))
         found.append((key, value if equals else rest.pop(0)))
     return kept, found
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
+import stat
 import sys
 
 LINUX = sys.platform == "linux"
@@ -28,6 +30,13 @@ def die_with_parent() -> None:
 def wake_with_parent() -> None:
     """Who looks after itself when its parent is gone must not be stopped then."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
+def let_go_of_terminal() -> None:
+    """One that was closed takes no more text; files and pipes still do."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _prctl(option: int, value: int | bytes) -> None:

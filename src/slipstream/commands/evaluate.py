@@ -19,16 +19,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from slipstream.assets import model_path
 from slipstream.config.file import data_section
 from slipstream.config.schema import REWARDS, DataConfig, name_of
 from slipstream.durable import append
 from slipstream.engines.base import Graded, Sampling
+from slipstream.engines.native.config import check_there
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, standard_error
 from slipstream.pipeline.evaluate import answers, correctness
 from slipstream.plan.adapters import check_adapter
 from slipstream.plan.evaluation import Asked, Evaluation, eval_prompts, evaluation, graded_rows
+from slipstream.plan.placement import check_alone
+from slipstream.plan.plan import check_ends
 from slipstream.plan.subject import Subject, check_known, subject_of
 from slipstream.records import Handle
 from slipstream.runlog import EVALS, as_lines
@@ -127,12 +129,14 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
 def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
     """`given` is what the command line says, by the names of `Asked`."""
+    from slipstream.engines.native.files import check_complete
+
     said: list[str] = []
     subject = subject_of(model)
     asked = asked_of(subject, given, said.append)
     if max(ks) > asked.n:
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
-    model_path(subject.model)
+    check_there(subject.model)
     needs(asked.reward)
     data = data_section({name: getattr(asked, name) for name in COLUMNS})
     sets = {
@@ -141,8 +145,11 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     }
     check_adapter(subject.model)
     tokenizer = load_tokenizer(subject.model)
+    check_ends(subject.model, tokenizer)
     prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed) for name, rows in sets.items()}
     made = evaluation(subject.model, prompts, tokenizer, asked)
+    check_alone(made.sampler, asked.device)
+    check_complete(subject.model)
     for note in subject.notes:
         print(f"note: {note}", file=sys.stderr)
     if not as_json:

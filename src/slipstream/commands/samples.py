@@ -11,7 +11,7 @@ from unicodedata import category
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.errors import RunDirError
+from slipstream.errors import RunDirError, first_line
 from slipstream.runlog import SAMPLES, read_lines
 
 SHOWN = 5
@@ -33,7 +33,10 @@ def samples(path: Path, console: Console, *, update: int | None, count: int) -> 
 def chosen(path: Path, update: int | None) -> list[dict[str, Any]]:
     if not (path / "config.toml").exists():
         raise RunDirError(f"{path} holds no run: there is no config.toml in it")
-    found = read_lines(path / SAMPLES) if (path / SAMPLES).exists() else []
+    try:
+        found = read_lines(path / SAMPLES) if (path / SAMPLES).exists() else []
+    except ValueError as error:
+        raise RunDirError(f"{path / SAMPLES} is damaged: {first_line(error)}") from None
     if not found:
         raise RunDirError(f"{path} has no samples yet: log.samples says how many of each update it writes")
     of_update = [quote for quote in found if update in (None, quote["update"])]

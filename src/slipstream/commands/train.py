@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ from slipstream.config.schema import Config
 from slipstream.durable import alone_in, private
 from slipstream.engines.base import Engines
 from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Terminated, WorkerDied
+from slipstream.linux import let_go_of_terminal
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
@@ -355,10 +354,3 @@ def stoppable(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def let_go_of_terminal() -> None:
-    """One that was closed takes no more text; files and pipes still do."""
-    for descriptor in (1, 2):
-        if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -133,6 +133,13 @@ def check_room(plan: EnginesPlan) -> list[str]:
     return tight
 
 
+def check_alone(plan: SamplerPlan, device: str) -> None:
+    """Whether a sampler has room by itself, as in an evaluation."""
+    need, (each, _) = Need("sampler", device, sampler(plan)), memory(RuntimeConfig(kind="inline", device=device))
+    if need.counted > each:
+        raise ConfigError(f"{need}, and its device has {size(each)}: lower -n or --max-tokens")
+
+
 LESS = "take smaller models, fewer sampler.slots, learner.lora, learner.checkpointing, or more devices"
 LESS_OF = {
     "learner": "lower learner.token_budget, take learner.lora, learner.checkpointing or more learner.ranks",

@@ -81,7 +81,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     method = method_of(config)
     tokenizer = load_tokenizer(config.student)
     check_weights(config)
-    check_ends(config, tokenizer)
+    check_ends(config.student, tokenizer)
     prompts = training_prompts(config, tokenizer, notes.append)
     check_adapters(config.student, config.learner.lora, models_here(config))
     check_dropout(config)
@@ -170,12 +170,12 @@ def read_weights(config: Config) -> list[str]:
     return found
 
 
-def check_ends(config: Config, tokenizer: Tokenizer) -> None:
+def check_ends(student: str, tokenizer: Tokenizer) -> None:
     """A response can end before its last token."""
-    ends, vocabulary = stop_ids(tokenizer, generation_of(config.student)), vocabulary_of(config.student)
+    ends, vocabulary = stop_ids(tokenizer, generation_of(student)), vocabulary_of(student)
     if min(ends) >= vocabulary:
         raise ModelError(
-            f"{config.student}: its end token {min(ends)} is beyond its {vocabulary} embeddings, so that no answer "
+            f"{student}: its end token {min(ends)} is beyond its {vocabulary} embeddings, so that no answer "
             "could ever end: use the tokenizer that it was trained with"
         )
 

@@ -58,6 +58,9 @@ def nurse(control: Connection) -> None:
     """Answer the coordinator until it is gone: a `Birth`, and a socket, by a pid; a pid by how that process ended;
     `GPUS` by their names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # what the command line heeds is not for us
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     engines: dict[int, BaseProcess] = {}
     be_called("nursery")
     adopt_orphans()
