@@ -180,7 +180,10 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "override without value": (["train", "good.toml", "--learner.lr"], "--learner.lr needs a value"),
     "argument that is no override": (["train", "good.toml", "fast"], "unrecognized arguments: fast; see slipstream"),
     "unknown argument": (["eval", "models/student", "--fast", "1"], "unrecognized arguments: --fast 1; see slipstream"),
-    "wrong type of argument": (["eval", "models/student", "-n", "many"], "argument -n: 'many' is no whole number of at least 1"),
+    "wrong type of argument": (
+        ["eval", "models/student", "-n", "many"],
+        "argument -n: 'many' is no whole number of at least 1",
+    ),
     "negative number": (["eval", "models/student", "-n", "0"], "argument -n: '0' is no whole number of at least 1"),
     "negative temperature": (
         ["eval", "models/student", "--temperature", "-1"],
