@@ -35,12 +35,15 @@ QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 SHORT = 20
 """Characters of a directory below which the names of Ray's sockets are short enough for any system."""
 JANITOR = """
+sweep() {
+  for process in /proc/[0-9]*; do
+    grep -qs "^ray\\|^gcs" $process/comm && ls -l $process/fd 2>/dev/null | grep -q "$0/" && kill -9 ${process#/proc/}
+  done
+  rm -rf "$0"
+}
 read now || sleep 2
-for process in /proc/[0-9]*; do
-  grep -qs "RAY_TMPDIR=$0" $process/environ && kill -9 ${process#/proc/}
-done
-rm -rf "$0"
-test "$now" || { sleep 1; rm -rf "$0"; }
+sweep
+test "$now" || for more in 1 2 3 4 5; do sleep 1; sweep; done
 """
 """When the coordinator has said so, or was killed: some of Ray's agents would stay for ever, and write."""
 OURS = "slipstream"
@@ -103,8 +106,7 @@ def start_here(cpus: int, path: str) -> None:
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
-    before, usual = ray_constants.ENABLE_RAY_CLUSTER, os.environ.pop("RAY_TMPDIR", None)
-    os.environ["RAY_TMPDIR"] = path  # it marks every process of this Ray
+    before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
     quit = signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     try:
@@ -114,12 +116,11 @@ def start_here(cpus: int, path: str) -> None:
             resources={OURS: 1},
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
+            _temp_dir=path,
             **QUIET,
         )
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-        del os.environ["RAY_TMPDIR"]
-        os.environ |= {} if usual is None else {"RAY_TMPDIR": usual}
         signal.signal(signal.SIGQUIT, quit)
 
 
