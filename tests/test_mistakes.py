@@ -58,6 +58,9 @@ train run.toml --updates | --updates needs a value
 train run.toml --skip-cheks | --skip-cheks needs a value; did you mean '--skip-checks'?
 train run.toml -- x | unrecognized arguments: x
 train nowhere.toml | nowhere.toml: no such file
+eval builtin:studnt | no built-in model 'studnt'; did you mean 'student'?
+eval ./nowhere/at/all | ./nowhere/at/all: no such directory
+eval builtin:student --data nowhere.jsonl | nowhere.jsonl: cannot be read: No such file or directory
 train . | .: is a directory; name its config.toml
 train pipe.toml/x | pipe.toml/x: cannot be read: Not a directory
 train latin.toml | latin.toml: not valid TOML: 'utf-8' codec can't decode byte 0xe9

@@ -129,8 +129,6 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
 def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
     """`given` is what the command line says, by the names of `Asked`."""
-    from slipstream.engines.native.files import check_complete
-
     said: list[str] = []
     subject = subject_of(model)
     asked = asked_of(subject, given, said.append)
@@ -149,6 +147,8 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed) for name, rows in sets.items()}
     made = evaluation(subject.model, prompts, tokenizer, asked)
     check_alone(made.sampler, asked.device)
+    from slipstream.engines.native.files import check_complete  # after what is seen at a glance: it takes seconds
+
     check_complete(subject.model)
     for note in subject.notes:
         print(f"note: {note}", file=sys.stderr)
