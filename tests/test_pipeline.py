@@ -389,9 +389,11 @@ class Diverging(toy.ToyLearner):
 
 def test_nan_stops_the_run_and_keeps_the_last_good_weights(tmp_path: Path) -> None:
     learner = Diverging(toy.random_table(VOCAB, seed=0))
-    with pytest.raises(NonFiniteError, match=r"update 3 is nan; the weights of update 2 are in .*checkpoints/2"):
+    with pytest.raises(
+        NonFiniteError, match=r"update 3 is nan; the weights of update 2 are in .*checkpoints/2.suspect"
+    ):
         train(tmp_path, toy_engines(learner=learner))
-    saved = torch.from_numpy(np.load(tmp_path / "checkpoints" / "2" / "table.npy"))
+    saved = torch.from_numpy(np.load(tmp_path / "checkpoints" / "2.suspect" / "table.npy"))
     assert torch.equal(saved, learner.table.detach())
     assert not (tmp_path / "final").exists()
     ledger = read_lines(tmp_path / "ledger.jsonl")
