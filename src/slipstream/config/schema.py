@@ -7,7 +7,7 @@ kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from string import Formatter
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from slipstream.config.objective import CorrectionConfig, PolicyConfig, Referenc
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.teacher import SELF, problems
 from slipstream.config.teacher import TeacherConfig as TeacherConfig
-from slipstream.errors import did_you_mean
+from slipstream.errors import ConfigError, did_you_mean
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 REWARDS = ("exact", "math")
@@ -157,6 +157,17 @@ class LoraConfig(Section):
     """Their scale is alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers that get one, for example ["q_proj", "v_proj"]; all but the head by default."""
+
+    def among(self, layers: Sequence[str]) -> list[str]:
+        """Which of these linear layers get an adapter; a ConfigError for a target that is none."""
+        if self.targets == "all-linear":
+            return list(layers)
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        for target in self.targets:
+            if target not in known:
+                hint = did_you_mean(target, known)
+                raise ConfigError(f"learner.lora.targets: {target!r} is no linear layer of the student; {hint}")
+        return [name for name in layers if name.rpartition(".")[2] in self.targets]
 
 
 class LearnerConfig(Section):

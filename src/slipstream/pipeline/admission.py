@@ -267,9 +267,8 @@ class Admission:
         """A group ends without being trained on, and its credit returns at once."""
         del self._place(number)[number]
         source = self._leave(number).source
-        del self.turns[
-            len(self.turns) - 1 - self.turns[::-1].index(source)
-        ]  # its last turn: the others come as they were
+        last = len(self.turns) - 1 - self.turns[::-1].index(source)
+        del self.turns[last]  # the others come as they were
         self.dropped[reason] += 1
 
     # --- how ---------------------------------------------------------------------------------------------------

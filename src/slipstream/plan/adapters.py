@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.assets.adapters import adapter_of
 from slipstream.config.schema import LoraConfig
-from slipstream.errors import ConfigError, ModelError, did_you_mean
+from slipstream.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ def check_adapter(model: str) -> None:
 
 
 def adapted(student: str, lora: LoraConfig) -> dict[str, nn.Linear]:
-    """The layers that get an adapter; a ConfigError for a target that is none."""
+    """The layers that get an adapter."""
     from torch import nn
 
     from slipstream.engines.native.files import empty_model
@@ -73,11 +73,4 @@ def adapted(student: str, lora: LoraConfig) -> dict[str, nn.Linear]:
     head = model.get_output_embeddings()
     named = model.named_modules()
     linear = {name: part for name, part in named if type(part) is nn.Linear and part is not head}
-    if lora.targets == "all-linear":
-        return linear
-    known = sorted({name.rpartition(".")[2] for name in linear})
-    for target in lora.targets:
-        if target not in known:
-            hint = did_you_mean(target, known)
-            raise ConfigError(f"learner.lora.targets: {target!r} is no linear layer of the student; {hint}")
-    return {name: part for name, part in linear.items() if name.rpartition(".")[2] in lora.targets}
+    return {name: linear[name] for name in lora.among(list(linear))}

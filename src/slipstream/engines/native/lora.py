@@ -15,7 +15,7 @@ from slipstream.assets.adapters import adapter_of
 from slipstream.config.schema import LoraConfig
 from slipstream.engines.native.adapters import put, sum_of
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError
 
 
 def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> LanguageModel:
@@ -34,7 +34,7 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
     # peft has rules by model type, which reinterpret names; a module without a config gets what is asked for
     holder = nn.Module()
     holder.add_module("held", lm.model)
-    settings["target_modules"] = [f"held.{name}" for name in _targets(layers, config)]
+    settings["target_modules"] = [f"held.{name}" for name in config.among(layers)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(PeftConfig(**settings), holder)
@@ -56,19 +56,6 @@ def _layers(lm: LanguageModel) -> list[str]:
         for hook in hooks:
             hook.remove()
     return [name for name, module in named.items() if module in called and module is not lm.head.linear]
-
-
-def _targets(layers: list[str], config: LoraConfig) -> list[str]:
-    if config.targets == "all-linear":
-        return layers
-    known = sorted({name.rpartition(".")[2] for name in layers})
-    for target in config.targets:
-        if target not in known:
-            hint = did_you_mean(target, known)
-            raise ConfigError(
-                f"learner.lora.targets: {target!r} is no linear layer that a pass of the student calls; {hint}"
-            )
-    return [name for name in layers if name.rpartition(".")[2] in config.targets]
 
 
 def merged(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:

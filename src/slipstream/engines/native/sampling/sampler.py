@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Literal
 
 import torch
@@ -129,7 +130,7 @@ class NativeSampler:
         """As long as there is something to do; whoever waits is told meanwhile."""
         while self.busy:
             for answer, result in self._step():
-                if not answer.done():  # else its loop may be closed
+                with suppress(RuntimeError):  # its loop is closed, and nobody waits
                     answer.get_loop().call_soon_threadsafe(settle, answer, result)
 
     @torch.inference_mode()
