@@ -21,6 +21,12 @@ def at_first(replicas: Replicas) -> int:
     return 1 if replicas == "auto" else replicas
 
 
+def as_tuple(given: Any) -> Any:
+    """What a file may write as one name or as a list of them."""
+    names = [given] if isinstance(given, str) else given
+    return tuple(names) if isinstance(names, list) else names
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, serialize_by_alias=True

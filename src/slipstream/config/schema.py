@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import GREEDY, Beta, Dtype, Replicas, Section, Temperature
+from slipstream.config.base import GREEDY, Beta, Dtype, Replicas, Section, Temperature, as_tuple
+from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Async, ScheduleConfig
@@ -25,12 +26,6 @@ Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 REWARDS = ("exact", "math")
 OWN = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 """A reward of the user's own: `./file.py:function` or `package.module:function`."""
-
-
-def as_tuple(given: Any) -> Any:
-    """What a file may write as one name or as a list of them."""
-    names = [given] if isinstance(given, str) else given
-    return tuple(names) if isinstance(names, list) else names
 
 
 class DataConfig(Section):
@@ -374,6 +369,7 @@ class Config(Section):
     policy: PolicyConfig | None = None
     correction: CorrectionConfig = CorrectionConfig()
     reference: ReferenceConfig | None = None
+    freshness: FreshnessConfig | None = None
     learner: LearnerConfig = LearnerConfig()
     task: TaskConfig = TaskConfig()
     schedule: ScheduleConfig = Async()
@@ -483,8 +479,35 @@ class Config(Section):
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
         if self.policy is not None and not self.task.reward:
             raise ValueError('[policy] learns from rewards: set task.reward, for example "exact"')
+        self._check_freshness()
         if self.reference is not None and self.reference.into == "reward" and self.policy is None:
             raise ValueError('reference.into = "reward" needs [policy], whose rewards it changes: write "loss"')
+
+    def _check_freshness(self) -> None:
+        fresh = self.freshness
+        if fresh is None:
+            return
+        if fresh.also and self.policy is None:
+            raise ValueError(
+                'freshness.also = "policy" weighs a policy loss, and there is none: drop it, or add [policy]'
+            )
+        if not self.loss.weight and not fresh.also:
+            raise ValueError(
+                '[freshness] weighs the distillation loss, and loss.weight = 0: write freshness.also = "policy", or '
+                "drop [freshness]"
+            )
+        if fresh.drift == "snapshots" and self.learner.snapshots == 0:
+            raise ValueError(
+                'freshness.drift = "snapshots" replays samples under the weights that drew them, and '
+                "learner.snapshots = 0 keeps none: leave it out, and as many are kept as the schedule needs"
+            )
+        if fresh.m is not None and self.loss.weight and self.loss.asks.cache == "sampled":
+            raise ValueError(
+                f'freshness.m does nothing: loss.kind = "{self.loss.kind}" has draws of its own, by which drift is '
+                "estimated; drop it, or raise loss.m"
+            )
+        if fresh.m is not None and fresh.drift == "snapshots" and not fresh.anchor:
+            raise ValueError('freshness.m does nothing: drift = "snapshots" is exact, and anchor = 0: drop it')
 
     def _check_learner(self) -> None:
         learner, groups = self.learner, self.groups_per_update

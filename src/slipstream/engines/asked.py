@@ -10,10 +10,13 @@ from slipstream.estimators.tables.advantage import ADVANTAGES
 
 def rollout_sampling(config: Config) -> Sampling:
     sampler, asks = config.sampler, asked_by_loss(config)
+    draws = asks.draws if asks else 1
+    if (fresh := config.freshness) is not None and not (asks and asks.cache == "sampled"):
+        draws = fresh.draws
     return Sampling(
         max_tokens=sampler.max_tokens,
         group=sampler.group,
-        draws=asks.draws if asks else 1,
+        draws=draws,
         best=asks.k if asks and asks.cache == "student_topk" else 0,
         temperature=sampler.temperature,
         top_p=sampler.top_p,

@@ -78,6 +78,23 @@ class Loaded:
     """Tokens of running requests that begin again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighed:
+    """How fresh a sample is, and what it counts for that."""
+
+    lag: int
+    """Updates since its oldest trained token."""
+    roll: float
+    """Mean KL, over its trained tokens, from the student as it is to what drew them; infinite where none is known."""
+    sup: float
+    """The same from what its teacher says of it to what it said."""
+    roll_coverage: float
+    """Share of its trained tokens of which that is known."""
+    sup_coverage: float
+    f: float
+    w: float
+
+
 class Sampler(Protocol):
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         """The whole group: `sampling.group` responses, in the order of their index.
@@ -145,6 +162,14 @@ class Learner(Protocol):
 
     async def quote(self, batch: Batch) -> list[Quote]:
         """What was said in these samples of the update in hand, whose bodies may be gone."""
+        ...
+
+    async def weighed(self, batch: Batch) -> list[Weighed]:
+        """What these samples of the update in hand, whose bodies may be gone, counted; once all its gradients are."""
+        ...
+
+    async def weigh(self, batch: Batch) -> list[Weighed]:
+        """What any samples would count now; changes nothing."""
         ...
 
     async def compare(self, batch: Batch) -> Metrics:

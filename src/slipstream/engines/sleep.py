@@ -15,7 +15,7 @@ from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
-from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, WeightsRef
+from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, Weighed, WeightsRef
 from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt, counts_of
 
@@ -247,6 +247,12 @@ class SleepLearner(Server):
 
     async def quote(self, batch: Batch) -> list[Quote]:
         return []  # nobody said anything
+
+    async def weighed(self, batch: Batch) -> list[Weighed]:
+        return []
+
+    async def weigh(self, batch: Batch) -> list[Weighed]:
+        return []
 
     async def compare(self, batch: Batch) -> Metrics:
         return {}

@@ -18,15 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, TensorSpec, WeightsRef
+from slipstream.config.freshness import FreshnessConfig
+from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, TensorSpec, Weighed, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.quotes import as_numbers, quote
 from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.engines.trust import scored
 from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError
+from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.logprobs.kept import conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.objective.freshness import Judge, Judged, drifted
+from slipstream.objective.frozen import as_it_is, present
 from slipstream.objective.kept import support_of
 from slipstream.records import (
     ONE,
@@ -217,8 +221,16 @@ class ToyScorer:
 class ToyLearner:
     """Plain gradient descent on Monte-Carlo reverse KL."""
 
-    def __init__(self, table_VV: Tensor, *, lr: float = 1.0, cost: Cost = free) -> None:
+    def __init__(
+        self,
+        table_VV: Tensor,
+        *,
+        lr: float = 1.0,
+        cost: Cost = free,
+        freshness: FreshnessConfig | None = None,
+    ) -> None:
         self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
+        self.judge = Judge(freshness) if freshness is not None else None
         self.loss = 0.0
         """Since the last step."""
         self.update = self.made = 0
@@ -229,34 +241,57 @@ class ToyLearner:
     async def prepare(self, batch: Batch) -> list[Counts]:
         if batch.update != self.update:
             self.update, self.samples = batch.update, {}
+            if self.judge is not None:
+                self.judge.begin()
         self.samples |= {(handle.header.number, handle.header.index): handle.body for handle in batch.handles}
+        if self.judge is not None:
+            samples = [handle.body for handle in batch.handles]
+            self.judge.take(samples, [as_it_is(sample) for sample in samples])
         return [counts_of(group) for group in batch.groups]
 
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await asyncio.sleep(self.cost(sum(header.tokens for header in batch.headers)))
         samples = [self.samples[header.number, header.index] for header in batch.headers]
-        state_N = torch.cat([previous(sample.rollout) for sample in samples])
-        actions_NM, behavior_NM, logq_NM = (
+        behavior_NM, logq_NM = (
             torch.from_numpy(np.concatenate(arrays))
-            for arrays in zip(
-                *((s.rollout.actions, s.rollout.action_logp, s.teacher_action_logp) for s in samples), strict=True
-            )
+            for arrays in zip(*((s.rollout.action_logp, s.teacher_action_logp) for s in samples), strict=True)
         )
-        logp_NV = self.table.log_softmax(-1)[state_N]
-        logp_NM = logp_NV.gather(1, actions_NM.long())
-        if (support := support_of([sample.rollout for sample in samples], state_N.device)) is not None:
-            support_NK = support[0 : len(state_N)]
-            logp_NM = conditioned(logp_NM, logp_NV.gather(1, support_NK.clamp(min=0)), support_NK)
+        logp_NM = self._logp(samples)
         loss_N, _ = mc_reverse_kl(logp_NM, behavior_NM, logq_NM)
-        loss = loss_N.sum() / max(counts.n_tokens, 1)
+        if self.judge is None:
+            loss = loss_N.sum() / max(counts.n_tokens, 1)
+        else:
+            judged = self._judged(self.judge, samples, logp_NM)
+            worth_N, anchor_N = (torch.cat(x) for x in zip(*((j.distill_N, j.anchor_N) for j in judged), strict=True))
+            of_all_N = loss_N * worth_N + rollout_kl_from_cache(logp_NM, behavior_NM) * anchor_N
+            loss = of_all_N.sum() / max(self._units(counts), 1)
         if not loss.isfinite():
             raise NonFiniteError(f"the loss is {loss.item()}")
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss += loss.item()
 
+    def _logp(self, samples: Sequence[Scored]) -> Tensor:
+        """Of all draws, [N, M]."""
+        logp_NV = self.table.log_softmax(-1)[torch.cat([previous(sample.rollout) for sample in samples])]
+        actions_NM = torch.from_numpy(np.concatenate([sample.rollout.actions for sample in samples]).astype(np.int64))
+        logp_NM = logp_NV.gather(1, actions_NM)
+        if (support := support_of([sample.rollout for sample in samples], logp_NV.device)) is not None:
+            support_NK = support[0 : len(logp_NV)]
+            logp_NM = conditioned(logp_NM, logp_NV.gather(1, support_NK.clamp(min=0)), support_NK)
+        return logp_NM
+
+    def _judged(self, judge: Judge, samples: Sequence[Scored], logp_NM: Tensor) -> list[Judged]:
+        frozen = [as_it_is(sample) for sample in samples]
+        parts = torch.split(logp_NM.detach(), [sample.rollout.trained_tokens for sample in samples])
+        return judge.of(samples, frozen, version=self.update - 1, draws=lambda: parts)
+
+    def _units(self, counts: Counts) -> int:
+        over_samples = self.judge is not None and self.judge.settings.over == "samples"
+        return counts.n_sequences if over_samples else counts.n_tokens
+
     async def step(self, counts: Counts = ONE) -> Metrics:
         assert self.table.grad is not None
-        scale, loss, self.loss = 1 / max(counts.n_tokens, 1), self.loss, 0.0
+        scale, loss, self.loss = 1 / max(self._units(counts), 1), self.loss, 0.0
         self.made = self.update
         with torch.no_grad():
             self.table -= self.lr * scale * self.table.grad
@@ -266,6 +301,16 @@ class ToyLearner:
 
     async def quote(self, batch: Batch) -> list[Quote]:
         return [quote(h, self.samples[h.number, h.index], self.update, as_numbers) for h in batch.headers]
+
+    async def weighed(self, batch: Batch) -> list[Weighed]:
+        judge = present(self.judge)
+        return [judge.judged[header.number, header.index].weighed for header in batch.headers]
+
+    async def weigh(self, batch: Batch) -> list[Weighed]:
+        samples = [handle.body for handle in batch.handles]
+        parts = torch.split(self._logp(samples).detach(), [sample.rollout.trained_tokens for sample in samples])
+        drift = [drifted(sample, logp_NM) for sample, logp_NM in zip(samples, parts, strict=True)]
+        return present(self.judge).weigh(samples, drift, version=self.made)
 
     async def compare(self, batch: Batch) -> Metrics:
         rollouts = [handle.body.rollout for handle in batch.handles]

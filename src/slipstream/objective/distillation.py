@@ -63,7 +63,9 @@ class Distillation:
         self.formula = formula(self.asks.formula)
         self.dense = self.asks.cache == "hidden"
         """The formula is given whole distributions."""
-        self.on_kept = self.asks.cache == "sampled" and "behavior" in self.asks.takes
+        self.on_draws = self.asks.cache == "sampled"
+        """The ids are the draws."""
+        self.on_kept = self.on_draws and "behavior" in self.asks.takes
         """It compares with what drew: so on what could be drawn, where samples tell."""
         self.best = self.asks.k if self.asks.cache == "teacher_topk" else 0
         """How many of the student's best ids it is compared with, for the metrics."""

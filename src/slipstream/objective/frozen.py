@@ -95,6 +95,11 @@ def behavior_of(sample: Scored) -> Tensor:
     return torch.from_numpy(np.where(rollout.loss_mask, rollout.logp, 0))
 
 
+def as_it_is(sample: Scored) -> Frozen:
+    """Nothing is rejected, and nothing weighed."""
+    return Frozen(mask_T=torch.tensor(sample.rollout.loss_mask), behavior_T=behavior_of(sample))
+
+
 def freeze(
     samples: Sequence[Evidence], method: Method, *, update: int, beta: float | None = None
 ) -> tuple[list[Frozen], Metrics]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.kl import kl_loss
 from slipstream.estimators.logprobs import HELD, Ids, fused_loss, merge_metrics, reduced
 from slipstream.estimators.logprobs.head import Head
@@ -25,6 +26,7 @@ from slipstream.estimators.logprobs.kept import conditioned, kept_logprobs_and_e
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
 from slipstream.objective.distillation import Distillation, LossOfRows
+from slipstream.objective.freshness import Judged
 from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.kept import support_of
 from slipstream.objective.method import Method
@@ -47,10 +49,16 @@ class Objective:
         """Everything is of token scope and at one temperature: one pass of the fused head."""
 
     def __call__(
-        self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
+        self,
+        hidden_NH: Tensor,
+        head: Head,
+        samples: Sequence[Scored],
+        frozen: Sequence[Frozen],
+        counts: Counts,
+        judged: Sequence[Judged] = (),
     ) -> tuple[Tensor, Metrics, Tensor]:
         """The loss, to be differentiated, its metrics, and the emitted tokens' log-probs at sampling temperature."""
-        terms = Terms(self.method, samples, frozen, counts, hidden_NH.device, _wide(hidden_NH))
+        terms = Terms(self.method, samples, frozen, counts, hidden_NH.device, _wide(hidden_NH), judged)
         hidden_NH, weight, bias = head.inputs(hidden_NH)
         shape: dict[str, Any] = {"bias": bias, **head.bend}
         losses, metrics = list[Tensor](), Metrics()
@@ -58,16 +66,20 @@ class Objective:
             loss, metrics, logp_N = self._fused(hidden_NH, weight, shape, samples, terms)
             losses.append(loss)
         if not self.rides:
-            with torch.set_grad_enabled(self.has_others):
-                logp_N1, entropy_N = kept_logprobs_and_entropy_at(
+            with torch.set_grad_enabled(self.has_others or terms.draws_NM is not None):
+                logp_NM, entropy_N = kept_logprobs_and_entropy_at(
                     hidden_NH,
                     weight,
-                    terms.tokens_N[:, None],
+                    terms.tokens_N[:, None] if terms.draws_NM is None else terms.draws_NM,
                     terms.support,
                     temperature=self.method.temperature,
                     **shape,
                 )
-            logp_N, metrics = logp_N1[:, 0], terms.entropy(entropy_N, slice(None)) | metrics
+            logp_N, metrics = logp_NM[:, 0], terms.entropy(entropy_N, slice(None)) | metrics
+            if terms.draws_NM is not None:
+                loss, found = terms.anchored(logp_NM, slice(None))
+                losses.append(loss)
+                metrics |= found
             if self.has_others:
                 loss, found = terms.others(terms.rows(logp_N), terms.rows)
                 losses.append(loss)
@@ -84,27 +96,42 @@ class Objective:
         method, support, emitted_N = self.method, terms.support, torch.zeros_like(terms.behavior_N)
         ids_NM: Tensor | None = terms.tokens_N[:, None]
         distilled: LossOfRows | None = None
-        temperature, best, on_kept = method.temperature, 0, False
+        temperature, best, on_kept, on_draws = method.temperature, 0, False, False
         if (row := self.distillation) is not None:
             ids_NM, distilled = row(samples, terms.frozen, terms.tokens_N, terms.dtype)
-            temperature, best, on_kept = row.temperature, row.best, row.on_kept
+            temperature, best, on_kept, on_draws = row.temperature, row.best, row.on_kept, row.on_draws
+        asked = draws = slice(0, None if ids_NM is None else ids_NM.shape[1])
+        """Where, of all log-probs, those are that the loss asks for; and those of the draws."""
+        draws_NM = terms.draws_NM if self.rides else None
+        if draws_NM is not None and ids_NM is not None and not on_draws:
+            draws = slice(ids_NM.shape[1], ids_NM.shape[1] + draws_NM.shape[1])
+            ids_NM = torch.cat([ids_NM, draws_NM], 1)
 
         def loss_of_chunk(logp_CX: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
             """X: the ids asked for and then what could have been drawn, or the vocabulary."""
             m = logp_CX.shape[1] if ids_NM is None else ids_NM.shape[1]
-            asked_CM = logp_CX[:, :m]
-            emitted_C1 = logp_CX.gather(1, terms.tokens_N[rows, None]) if ids_NM is None else logp_CX[:, :1]
+            asked_CM, emitted_C1 = logp_CX[:, asked], logp_CX[:, :1]
+            if ids_NM is None:
+                emitted_C1 = logp_CX.gather(1, terms.tokens_N[rows, None])
+            if draws_NM is not None:
+                drawn_CM = logp_CX[:, draws] if ids_NM is not None else logp_CX.gather(1, draws_NM[rows])
             if support is not None:
                 kept_CK = support[rows]
                 kept_logp_CK = logp_CX.gather(1, kept_CK.clamp(min=0)) if ids_NM is None else logp_CX[:, m:]
                 emitted_C1 = conditioned(emitted_C1, kept_logp_CK, kept_CK)
                 if on_kept:
                     asked_CM = conditioned(asked_CM, kept_logp_CK, kept_CK)
+                if draws_NM is not None:
+                    drawn_CM = conditioned(drawn_CM, kept_logp_CK, kept_CK)
             emitted_C = emitted_C1[:, 0]
             emitted_N[rows] = emitted_C.detach()
             losses, metrics = list[Tensor](), terms.entropy(entropy, rows)
             if distilled is not None:
                 loss, found = terms.distilled(*distilled(asked_CM, rows, **beside), rows)
+                losses.append(loss)
+                metrics |= found
+            if draws_NM is not None:
+                loss, found = terms.anchored(drawn_CM, rows)
                 losses.append(loss)
                 metrics |= found
             if self.rides and self.has_others:
@@ -139,6 +166,7 @@ class Terms:
         counts: Counts,
         device: torch.device,
         dtype: torch.dtype,
+        judged: Sequence[Judged] = (),
     ) -> None:
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
         self.masks = [sample.rollout.loss_mask for sample in samples]
@@ -153,6 +181,15 @@ class Terms:
         self.shape = trained_BT.shape
         self.episode_tokens_B = torch.tensor([each.episode_tokens for each in frozen], device=device)
         self.row_N, self.position_N = trained_BT.nonzero().to(device).unbind(1)
+        self.worth_N = self.anchor_N = self.draws_NM = None
+        """Where freshness decides: what a token counts in distillation and in the anchor, and its draws."""
+        if judged:
+            self.worth_N = torch.cat([each.distill_N for each in judged]).to(device, dtype)
+            self.weight_B = torch.tensor([each.weighed.w for each in judged], device=device, dtype=dtype)
+        if method.anchored:
+            self.anchor_N = torch.cat([each.anchor_N for each in judged]).to(device, dtype)
+            self.draws_NM = joined([sample.rollout.actions for sample in samples], device, torch.int64)
+            self.drew_NM = joined([sample.rollout.action_logp for sample in samples], device, dtype)
 
     def _of_mask(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
         """Of what every token has, the rows of trained ones."""
@@ -179,7 +216,7 @@ class Terms:
         return {"student/entropy": entropy_C.detach()[mask_C].sum() / max(self.counts.n_tokens, 1)}
 
     def distilled(self, loss_C: Tensor, metrics: Metrics, rows: slice) -> tuple[Tensor, Metrics]:
-        mask_C, n = self.mask_N[rows], max(self.counts.n_tokens, 1)
+        mask_C, n = self.mask_N[rows], float(max(self.counts.n_tokens, 1))
         loss_C = loss_C.masked_fill(~mask_C, 0.0)
         found = _summed({"loss": loss_C.detach()} | metrics, mask_C, n)
         if len(self.method.teachers) > 1:
@@ -187,7 +224,21 @@ class Terms:
         if any(weight != 1.0 for weight in self.method.teachers.values()):
             weight_B = torch.tensor([self.method.teachers.get(name, 1.0) for name in self.teachers], device=self.device)
             loss_C = loss_C * weight_B[self.row_N[rows]]
+        if self.worth_N is not None:
+            loss_C, n = loss_C * self.worth_N[rows], self.units
         return self.method.loss.weight * loss_C.sum() / n, found
+
+    @property
+    def units(self) -> float:
+        """What distillation and anchor are divided by, where freshness decides."""
+        return max(self.counts.n_sequences if self.method.over_samples else self.counts.n_tokens, 1)
+
+    def anchored(self, logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
+        """The KL to what drew, at the draws that were recorded."""
+        assert self.anchor_N is not None
+        kl_C = rollout_kl_from_cache(logp_CM, self.drew_NM[rows]) * self.anchor_N[rows]
+        loss = kl_C.sum() / self.units
+        return loss, {"freshness/anchor": loss.detach()}
 
     def _by_teacher(self, loss_C: Tensor, mask_C: Tensor, rows: slice, n_tokens: float) -> Metrics:
         """The loss of each teacher's samples, and their share of tokens: both divided by all tokens."""
@@ -204,6 +255,9 @@ class Terms:
         policy, reference, counts = self.method.policy, self.method.reference, self.counts
         losses, metrics = list[Tensor](), Metrics()
         known = {name: cut(value_N) for name, value_N in self.frozen_N.items()}
+        if self.method.weighs_policy:
+            worth_BT = cut(self.weight_B[self.row_N])
+            known["weight_T"] = worth_BT * known["weight_T"] if "weight_T" in known else worth_BT
         mask_BT = cut(self.mask_N)
         if policy is not None:
             part, found = policy_loss(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isclose
 
+from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import LossConfig
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import Config
@@ -35,6 +36,7 @@ class Method:
     policy: PolicyConfig | None = None
     correction: CorrectionPreset = PRESETS["disabled"]
     reference: ReferenceConfig | None = None
+    freshness: FreshnessConfig | None = None
     teachers: Mapping[str, float] = field(default_factory=dict)
     """Weights of teachers by name; 1 where it is not here."""
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -61,7 +63,21 @@ class Method:
     @property
     def reads_snapshots(self) -> bool:
         """Something is asked of the weights that drew a token."""
-        return self.decoupled or self.rejects("seq_max_kl")
+        return self.decoupled or self.rejects("seq_max_kl") or self.replays
+
+    @property
+    def replays(self) -> bool:
+        """How far the learner is from what drew a sample is known by its weights of then."""
+        return self.freshness is not None and self.freshness.drift == "snapshots"
+
+    @property
+    def anchored(self) -> bool:
+        """The KL to what drew is in the loss."""
+        return self.freshness is not None and self.freshness.anchor > 0
+
+    @property
+    def weighs_policy(self) -> bool:
+        return self.freshness is not None and "policy" in self.freshness.also
 
     @property
     def by_row(self) -> bool:
@@ -131,10 +147,16 @@ class Method:
         return found
 
     @property
+    def over_samples(self) -> bool:
+        """Distillation and anchor are divided by sequences."""
+        return self.freshness is not None and self.freshness.over == "samples"
+
+    @property
     def over_sequences(self) -> bool:
-        """The policy loss is divided by sequences, and not by tokens."""
-        policy = self.policy
-        return policy is not None and (policy.aggregation or LOSSES[policy.loss].agg).startswith("seq")
+        """The policy loss is divided by sequences, and not by tokens; without one, the rest is."""
+        if (policy := self.policy) is None:
+            return self.over_samples
+        return (policy.aggregation or LOSSES[policy.loss].agg).startswith("seq")
 
     def __str__(self) -> str:
         parts = [f"{self.loss.weight:g} · {self.loss.kind}"] if self.loss.weight else []
@@ -144,8 +166,16 @@ class Method:
         if self.reference is not None:
             steered = f", steered to {self.reference.target:g}" if self.steers else ""
             parts.append(f"{self.reference.weight:g} · KL to the reference in the {self.reference.into}{steered}")
+        if (fresh := self.freshness) is not None:
+            weighed = 1 if self.loss.weight else 0
+            parts = [f"{weighed_by(fresh)}{part}" for part in parts[:weighed]] + parts[weighed:]
+            parts += [f"{fresh.anchor:g} · KL to what drew"] if fresh.anchor else []
         preset = next((name for name, preset in PRESETS.items() if preset == self.correction), "of your own")
         return f"loss: {' + '.join(parts)}; correction: {preset}"
+
+
+def weighed_by(fresh: FreshnessConfig) -> str:
+    return {"freshness": "freshness · ", "lag": "1/(lag + 1) · ", "none": ""}[fresh.weight]
 
 
 def _times(weight: float) -> str:
@@ -160,6 +190,7 @@ def method_of(config: Config) -> Method:
         policy=policy,
         correction=preset,
         reference=config.reference,
+        freshness=config.freshness,
         teachers={name: teacher.weight for name, teacher in config.teachers.items()},
         rewards={name: policy.reward_weights.get(name, 1.0) for name in config.task.names} if policy else {},
         temperature=config.sampler.temperature,
@@ -174,7 +205,8 @@ def method_of(config: Config) -> Method:
         _check_parts(method)
     if config.learner.snapshots and not (config.learner.exact_drift or method.reads_snapshots):
         raise ConfigError(
-            "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl nor exact_drift reads them"
+            "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl, exact_drift nor "
+            'freshness.drift = "snapshots" reads them'
         )
     return method
 
@@ -339,6 +371,9 @@ def _looks_at_behavior(config: Config, method: Method) -> tuple[str, str] | None
     old_is_behavior = not (method.decoupled or method.previous)
     if policy is not None and old_is_behavior and policy.loss in RATIO_TO_OLD | RATIO_TO_BEHAVIOR | {"dro"}:
         return f'policy.loss = "{policy.loss}" holds', 'policy.loss = "reinforce"'
+    if (fresh := method.freshness) is not None and (fresh.anchor or not method.replays):
+        without = 'freshness.drift = "snapshots" with anchor = 0'
+        return "[freshness] estimates the KL by", without
     if reference is not None and reference.into == "loss" and reference.importance:
         return 'reference.into = "loss" weighs its KL by', "reference.importance = false"
     if reference is not None and reference.into == "reward" and old_is_behavior:
@@ -359,9 +394,23 @@ def _check_parts(method: Method) -> None:
             'policy.aggregation = "token-sum" is divided by nothing, and schedule.kind = "periodic" divides once, at '
             'the end: write "token-mean", or schedule.kind = "sync"'
         )
-    by_tokens = method.loss.weight > 0 or (method.reference is not None and method.reference.into == "loss")
-    if method.over_sequences and by_tokens:
+    by_tokens = [name for name, so in _divided_by_tokens(method).items() if so]
+    by_samples = [name for name, so in _divided_by_tokens(method).items() if not so]
+    if by_tokens and by_samples:
         raise ConfigError(
-            "the policy loss is divided by sequences and the rest by tokens, and schedule.kind = 'periodic' divides "
-            'once, at the end: write policy.aggregation = "token-mean", or schedule.kind = "sync"'
+            f"{' and '.join(by_tokens)} {'is' if len(by_tokens) == 1 else 'are'} divided by tokens and "
+            f"{' and '.join(by_samples)} by sequences, and schedule.kind = 'periodic' divides once, at the end: write "
+            'policy.aggregation = "token-mean" and freshness.over = "tokens", or schedule.kind = "sync"'
         )
+
+
+def _divided_by_tokens(method: Method) -> dict[str, bool]:
+    """Of every part of the loss, and not by sequences."""
+    found: dict[str, bool] = {}
+    if method.loss.weight or method.anchored:
+        found["distillation" if method.loss.weight else "the anchor"] = not method.over_samples
+    if method.policy is not None:
+        found["the policy loss"] = not method.over_sequences
+    if method.reference is not None and method.reference.into == "loss":
+        found["the KL to the reference"] = True
+    return found

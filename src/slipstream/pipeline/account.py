@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from math import inf
 
-from slipstream.engines.base import Quote
+from slipstream.engines.base import Quote, Weighed
 from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, trust_metrics, usage
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.restarts import Restarts
@@ -39,8 +40,11 @@ class Account:
         """How many of these are apart by more than was promised."""
         self._tokens = Counter[str]()
 
-    def trained(self, groups: Iterable[Group], *, update: int, version: int, size: int) -> None:
+    def trained(
+        self, groups: Iterable[Group], *, update: int, version: int, size: int, weighed: Iterable[Weighed] = ()
+    ) -> None:
         """`size` is how many members a group had when it was submitted."""
+        worth = iter(weighed)
         self.log.ledger(*(
             {
                 "number": group[0].header.number,
@@ -52,6 +56,7 @@ class Account:
                 "mean_lag": [round(mean_lag(handle.header, version), 4) for handle in group],
                 "tokens": [handle.header.tokens for handle in group],
                 "rewards": [handle.header.rewards for handle in group],
+                **worth_of(list(islice(worth, len(group)))),
                 **({"failed": missing} if (missing := _missing(group, size)) else {}),
                 **({"causes": causes} if (causes := self.causes.pop(group[0].header.number, None)) else {}),
             }
@@ -161,6 +166,13 @@ class Account:
         found = Counter({stage: tokens[stage] - self._tokens[stage] for stage in tokens})
         self._tokens = tokens
         return found
+
+
+def worth_of(weighed: Sequence[Weighed]) -> dict[str, list[float | None]]:
+    """What freshness made of the members of a group, each a column; none where nothing is known."""
+    names = ("f", "w", "roll", "sup", "roll_coverage", "sup_coverage")
+    columns = {name: [getattr(each, name) for each in weighed] for name in names}
+    return {name: [round(x, 6) if x < inf else None for x in column] for name, column in columns.items() if column}
 
 
 def _missing(group: Group, size: int) -> list[int]:

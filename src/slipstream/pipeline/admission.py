@@ -20,7 +20,7 @@ of its source can stand in for.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -262,6 +262,16 @@ class Admission:
         self.rolling[number] = None
         self.live[number].version = self.published_version
         self.restarted += 1
+
+    def refresh(self, begun: Container[int]) -> list[int]:
+        """All that has begun under older weights than are published next begins again under those, on the same credits
+        and in the same turns; returns the numbers. Nothing may be rolling out."""
+        assert self.gated, "there are no newer weights to begin under"
+        stale = [number for number, ticket in self.live.items() if number in begun and ticket.version < self.version]
+        for number in stale:
+            self.restart(number)
+            self.live[number].version = self.version
+        return stale
 
     def drop(self, number: int, reason: str) -> None:
         """A group ends without being trained on, and its credit returns at once."""

@@ -25,6 +25,7 @@ from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
+from slipstream.pipeline.freshness import Freshness
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import Samplers
@@ -214,6 +215,7 @@ class Run:
             trace=trace,
             tasks=tasks,
             health=Health(self.config.health, self.say),
+            freshness=self._freshness(),
             recheck={
                 name: Recheck(teacher.recheck, teacher.promised, self.config.seed)
                 for name, teacher in self.config.teachers.items()
@@ -231,6 +233,13 @@ class Run:
             after_publish=self._evaluate,
             held=self.held,
         )
+
+    def _freshness(self) -> Freshness | None:
+        if self.config.freshness is None:
+            return None
+        learner = self.config.learner
+        steps = learner.minibatches * learner.epochs
+        return Freshness(self.config.freshness, steps=steps, last=self.log.last, say=self.say)
 
     async def _hand_over(self, flow: Flow) -> None:
         """For the checkpoint of a run that stops; whoever cannot hand over does not hold it up."""

@@ -16,17 +16,18 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
+from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, Weighed, of_teacher
 from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.freshness import Freshness
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.publish import Samplers
@@ -91,6 +92,7 @@ class Flow:
     checkpoint: Callable[[], Save]
     """How to save what there is at this moment, later."""
     health: Health
+    freshness: Freshness | None
     recheck: Mapping[str, Recheck]
     """Of each teacher."""
     silence: Mapping[str, Silence]
@@ -428,11 +430,36 @@ async def finish(flow: Flow, update: Update) -> None:
         del flow.held[number]
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
-    flow.account.trained(update.groups, update=update.number, version=version, size=flow.sampling.group)
+    batch, numbers, weighed = Batch(tuple(update.groups), update.number), over_steps(steps), list[Weighed]()
+    if flow.freshness is not None:
+        weighed = await flow.learner.weighed(batch)
+        numbers |= flow.freshness.look(weighed) | await freshen(flow, flow.freshness)
+    flow.account.trained(
+        update.groups, update=update.number, version=version, size=flow.sampling.group, weighed=weighed
+    )
     flow.account.quoted(quotes, update=update.number)
-    line = flow.account.updated(Batch(tuple(update.groups), update.number), over_steps(steps), update.seconds)
+    line = flow.account.updated(batch, numbers, update.seconds)
     flow.health.look(line)
     flow.look(line)
+
+
+async def freshen(flow: Flow, freshness: Freshness) -> Metrics:
+    """Look at what is ready; if it is too stale, all that has begun begins again under the weights of this update."""
+    admission, measured = flow.admission, list[Weighed]()
+    ready = Batch(tuple(flow.held[number] for number in admission.ready), admission.version)
+    if ready.groups and freshness.measures(admission.version):
+        with flow.learning.busy("freshness", "other"), suppress(RecordsLost):  # found out where they are learned from
+            measured = await flow.learner.weigh(ready)
+    level, numbers = freshness.level(ready.headers, measured, admission.version)
+    if admission.gated and (why := freshness.why(level, admission.version)):
+        await hand_over(flow)
+        before = flow.account.thrown
+        if stale := admission.refresh(flow.held):
+            for number in stale:
+                flow.forget(number)
+            tokens = flow.account.thrown - before
+            freshness.done(admission.version, groups=len(stale), tokens=tokens, why=why)
+    return numbers | freshness.metrics
 
 
 def some(update: Update, count: int) -> Batch:

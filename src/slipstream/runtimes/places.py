@@ -10,7 +10,18 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from slipstream.engines.base import Engines, Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, Unscored, WeightsRef
+from slipstream.engines.base import (
+    Engines,
+    Fingerprint,
+    Loaded,
+    Metrics,
+    Mode,
+    Quote,
+    Sampling,
+    Unscored,
+    Weighed,
+    WeightsRef,
+)
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.plan.engines import EnginesPlan, LearnerPlan, ScorerPlan
@@ -58,6 +69,14 @@ class RemoteLearner(RemoteWorker):
     async def quote(self, batch: Batch) -> list[Quote]:
         quotes: list[Quote] = await self.call("quote", without_bodies(batch))
         return quotes
+
+    async def weighed(self, batch: Batch) -> list[Weighed]:
+        weighed: list[Weighed] = await self.call("weighed", without_bodies(batch))
+        return weighed
+
+    async def weigh(self, batch: Batch) -> list[Weighed]:
+        weighed: list[Weighed] = await self.call("weigh", batch)
+        return weighed
 
     async def compare(self, batch: Batch) -> Metrics:
         metrics: Metrics = await self.call("compare", batch)

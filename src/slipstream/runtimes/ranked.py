@@ -17,7 +17,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.engines.base import Fingerprint, Learner, Metrics, Quote, WeightsRef
+from slipstream.engines.base import Fingerprint, Learner, Metrics, Quote, Weighed, WeightsRef
 from slipstream.engines.native.packing import cost
 from slipstream.errors import EngineError, RecordsLost, SlipstreamError, WorkerDied
 from slipstream.records import ONE, Batch, Counts, Group
@@ -60,6 +60,14 @@ class RankedLearner:
     async def quote(self, batch: Batch) -> list[Quote]:
         parts = self._split(batch)
         return [each for found in await self._all(lambda rank: self.ranks[rank].quote(parts[rank])) for each in found]
+
+    async def weighed(self, batch: Batch) -> list[Weighed]:
+        parts = self._split(batch)
+        found = [iter(each) for each in await self._all(lambda rank: self.ranks[rank].weighed(parts[rank]))]
+        return [next(found[self.homes[header.number]]) for header in batch.headers]
+
+    async def weigh(self, batch: Batch) -> list[Weighed]:
+        return (await self._all(lambda rank: self.ranks[rank].weigh(batch)))[0]
 
     async def compare(self, batch: Batch) -> Metrics:
         return (await self._all(lambda rank: self.ranks[rank].compare(batch)))[0]

@@ -19,23 +19,24 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Fingerprint, Metrics, Quote, WeightsRef
+from slipstream.engines.base import Fingerprint, Metrics, Quote, Weighed, WeightsRef
 from slipstream.engines.native.learning.dummy_batch import nothing
-from slipstream.engines.native.learning.first_look import FirstLook
+from slipstream.engines.native.learning.first_look import Distances, FirstLook
 from slipstream.engines.native.learning.optimizer import make_optimizer
-from slipstream.engines.native.learning.passes import Passes
+from slipstream.engines.native.learning.passes import Passes, at_draws
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots, local
 from slipstream.engines.native.learning.storage import restore, save
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
-from slipstream.engines.native.rows import over_tokens
+from slipstream.engines.native.rows import by_sample, over_tokens
 from slipstream.engines.quotes import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
-from slipstream.objective.frozen import Frozen, behavior_of, freeze
+from slipstream.objective.freshness import Drifted, Judge, drifted
+from slipstream.objective.frozen import Frozen, as_it_is, freeze, present
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed, graded
@@ -69,6 +70,7 @@ class NativeLearner:
         self.ranks = ranks or Ranks()
         self.passes = Passes(lm, config, self.ranks, temperature=method.temperature)
         self.objective = Objective(method, teacher_head)
+        self.judge = Judge(method.freshness) if method.freshness is not None else None
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.snapshots = Snapshots(lm.model, keep=snapshots)
         self.look = FirstLook(method, self.passes, self.snapshots, self.ranks)
@@ -110,6 +112,13 @@ class NativeLearner:
             lambda: [quote(each, self.samples[key_of(each)], self.update, self._decode) for each in batch.headers]
         )
 
+    async def weighed(self, batch: Batch) -> list[Weighed]:
+        judge = present(self.judge)
+        return await self._run(lambda: [judge.judged[key_of(header)].weighed for header in batch.headers])
+
+    async def weigh(self, batch: Batch) -> list[Weighed]:
+        return await self._run(lambda: self._weigh([scored(handle) for handle in batch.handles]))
+
     async def compare(self, batch: Batch) -> Metrics:
         return await self._run(lambda: self._compare([scored(handle) for handle in batch.handles]))
 
@@ -139,13 +148,23 @@ class NativeLearner:
         samples = {key_of(handle.header): scored(handle) for handle in batch.handles}
         self.samples |= samples
         version, own = self.update - 1, list(samples.values())
-        distances = self.look.distances(own, version, drift=self.config.exact_drift)
+        distances = self.look.distances(own, version, drift=self.config.exact_drift or self.method.replays)
         if self.config.exact_drift:
             size = sum(self.ranks.gathered(len(samples)))
             self.noted.append((size, self.look.rollout_drift(own, distances)))
+        self._freeze(samples, version, distances)
+        if self.judge is not None:
+            known = None
+            if self.method.replays or self.config.dropout:  # else in the pass that learns
+                known = self._drifted(own, version, distances)
+            self.judge.take(own, [self.frozen[key] for key in samples], known)
+        return [self._counts(group) for group in batch.groups]
+
+    def _freeze(self, samples: dict[Key, Scored], version: int, distances: Distances) -> None:
         if not self.method.looks_first:
             self.frozen |= {key: as_it_is(sample) for key, sample in samples.items()}
-            return [counts_of(group) for group in batch.groups]
+            return
+        own = list(samples.values())
         keys, evidence = list(samples), self.look.evidence(own, version, distances)
         # ranks see the whole batch, in one order, whoever holds what
         everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
@@ -155,12 +174,28 @@ class NativeLearner:
         decided = {key: each for (key, _), each in zip(everyone, frozen, strict=True)}
         self.frozen |= {key: decided[key] for key in keys}
         self.noted.append((len(everyone), noted))
-        return [self._counts(group) for group in batch.groups]
+
+    def _drifted(self, samples: Sequence[Scored], version: int, distances: Distances | None = None) -> list[Drifted]:
+        """How far the learner as it is is from what drew these."""
+        if not self.method.replays:
+            logp = self.passes.log_probs_of_draws(samples, temperature=self.method.temperature)
+            return [drifted(sample, logp_NM) for sample, logp_NM in zip(samples, logp, strict=True)]
+        distances = distances or self.look.distances(samples, version, drift=True)
+        masks = [torch.from_numpy(sample.rollout.loss_mask) for sample in samples]
+        found = zip(distances.kl["reverse"], distances.known, masks, strict=True)
+        return [Drifted(kl_T[mask_T], known_T[mask_T]) for kl_T, known_T, mask_T in found]
+
+    def _weigh(self, samples: Sequence[Scored]) -> list[Weighed]:
+        """Each rank does it all: nothing is exchanged."""
+        drift = self._drifted(samples, self.made)
+        return present(self.judge).weigh(samples, drift, version=self.made)
 
     def _begin(self, update: int) -> None:
         """Let go of the update before."""
         self.beta, self.kl, self.size = self._next_beta(), [], 0
         self.samples, self.frozen, self.noted, self.update = {}, {}, [], update
+        if self.judge is not None:
+            self.judge.begin()
         if self.config.dropout:  # a run that goes on draws what it would have drawn
             torch.manual_seed(derive_seed(self.method.seed, "dropout", update, self.ranks.index))
 
@@ -193,7 +228,7 @@ class NativeLearner:
             chosen, theirs = [samples[i] for i in members], [frozen[i] for i in members]
             with self.passes.precision():
                 loss, metrics, logp_N = self.passes.student(
-                    rows, lambda h, head, c=chosen, f=theirs: self.objective(h, head, c, f, counts)
+                    rows, lambda h, head, c=chosen, f=theirs: self._objective(h, head, c, f, counts)
                 )
             loss.backward()
             total += loss.detach()
@@ -203,6 +238,22 @@ class NativeLearner:
         if not math.isfinite(loss_of_all):
             self._drop()
             raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
+
+    def _objective(
+        self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """What a sample is worth for its freshness follows from what this very pass thinks of its draws."""
+        if self.judge is None:
+            return self.objective(hidden_NH, head, samples, frozen, counts)
+
+        def draws() -> Sequence[Tensor]:
+            rollouts = [sample.rollout for sample in samples]
+            with torch.no_grad():
+                logp_NM = at_draws(hidden_NH.detach(), head, rollouts, temperature=self.method.temperature)
+            return by_sample(logp_NM.cpu().double(), rollouts)
+
+        judged = self.judge.of(samples, frozen, version=self.update - 1, draws=draws)
+        return self.objective(hidden_NH, head, samples, frozen, counts, judged)
 
     def _note(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
         found = over_tokens(logp_N, [sample.rollout for sample in samples])
@@ -316,11 +367,6 @@ def scored(handle: Handle) -> Scored:
     """The record, which without a teacher is still a rollout."""
     body = handle.body
     return body if isinstance(body, Scored) else Scored(rollout=graded(handle))
-
-
-def as_it_is(sample: Scored) -> Frozen:
-    """Nothing is rejected, and nothing weighed."""
-    return Frozen(mask_T=torch.tensor(sample.rollout.loss_mask), behavior_T=behavior_of(sample))
 
 
 def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -148,15 +149,8 @@ class Passes:
     def log_probs_of_draws(self, samples: Sequence[Scored], *, temperature: float) -> list[Tensor]:
         """By the weights as they are, among what could be drawn: [N, M] for the trained tokens of each sample."""
 
-        def at_draws(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
-            ids_NM = joined([rollout.actions for rollout in chosen], hidden_NH.device, torch.int64)
-            hidden_NH, weight, bias = head.inputs(hidden_NH)
-            support = support_of(chosen, hidden_NH.device)
-            shape: dict[str, Any] = {"bias": bias, **head.bend}
-            return kept_logprobs_at(hidden_NH, weight, ids_NM, support, temperature=temperature, **shape)
-
         with self._as_at(None, None):
-            return self._of_each(samples, at_draws)
+            return self._of_each(samples, partial(at_draws, temperature=temperature))
 
     def _of_each(
         self, samples: Sequence[Scored], found_by: Callable[[Tensor, Head, Sequence[Rollout]], Tensor]
@@ -219,6 +213,15 @@ class Passes:
                 kl_N = self.student(rows, lambda h, head, chosen=chosen: kl_to(h, head, chosen))
                 kl |= zip(members, over_tokens(kl_N.cpu(), chosen), strict=True)
         return [kl[i] for i in range(len(samples))]
+
+
+def at_draws(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temperature: float) -> Tensor:
+    """Log-probs of all draws, among what could be drawn, [N, M] for the trained tokens of all of them."""
+    ids_NM = joined([rollout.actions for rollout in rollouts], hidden_NH.device, torch.int64)
+    hidden_NH, weight, bias = head.inputs(hidden_NH)
+    support = support_of(rollouts, hidden_NH.device)
+    shape: dict[str, Any] = {"bias": bias, **head.bend}
+    return kept_logprobs_at(hidden_NH, weight, ids_NM, support, temperature=temperature, **shape)
 
 
 def tokens_of(batches: Sequence[MicroBatch]) -> Counter[str]:

@@ -1,0 +1,146 @@
+"""What the samples of an update are worth, and what each of their tokens counts for it in the loss.
+
+    1/|M| Σ_i w_i (ℓ_i + λ D_roll,i),    w_i = relu(f_i − ξ),    f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
+
+M are the episodes of the update. A sample is a lineage: it has a weight of its own, and the means ℓ and D_roll of an
+episode are over the aligned tokens of all its lineages. What is decided stays for all steps of the update.
+
+Shapes: B samples, N trained tokens (of one sample, or of several behind one another), M cached draws.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.config.freshness import FreshnessConfig
+from slipstream.engines.base import Weighed
+from slipstream.estimators.freshness import aligned_mean, rollout_kl_from_cache, score, weight
+from slipstream.objective.frozen import Frozen, padded
+from slipstream.records import Scored
+
+Key = tuple[int, int]
+"""Number of the group, and index in it, or episode of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A sample's weight, and what each of its trained tokens counts for it in distillation and in the anchor."""
+
+    weighed: Weighed
+    distill_N: Tensor
+    anchor_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drifted:
+    """How far the student is at every trained token from what drew it, and where that can be known."""
+
+    kl_N: Tensor
+    known_N: Tensor
+
+
+def drifted(sample: Scored, logp_NM: Tensor) -> Drifted:
+    """By the student's log-probs of the draws that were recorded with it."""
+    kl_N = rollout_kl_from_cache(logp_NM, torch.from_numpy(sample.rollout.action_logp).double())
+    return Drifted(kl_N, torch.ones_like(kl_N, dtype=torch.bool))
+
+
+class Judge:
+    """Of one update after the other."""
+
+    def __init__(self, settings: FreshnessConfig) -> None:
+        self.settings = settings
+        self.begin()
+
+    def begin(self) -> None:
+        """Let go of the update before."""
+        self.judged: dict[Key, Judged] = {}
+        self.drifted: dict[Key, Drifted] = {}
+        """Where that is known before the pass that learns."""
+        self.supervised, self.replayed = Counter[Key](), Counter[Key]()
+        """Aligned tokens of every episode that are learned from."""
+
+    def take(self, samples: Sequence[Scored], frozen: Sequence[Frozen], found: Sequence[Drifted] | None = None) -> None:
+        """Whole episodes, with what is `found` of their drift already."""
+        for i, (sample, each) in enumerate(zip(samples, frozen, strict=True)):
+            rollout = sample.rollout
+            episode, left_N = (rollout.prompt.number, rollout.episode), each.mask_T[torch.from_numpy(rollout.loss_mask)]
+            if found is not None:
+                self.drifted[key_of(sample)] = found[i]
+            known_N = left_N if found is None else left_N & found[i].known_N
+            self.supervised[episode] += int(left_N.sum())
+            self.replayed[episode] += int(known_N.sum())
+
+    def of(
+        self,
+        samples: Sequence[Scored],
+        frozen: Sequence[Frozen],
+        *,
+        version: int,
+        draws: Callable[[], Sequence[Tensor]],
+    ) -> list[Judged]:
+        """Of these samples; `version` is that of the learner, and `draws` its log-probs of their draws, [N, M] each."""
+        keys = [key_of(sample) for sample in samples]
+        if new := [i for i, key in enumerate(keys) if key not in self.judged]:
+            if missing := [i for i in new if keys[i] not in self.drifted]:
+                logp = draws()
+                self.drifted |= {keys[i]: drifted(samples[i], logp[i]) for i in missing}
+            found = self._judge([samples[i] for i in new], [frozen[i] for i in new], version)
+            self.judged |= {keys[i]: each for i, each in zip(new, found, strict=True)}
+        return [self.judged[key] for key in keys]
+
+    def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
+        """What these would be worth now, whoever learns from them later."""
+        settings = self.settings
+        roll_B = aligned_mean(padded([each.kl_N for each in drift]), padded([each.known_N for each in drift]))
+        sup_B = torch.zeros_like(roll_B)
+        lag_B = torch.tensor([version - oldest(sample, version) for sample in samples], dtype=roll_B.dtype)
+        f_B = score(lag_B if settings.lag else 0 * lag_B, roll_B, sup_B, alpha=settings.alpha, beta=settings.beta)
+        match settings.weight:
+            case "freshness":
+                w_B = weight(f_B, threshold=settings.threshold)
+            case "lag":
+                w_B = score(lag_B, 0 * roll_B, sup_B)
+            case "none":
+                w_B = torch.ones_like(f_B)
+        covered_B = [float(each.known_N.sum()) / max(len(each.known_N), 1) for each in drift]
+        columns = (x_B.tolist() for x_B in (lag_B, roll_B, sup_B, f_B, w_B))
+        return [
+            Weighed(lag=int(lag), roll=roll, sup=sup, f=f, w=w, roll_coverage=covered, sup_coverage=1.0)
+            for lag, roll, sup, f, w, covered in zip(*columns, covered_B, strict=True)
+        ]
+
+    def _judge(self, samples: Sequence[Scored], frozen: Sequence[Frozen], version: int) -> list[Judged]:
+        drift, settings = [self.drifted[key_of(sample)] for sample in samples], self.settings
+        weighed = self.weigh(samples, drift, version=version)
+        of_sample = [len(each.kl_N) for each in drift]
+        left_N = torch.cat(
+            [f.mask_T[torch.from_numpy(s.rollout.loss_mask)] for s, f in zip(samples, frozen, strict=True)]
+        )
+        known_N = left_N & torch.cat([each.known_N for each in drift])
+        episodes = [(sample.rollout.prompt.number, sample.rollout.episode) for sample in samples]
+        over_samples = settings.over == "samples"
+
+        def counted(w: Sequence[float], aligned_N: Tensor, counts: Counter[Key]) -> tuple[Tensor, ...]:
+            share = [x / max(counts[each], 1) if over_samples else x for x, each in zip(w, episodes, strict=True)]
+            share_N = torch.tensor(share, dtype=torch.float64).repeat_interleave(torch.tensor(of_sample))
+            return torch.split(share_N * aligned_N, of_sample)
+
+        distill = counted([each.w for each in weighed], left_N, self.supervised)
+        anchor = counted([settings.anchor * each.w for each in weighed], known_N, self.replayed)
+        return [Judged(*each) for each in zip(weighed, distill, anchor, strict=True)]
+
+
+def key_of(sample: Scored) -> Key:
+    return sample.rollout.prompt.number, sample.rollout.index
+
+
+def oldest(sample: Scored, version: int) -> int:
+    """The version of its oldest trained token."""
+    rollout = sample.rollout
+    return int(rollout.versions[rollout.loss_mask].min(initial=version))
