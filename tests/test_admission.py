@@ -55,7 +55,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
     ended: list[int] = []
     consumed: list[int] = []
     versions: dict[int, int] = {}
-    drops = stops = 0
+    drops = stops = refreshes = 0
     while not admission.finished:
         choices = ["submit"] if admission.quota() else []
         choices += ["rolled"] if admission.rolling else []
@@ -66,6 +66,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
         choices += ["publish"] if admission.gated else []
         choices += ["renew"] if admission.outdated() else []
         choices += ["stop"] if admission.live and stops < 3 else []
+        choices += ["refresh"] if admission.gated and refreshes < 2 else []
         on_the_way = [*admission.rolling, *admission.waiting, *admission.scoring]
         if drops < 6:
             choices += ["drop"] if on_the_way else []
@@ -97,6 +98,16 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
                     assert all(abs(found[s] - due[s]) <= admission.dropped.total() for s in sources)
             case "publish":
                 admission.publish()
+            case "refresh":
+                begun = {
+                    number for number in admission.live if number not in admission.rolling or data.draw(st.booleans())
+                }
+                again = admission.refresh(begun)
+                assert {*again} == {
+                    n for n in begun if versions[n] < admission.version and n not in admission.learning
+                } and not admission.ready.keys() & again
+                versions |= dict.fromkeys(again, admission.version)
+                refreshes += 1
             case "renew":
                 for number in admission.outdated():
                     if schedule.on_old == "drop":

@@ -65,6 +65,10 @@ WITH = {
     "reference.target": f"policy.loss=vanilla reference.weight=0.1 learner.epochs=2 {STEERED}",
     "reference.horizon": f"policy.loss=vanilla reference.weight=0.1 {STEERED}",
     "reference.": "policy.loss=vanilla reference.weight=0.1",
+    "freshness.m": "freshness.weight=freshness loss.kind=forward_kl",
+    "freshness.over": "freshness.weight=freshness sampler.max_tokens=30",
+    "freshness.also": "freshness.weight=freshness policy.loss=vanilla",
+    "freshness.": "freshness.weight=freshness",
     "sampler.keep_mask": "sampler.top_k=5 loss.importance=false",
     "loss.tail:reverse_kl_topk": "loss.renormalise=false",
     "loss.clip:k": "loss.as=reward",
@@ -129,6 +133,9 @@ OTHER = {
     "correction.is_level": "geometric",
     "correction.ctpo_clip": "0.001",
     "correction.rs": "{token_k1=[0.9999,1.0001]}",
+    "freshness.drift": "snapshots",
+    "freshness.m": "3",
+    "freshness.also": "policy",
     "learner.batch_size": "4",
     "learner.lr": "0.01",
     "learner.minibatches": "2",
@@ -192,6 +199,15 @@ READ_BY = {
     "health.idle": "pipeline/health.py",
     "health.reward": "pipeline/health.py",
     "teachers.NAME.recheck": "pipeline/run.py",
+    "freshness.beta": "objective/freshness.py",
+    "freshness.refresh": "pipeline/freshness.py",
+    "freshness.every": "pipeline/freshness.py",
+    "freshness.kappa_f": "pipeline/freshness.py",
+    "freshness.kappa_roll": "pipeline/freshness.py",
+    "freshness.kappa_sup": "pipeline/freshness.py",
+    "freshness.cooldown": "pipeline/freshness.py",
+    "freshness.buffer": "pipeline/freshness.py",
+    "freshness.measure": "pipeline/freshness.py",
     "log.to": "runlog.py",
     "log.project": "runlog.py",
     "log.samples": "pipeline/run.py",
@@ -260,7 +276,7 @@ def seen(made: Plan) -> list[Any]:
     prompts = [made.prompts.at(number) for number in range(30)]
     return [
         replace(engines, learner=learner, scorers=scorers, runtime=None),  # type: ignore[arg-type]
-        replace(method, loss=None, policy=None, reference=None),  # type: ignore[arg-type]
+        replace(method, loss=None, policy=None, reference=None, freshness=None),  # type: ignore[arg-type]
         made.sampling,
         eval_sampling(config),
         schedule_of(config.schedule, config.groups_per_update),

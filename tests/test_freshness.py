@@ -1,4 +1,4 @@
-"""Freshness: scores and weights by hand, the drift estimated from the cache, the loss, and when to refresh."""
+"""Freshness: scores and weights by hand, the drift estimated from the cache, and the loss."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ from torch import Tensor
 
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.freshness import (
-    BufferLevel,
     aligned_mean,
-    buffer_level,
     fopd_loss,
-    refresh_reason,
     rollout_kl_from_cache,
     score,
     weight,
@@ -169,35 +166,3 @@ def test_rows_may_come_in_any_order_and_in_any_parts(order: list[int], cut: int)
 def test_a_batch_in_which_nothing_is_aligned_is_zero() -> None:
     total, metrics = fopd_loss(LOSS, 0 * SUPERVISED, DRIFT, 0 * REPLAYED, WEIGHT)
     assert total.item() == 0 and all(value.isfinite() for value in metrics.values())
-
-
-# --- refresh ----------------------------------------------------------------------------------------------------------
-
-FRESH = BufferLevel(freshness=0.5, roll_coverage=0.9, sup_coverage=0.9)
-
-
-def test_buffer_level_is_the_mean_over_the_buffer() -> None:
-    level = buffer_level(double(0.25, 0.75), double(1, 0.5), double(0.125, 0.375))
-    assert level == BufferLevel(0.5, 0.75, 0.25)
-    assert refresh_reason(buffer_level(*(torch.zeros(0),) * 3), steps_since=None) is None
-
-
-@pytest.mark.parametrize(
-    ("level", "reason"),
-    [
-        (FRESH, None),
-        (BufferLevel(0.0501, 0.5, 0.5), None),
-        (BufferLevel(0.05, 0.9, 0.9), "mean freshness 0.05 <= 0.05"),
-        (BufferLevel(0.5, 0.49, 0.9), "mean rollout coverage 0.49 < 0.5"),
-        (BufferLevel(0.5, 0.9, 0.0), "mean supervision coverage 0 < 0.5"),
-    ],
-)
-def test_refresh_says_why(level: BufferLevel, reason: str | None) -> None:
-    assert refresh_reason(level, steps_since=None) == reason
-    assert refresh_reason(level, steps_since=200) == reason
-    assert refresh_reason(level, steps_since=199) is None  # at most one per cooldown
-
-
-def test_thresholds_are_arguments() -> None:
-    assert refresh_reason(FRESH, steps_since=3, kappa_f=0.6, cooldown=3) == "mean freshness 0.5 <= 0.6"
-    assert refresh_reason(FRESH, steps_since=None, kappa_f=0, kappa_roll=0.95) == "mean rollout coverage 0.9 < 0.95"

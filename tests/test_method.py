@@ -176,7 +176,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "snapshots that nothing reads": (
         {"learner": {"snapshots": 3}},
-        "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl nor exact_drift reads them",
+        "learner.snapshots does nothing: neither a decoupled correction, seq_max_kl, exact_drift nor freshness.drift",
     ),
     "nothing to compare an answer with": (
         {"sampler": {"group": 1}},
@@ -201,7 +201,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
             "teachers": {"main": {"model": "t"}},
             "schedule": {"kind": "periodic"},
         },
-        "the policy loss is divided by sequences and the rest by tokens, and schedule.kind = 'periodic' divides once",
+        "distillation is divided by tokens and the policy loss by sequences, and schedule.kind = 'periodic'",
     ),
 }
 

@@ -82,6 +82,10 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "task": {"reward": ["exact", "math"]},
         "reference": {"weight": 0.1, "control": "adaptive", "target": 0.1, "horizon": 100},
     },
+    "freshness, and a refresh now and then": {
+        "freshness": {"kappa_f": 1.0, "cooldown": 0, "measure": 1},
+        "schedule": {"kind": "step_off", "k": 1},
+    },
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded
@@ -26,7 +27,7 @@ PROMPTS = Prompts(
 )
 
 
-def config(schedule: Any, *, updates: int = 8, **checkpoint: float) -> Config:
+def config(schedule: Any, *, updates: int = 8, freshness: FreshnessConfig | None = None, **checkpoint: float) -> Config:
     return Config(
         student="toy",
         teachers={"main": TeacherConfig(model="toy")},
@@ -34,16 +35,17 @@ def config(schedule: Any, *, updates: int = 8, **checkpoint: float) -> Config:
         sampler=SamplerConfig(max_tokens=10, group=2),
         learner=LearnerConfig(batch_size=6),
         schedule=schedule,
+        freshness=freshness,
         checkpoint=CheckpointConfig(**{"every": 2, "keep": 9} | checkpoint),
     )
 
 
-def engines(*, score: float = 0.5) -> Engines:
+def engines(*, score: float = 0.5, freshness: FreshnessConfig | None = None) -> Engines:
     student = toy.random_table(VOCAB, seed=0)
     return Engines(
         samplers=(Graded(toy.ToySampler(student, seconds=0.3), toy.ToyGrader()),),
         scorers={"": (toy.ToyScorer(toy.random_table(VOCAB, seed=1, scale=2.0), cost=lambda _: score),)},
-        learner=toy.ToyLearner(student, cost=lambda _: 1.0),
+        learner=toy.ToyLearner(student, cost=lambda _: 1.0, freshness=freshness),
         close=lambda: None,
     )
 
@@ -58,7 +60,8 @@ def go(
     **sizes: Any,
 ) -> toy.ToyLearner:
     """Begin or go on (from this checkpoint), and stop as Ctrl-C does after so many virtual seconds."""
-    made, settings = engines(score=score), config(schedule, **sizes)
+    settings = config(schedule, **sizes)
+    made = engines(score=score, freshness=settings.freshness)
 
     async def work() -> None:
         if (path / "checkpoints").exists():

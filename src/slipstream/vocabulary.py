@@ -46,6 +46,7 @@ LEARNER, LOSS, FROZEN = "engines/native/learning/learner.py", "objective/loss.py
 PASSES, METRICS, ACCOUNT = "engines/native/learning/passes.py", "metrics.py", "pipeline/account.py"
 SURROGATE, POLICY, BATCH = "estimators/surrogate.py", "estimators/policy/__init__.py", "estimators/policy/batch.py"
 DRIFT, RATIO, CORRECTION = "estimators/drift.py", "estimators/ratio.py", "estimators/correction.py"
+FRESHNESS = "pipeline/freshness.py"
 TRUST, STAGES, PUBLISH = "engines/trust.py", "pipeline/stages.py", "pipeline/publish.py"
 
 
@@ -212,6 +213,48 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("lag/max", "the oldest", "within the schedule's bound", METRICS),
         Term("lag/tokens_N", "trained tokens of this lag", "–", METRICS),
         Term("version", "of the weights, after the update", "–", ACCOUNT),
+    ),
+    "Freshness: what samples are worth, and when all begins anew": (
+        Term(
+            "freshness/f",
+            "mean freshness of the samples of the update",
+            "well above freshness.threshold",
+            FRESHNESS,
+            "freshness",
+        ),
+        Term("freshness/weight", "what they counted, on average", "–", FRESHNESS),
+        Term("freshness/roll", "mean KL, by sample, from the learner to what drew it", "below 0.02", FRESHNESS),
+        Term(
+            "freshness/sup",
+            "mean KL from what teachers say of them to what they said",
+            "0 where teachers stand still",
+            FRESHNESS,
+        ),
+        Term("freshness/gated", "samples that counted nothing", "below 0.25", FRESHNESS),
+        Term("freshness/invalid", "samples of which no drift could be known", "0", FRESHNESS),
+        Term(
+            "freshness/roll_coverage",
+            "share of their tokens whose drift is known",
+            "1, or more learner.snapshots",
+            FRESHNESS,
+        ),
+        Term("freshness/sup_coverage", "share whose supervision can be compared with the one before", "1", FRESHNESS),
+        Term("freshness/anchor", "the KL to what drew, as it is in the loss", "small beside the loss", LOSS),
+        Term("freshness/drift/lag_N", "rolling mean of freshness/roll at this lag", "grows with the lag", FRESHNESS),
+        Term(
+            "freshness/buffer_f",
+            "mean freshness of what is scored and not learned from yet",
+            "above freshness.kappa_f",
+            FRESHNESS,
+        ),
+        Term("freshness/buffer_roll_coverage", "roll_coverage there", "above freshness.kappa_roll", FRESHNESS),
+        Term("freshness/buffer_sup_coverage", "sup_coverage there", "above freshness.kappa_sup", FRESHNESS),
+        Term("freshness/model_error", "buffer_f by its lags, less what a pass over it found", "near 0", FRESHNESS),
+        Term("freshness/refreshes", "how often all that had begun began anew, so far", "few", FRESHNESS),
+        Term("freshness/refreshed", "the update after which it last did", "–", FRESHNESS),
+        Term(
+            "freshness/refreshed_tokens", "tokens that were thrown away for it, so far", "few beside tokens", FRESHNESS
+        ),
     ),
     "Samples": (
         Term("samples", "responses of the update", "learner.batch_size", METRICS),

@@ -81,7 +81,3 @@ class FreshnessConfig(Section):
     def draws(self) -> int:
         """Where the loss has none of its own."""
         return (self.m or 8) if self.drift == "cache" or self.anchor else 1
-
-    @property
-    def measured_every(self) -> int:
-        return self.measure or (1 if self.buffer == "measured" else 20)

@@ -286,7 +286,7 @@ class ToyLearner:
         return judge.of(samples, frozen, version=self.update - 1, draws=lambda: parts)
 
     def _units(self, counts: Counts) -> int:
-        over_samples = self.judge is not None and self.judge.settings.over == "samples"
+        over_samples = self.judge is not None and self.judge.freshness.over == "samples"
         return counts.n_sequences if over_samples else counts.n_tokens
 
     async def step(self, counts: Counts = ONE) -> Metrics:

@@ -1,6 +1,6 @@
-"""How fresh a buffered sample is, what that is worth, and when to throw the buffer away: f-OPD.
+"""How fresh a buffered sample is, and what that is worth: f-OPD.
 
-Chen, Zhang and Wu, "f-OPD: Stabilizing Long-Horizon On-Policy Distillation with Freshness-Aware Control", Eq. 10 to 16.
+Chen, Zhang and Wu, "f-OPD: Stabilizing Long-Horizon On-Policy Distillation with Freshness-Aware Control", Eq. 10-13, 16.
 The defaults are ours, since the paper gives none. The baselines of its ablation are special values: lag-only weighting
 is alpha = beta = 0, no anchor is anchor = 0, no weighting is a weight of 1.
 
@@ -8,8 +8,6 @@ Row scope: a score is of a whole sample. Shapes: B rows (samples), T positions, 
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -102,48 +100,6 @@ def fopd_loss(
         "gated_fraction": ((weight_B == 0) & present_B).sum() / n_sequences,
     }
     return distill + anchor * drift, metrics
-
-
-@dataclass(frozen=True)
-class BufferLevel:
-    """Means over everything scored and not yet consumed: freshness, and |aligned positions| / length of both kinds."""
-
-    freshness: float
-    roll_coverage: float
-    sup_coverage: float
-
-
-def buffer_level(f_B: Tensor, roll_coverage_B: Tensor, sup_coverage_B: Tensor) -> BufferLevel:
-    """The buffer at a glance; an empty one has nothing stale in it.  (f-OPD, Eq. 14.)"""
-    same_shape(f=f_B, roll_coverage=roll_coverage_B, sup_coverage=sup_coverage_B)
-    if not len(f_B):
-        return BufferLevel(1.0, 1.0, 1.0)
-    return BufferLevel(*(x_B.double().mean().item() for x_B in (f_B, roll_coverage_B, sup_coverage_B)))
-
-
-def refresh_reason(
-    level: BufferLevel,
-    *,
-    steps_since: int | None,
-    kappa_f: float = 0.05,
-    kappa_roll: float = 0.5,
-    kappa_sup: float = 0.5,
-    cooldown: int = 200,
-) -> str | None:
-    """Why the buffer should be thrown away and rolled out anew, or None.  (f-OPD, Eq. 15.)
-
-    `steps_since` counts optimizer steps since the last refresh, None if there was none; there is at most one per
-    `cooldown`.
-    """
-    if steps_since is not None and steps_since < cooldown:
-        return None
-    if level.freshness <= kappa_f:
-        return f"mean freshness {level.freshness:.3g} <= {kappa_f}"
-    if level.roll_coverage < kappa_roll:
-        return f"mean rollout coverage {level.roll_coverage:.3g} < {kappa_roll}"
-    if level.sup_coverage < kappa_sup:
-        return f"mean supervision coverage {level.sup_coverage:.3g} < {kappa_sup}"
-    return None
 
 
 def _tensor(x: Tensor | float) -> Tensor:

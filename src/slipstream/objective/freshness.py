@@ -53,8 +53,8 @@ def drifted(sample: Scored, logp_NM: Tensor) -> Drifted:
 class Judge:
     """Of one update after the other."""
 
-    def __init__(self, settings: FreshnessConfig) -> None:
-        self.settings = settings
+    def __init__(self, freshness: FreshnessConfig) -> None:
+        self.freshness = freshness
         self.begin()
 
     def begin(self) -> None:
@@ -96,14 +96,14 @@ class Judge:
 
     def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
         """What these would be worth now, whoever learns from them later."""
-        settings = self.settings
+        freshness = self.freshness
         roll_B = aligned_mean(padded([each.kl_N for each in drift]), padded([each.known_N for each in drift]))
         sup_B = torch.zeros_like(roll_B)
         lag_B = torch.tensor([version - oldest(sample, version) for sample in samples], dtype=roll_B.dtype)
-        f_B = score(lag_B if settings.lag else 0 * lag_B, roll_B, sup_B, alpha=settings.alpha, beta=settings.beta)
-        match settings.weight:
+        f_B = score(lag_B if freshness.lag else 0 * lag_B, roll_B, sup_B, alpha=freshness.alpha, beta=freshness.beta)
+        match freshness.weight:
             case "freshness":
-                w_B = weight(f_B, threshold=settings.threshold)
+                w_B = weight(f_B, threshold=freshness.threshold)
             case "lag":
                 w_B = score(lag_B, 0 * roll_B, sup_B)
             case "none":
@@ -116,7 +116,7 @@ class Judge:
         ]
 
     def _judge(self, samples: Sequence[Scored], frozen: Sequence[Frozen], version: int) -> list[Judged]:
-        drift, settings = [self.drifted[key_of(sample)] for sample in samples], self.settings
+        drift, freshness = [self.drifted[key_of(sample)] for sample in samples], self.freshness
         weighed = self.weigh(samples, drift, version=version)
         of_sample = [len(each.kl_N) for each in drift]
         left_N = torch.cat(
@@ -124,7 +124,7 @@ class Judge:
         )
         known_N = left_N & torch.cat([each.known_N for each in drift])
         episodes = [(sample.rollout.prompt.number, sample.rollout.episode) for sample in samples]
-        over_samples = settings.over == "samples"
+        over_samples = freshness.over == "samples"
 
         def counted(w: Sequence[float], aligned_N: Tensor, counts: Counter[Key]) -> tuple[Tensor, ...]:
             share = [x / max(counts[each], 1) if over_samples else x for x, each in zip(w, episodes, strict=True)]
@@ -132,7 +132,7 @@ class Judge:
             return torch.split(share_N * aligned_N, of_sample)
 
         distill = counted([each.w for each in weighed], left_N, self.supervised)
-        anchor = counted([settings.anchor * each.w for each in weighed], known_N, self.replayed)
+        anchor = counted([freshness.anchor * each.w for each in weighed], known_N, self.replayed)
         return [Judged(*each) for each in zip(weighed, distill, anchor, strict=True)]
 
 

@@ -264,10 +264,11 @@ class Admission:
         self.restarted += 1
 
     def refresh(self, begun: Container[int]) -> list[int]:
-        """All that has begun under older weights than are published next begins again under those, on the same credits
-        and in the same turns; returns the numbers. Nothing may be rolling out."""
+        """All that has begun under older weights than are published next, and is not learned from, begins again under
+        those, on the same credits and in the same turns; returns the numbers. Nothing may be rolling out."""
         assert self.gated, "there are no newer weights to begin under"
-        stale = [number for number, ticket in self.live.items() if number in begun and ticket.version < self.version]
+        older = [number for number, ticket in self.live.items() if ticket.version < self.version]
+        stale = [number for number in older if number in begun and number not in self.learning]
         for number in stale:
             self.restart(number)
             self.live[number].version = self.version

@@ -53,13 +53,13 @@ class Level:
     sup_coverage: float = 1.0
 
 
-class Freshness:
+class Buffer:
     def __init__(
-        self, settings: FreshnessConfig, *, steps: int, last: Mapping[str, float], say: Callable[[str], None]
+        self, freshness: FreshnessConfig, *, steps: int, last: Mapping[str, float], say: Callable[[str], None]
     ) -> None:
         """`steps` are those of one update; `last` is the line that the last update wrote, of a run that is gone on
         with."""
-        self.settings, self.steps, self.say = settings, steps, say
+        self.freshness, self.steps, self.say = freshness, steps, say
         self.curve = Curve({int(name.removeprefix(DRIFT)): x for name, x in last.items() if name.startswith(DRIFT)})
         self.sup = last.get("freshness/sup", 0.0)
         """Drift of supervision, as it was found last."""
@@ -103,13 +103,15 @@ class Freshness:
 
     def _f(self, lag: int) -> float:
         """`estimators.freshness.score` of what is usual at a lag."""
-        settings, roll = self.settings, max(0.0, self.curve(lag))
-        drift = settings.alpha * sqrt(roll) + settings.beta * sqrt(max(0.0, self.sup))
-        return exp(-drift) / ((lag if settings.lag else 0) + 1)
+        freshness, roll = self.freshness, max(0.0, self.curve(lag))
+        drift = freshness.alpha * sqrt(roll) + freshness.beta * sqrt(max(0.0, self.sup))
+        return exp(-drift) / ((lag if freshness.lag else 0) + 1)
 
     def measures(self, update: int) -> bool:
         """Whether there is to be a pass over the buffer after this update."""
-        return self.settings.refresh == "adaptive" and update % self.settings.measured_every == 0
+        freshness = self.freshness
+        every = freshness.measure or (1 if freshness.buffer == "measured" else 20)
+        return freshness.refresh == "adaptive" and update % every == 0
 
     def level(self, headers: Sequence[Header], measured: Sequence[Weighed], version: int) -> tuple[Level, Metrics]:
         """Of the buffer, and what is written of it; `measured` is what such a pass has found, if there was one."""
@@ -122,7 +124,7 @@ class Freshness:
                 fmean(each.sup_coverage for each in measured),
             )
             numbers["freshness/model_error"] = modelled.f - exact.f
-            found = exact if self.settings.buffer == "measured" else modelled
+            found = exact if self.freshness.buffer == "measured" else modelled
         return found, numbers | {
             "freshness/buffer_f": found.f,
             "freshness/buffer_roll_coverage": found.roll_coverage,
@@ -131,19 +133,19 @@ class Freshness:
 
     def why(self, level: Level, update: int) -> str | None:
         """Why all that is older than the weights of this update should be rolled out again, if it should."""
-        settings, since = self.settings, update - self.refreshed
-        match settings.refresh:
+        freshness, since = self.freshness, update - self.refreshed
+        match freshness.refresh:
             case "never":
                 return None
             case "fixed":
-                return f"every {settings.every} updates" if since >= settings.every else None
-        if self.refreshed and since * self.steps < settings.cooldown:
+                return f"every {freshness.every} updates" if since >= freshness.every else None
+        if self.refreshed and since * self.steps < freshness.cooldown:
             return None
-        if level.f <= settings.kappa_f:
-            return f"mean freshness {level.f:.3g} of the buffer <= {settings.kappa_f:g}"
-        if level.roll_coverage < settings.kappa_roll:
+        if level.f <= freshness.kappa_f:
+            return f"mean freshness {level.f:.3g} of the buffer <= {freshness.kappa_f:g}"
+        if level.roll_coverage < freshness.kappa_roll:
             return f"the drift of only {level.roll_coverage:.0%} of the buffer can be known"
-        if level.sup_coverage < settings.kappa_sup:
+        if level.sup_coverage < freshness.kappa_sup:
             return f"supervision of only {level.sup_coverage:.0%} of the buffer can be compared"
         return None
 

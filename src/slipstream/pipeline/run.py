@@ -25,7 +25,7 @@ from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
-from slipstream.pipeline.freshness import Freshness
+from slipstream.pipeline.freshness import Buffer
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import Samplers
@@ -215,7 +215,7 @@ class Run:
             trace=trace,
             tasks=tasks,
             health=Health(self.config.health, self.say),
-            freshness=self._freshness(),
+            buffer=self._buffer(),
             recheck={
                 name: Recheck(teacher.recheck, teacher.promised, self.config.seed)
                 for name, teacher in self.config.teachers.items()
@@ -234,12 +234,12 @@ class Run:
             held=self.held,
         )
 
-    def _freshness(self) -> Freshness | None:
+    def _buffer(self) -> Buffer | None:
         if self.config.freshness is None:
             return None
         learner = self.config.learner
         steps = learner.minibatches * learner.epochs
-        return Freshness(self.config.freshness, steps=steps, last=self.log.last, say=self.say)
+        return Buffer(self.config.freshness, steps=steps, last=self.log.last, say=self.say)
 
     async def _hand_over(self, flow: Flow) -> None:
         """For the checkpoint of a run that stops; whoever cannot hand over does not hold it up."""

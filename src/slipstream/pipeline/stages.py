@@ -27,7 +27,7 @@ from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
-from slipstream.pipeline.freshness import Freshness
+from slipstream.pipeline.freshness import Buffer
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.publish import Samplers
@@ -92,7 +92,7 @@ class Flow:
     checkpoint: Callable[[], Save]
     """How to save what there is at this moment, later."""
     health: Health
-    freshness: Freshness | None
+    buffer: Buffer | None
     recheck: Mapping[str, Recheck]
     """Of each teacher."""
     silence: Mapping[str, Silence]
@@ -431,9 +431,9 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.admission.train()
     flow.learning.tokens += counts.n_tokens
     batch, numbers, weighed = Batch(tuple(update.groups), update.number), over_steps(steps), list[Weighed]()
-    if flow.freshness is not None:
+    if flow.buffer is not None:
         weighed = await flow.learner.weighed(batch)
-        numbers |= flow.freshness.look(weighed) | await freshen(flow, flow.freshness)
+        numbers |= flow.buffer.look(weighed) | await freshen(flow, flow.buffer)
     flow.account.trained(
         update.groups, update=update.number, version=version, size=flow.sampling.group, weighed=weighed
     )
@@ -443,23 +443,23 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.look(line)
 
 
-async def freshen(flow: Flow, freshness: Freshness) -> Metrics:
+async def freshen(flow: Flow, buffer: Buffer) -> Metrics:
     """Look at what is ready; if it is too stale, all that has begun begins again under the weights of this update."""
     admission, measured = flow.admission, list[Weighed]()
     ready = Batch(tuple(flow.held[number] for number in admission.ready), admission.version)
-    if ready.groups and freshness.measures(admission.version):
+    if ready.groups and buffer.measures(admission.version):
         with flow.learning.busy("freshness", "other"), suppress(RecordsLost):  # found out where they are learned from
             measured = await flow.learner.weigh(ready)
-    level, numbers = freshness.level(ready.headers, measured, admission.version)
-    if admission.gated and (why := freshness.why(level, admission.version)):
+    level, numbers = buffer.level(ready.headers, measured, admission.version)
+    if admission.gated and (why := buffer.why(level, admission.version)):
         await hand_over(flow)
         before = flow.account.thrown
         if stale := admission.refresh(flow.held):
             for number in stale:
                 flow.forget(number)
             tokens = flow.account.thrown - before
-            freshness.done(admission.version, groups=len(stale), tokens=tokens, why=why)
-    return numbers | freshness.metrics
+            buffer.done(admission.version, groups=len(stale), tokens=tokens, why=why)
+    return numbers | buffer.metrics
 
 
 def some(update: Update, count: int) -> Batch:
