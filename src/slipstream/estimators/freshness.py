@@ -1,8 +1,8 @@
 """How fresh a buffered sample is, and what that is worth: f-OPD.
 
-Chen, Zhang and Wu, "f-OPD: Stabilizing Long-Horizon On-Policy Distillation with Freshness-Aware Control", Eq. 10-13, 16.
-The defaults are ours, since the paper gives none. The baselines of its ablation are special values: lag-only weighting
-is alpha = beta = 0, no anchor is anchor = 0, no weighting is a weight of 1.
+Chen, Zhang and Wu, "f-OPD: Stabilizing Long-Horizon On-Policy Distillation with Freshness-Aware Control", equations 10
+to 13 and 16. The defaults are ours, since the paper gives none. The baselines of its ablation are special values:
+lag-only weighting is alpha = beta = 0, no anchor is anchor = 0, no weighting is a weight of 1.
 
 Row scope: a score is of a whole sample. Shapes: B rows (samples), T positions, N flat positions, M cached actions.
 """
