@@ -5,9 +5,9 @@
 
 The built-in student learns the built-in teacher's arithmetic, 32 samples per update. `ladder` trains every arm for
 every seed in turn and evaluates each ten times, on 200 held-out prompts: final accuracy, how far it fell from its peak,
-and how many seeds collapsed (the end more than 40 % below the peak, and the last two evaluations below 90 % of it). All
-that is in flight rolls out at the same time (sampler.slots), so that tokens are as stale as tau allows. `speed` measures
-training throughput of the same arms without evaluations, after five updates, and async(4) with freshness and without.
+and how many seeds collapsed (the end more than 40 % below the peak, and the last two evaluations below 90 % of it).
+All that is in flight rolls out at the same time (sampler.slots), so that tokens are as stale as tau allows. `speed` is
+the throughput of these without evaluations, after five updates, and that of async(4) with freshness and without.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import CheckpointConfig, Config, LogConfig
 from slipstream.engines.base import Engines
@@ -74,6 +75,11 @@ class Life:
         self.scaled = r.random() < 0.5
         """Workers are hired and dismissed, every few seconds."""
         self.prompts = r.choice([PROMPTS, TWO])
+        often = FreshnessConfig(
+            kappa_f=r.choice([0.4, 1.0]), cooldown=r.choice([0, 3]), buffer=r.choice(["modelled", "measured"])
+        )
+        self.freshness = r.choice([None, None, often])
+        """All that is in flight begins again, every now and then."""
 
     def strikes(self) -> bool:
         self.faults -= 1
@@ -88,7 +94,7 @@ class Life:
     def settings(self) -> Config:
         made = config(self.schedule, updates=UPDATES, groups=self.groups, group=self.group)
         often = CheckpointConfig(every=2, keep=9)
-        return made.model_copy(update={"checkpoint": often, "log": LogConfig(trace=False)})
+        return made.model_copy(update={"checkpoint": often, "log": LogConfig(trace=False), "freshness": self.freshness})
 
     def sampler(self) -> SleepSampler:
         made = SleepSampler(

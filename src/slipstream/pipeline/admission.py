@@ -173,6 +173,11 @@ class Admission:
         """Whether what is being learned from makes an update."""
         return len(self.learning) == self.size
 
+    @property
+    def publishes_next(self) -> bool:
+        """Whether weights are published after the next update."""
+        return (self.version + 1) % self.schedule.publish_every == 0
+
     def outdated(self) -> list[int]:
         """Groups that are older than max_lag and cannot be learned from any more: to be restarted or dropped."""
         if self.schedule.max_lag is None or self.schedule.on_old == "wait" or self.gated:
@@ -246,7 +251,7 @@ class Admission:
             self.turns.remove(self._leave(number).source)
         self.version += 1
         nothing_left = self.remaining == 0 and not self.live
-        self.gated = self.version % self.schedule.publish_every == 0 or nothing_left
+        self.gated = nothing_left or self.version % self.schedule.publish_every == 0
 
     def publish(self) -> None:
         """The weights of all updates so far are in every sampler."""

@@ -423,17 +423,18 @@ async def finish(flow: Flow, update: Update) -> None:
         while update.ahead:
             await flow.learner.accumulate(*update.ahead.popleft())
             steps.append(await flow.learner.step())
-        flow.torn = False
     update.seconds["learn"] += flow.trace.now() - began
+    batch, numbers = Batch(tuple(update.groups), update.number), over_steps(steps)
+    weighed, why = await freshness_of(flow, flow.buffer, batch, numbers) if flow.buffer is not None else ([], None)
+    flow.torn = False  # and from here on nobody is waited for: an update is told, or not made
     version = flow.admission.version
     for number in flow.admission.learning:
         del flow.held[number]
     flow.admission.train()
-    flow.learning.tokens += counts.n_tokens
-    batch, numbers, weighed = Batch(tuple(update.groups), update.number), over_steps(steps), list[Weighed]()
     if flow.buffer is not None:
-        weighed = await flow.learner.weighed(batch)
-        numbers |= flow.buffer.look(weighed) | await freshen(flow, flow.buffer)
+        begin_anew(flow, flow.buffer, why)
+        numbers |= flow.buffer.metrics
+    flow.learning.tokens += counts.n_tokens
     flow.account.trained(
         update.groups, update=update.number, version=version, size=flow.sampling.group, weighed=weighed
     )
@@ -443,23 +444,33 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.look(line)
 
 
-async def freshen(flow: Flow, buffer: Buffer) -> Metrics:
-    """Look at what is ready; if it is too stale, all that has begun begins again under the weights of this update."""
-    admission, measured = flow.admission, list[Weighed]()
-    ready = Batch(tuple(flow.held[number] for number in admission.ready), admission.version)
-    if ready.groups and buffer.measures(admission.version):
+async def freshness_of(flow: Flow, buffer: Buffer, batch: Batch, numbers: Metrics) -> tuple[list[Weighed], str | None]:
+    """What its samples counted, and why all that has begun should begin anew, if it should: then nothing rolls out any
+    more. What was found out is added to the numbers."""
+    weighed, measured = await flow.learner.weighed(batch), list[Weighed]()
+    ready = Batch(tuple(flow.held[number] for number in flow.admission.ready), batch.update)
+    if ready.groups and buffer.measures(batch.update):
         with flow.learning.busy("freshness", "other"), suppress(RecordsLost):  # found out where they are learned from
             measured = await flow.learner.weigh(ready)
-    level, numbers = buffer.level(ready.headers, measured, admission.version)
-    if admission.gated and (why := buffer.why(level, admission.version)):
+    numbers |= buffer.look(weighed)
+    level, found = buffer.level(ready.headers, measured, batch.update)
+    numbers |= found
+    why = buffer.why(level, batch.update) if flow.admission.publishes_next else None
+    if why:
         await hand_over(flow)
-        before = flow.account.thrown
-        if stale := admission.refresh(flow.held):
-            for number in stale:
-                flow.forget(number)
-            tokens = flow.account.thrown - before
-            buffer.done(admission.version, groups=len(stale), tokens=tokens, why=why)
-    return numbers | buffer.metrics
+    return weighed, why
+
+
+def begin_anew(flow: Flow, buffer: Buffer, why: str | None) -> None:
+    """With all that has begun under older weights than this update's, before those are published."""
+    if not (why and flow.admission.gated):
+        return
+    before = flow.account.thrown
+    if stale := flow.admission.refresh(flow.held):
+        for number in stale:
+            flow.forget(number)
+        tokens = flow.account.thrown - before
+        buffer.done(flow.admission.version, groups=len(stale), tokens=tokens, why=why)
 
 
 def some(update: Update, count: int) -> Batch:
