@@ -4,7 +4,7 @@
     python benchmarks/freshness.py speed  [--seeds 5] [--updates 60]
 
 The built-in student learns the built-in teacher's arithmetic, 32 samples per update. `ladder` trains every arm for
-every seed in turn and evaluates each ten times, on 200 held-out prompts: final accuracy, how far it fell from its peak,
+every seed in turn and evaluates each ten times, on 100 held-out prompts: final accuracy, how far it fell from its peak,
 and how many seeds collapsed (the end more than 40 % below the peak, and the last two evaluations below 90 % of it).
 All that is in flight rolls out at the same time (sampler.slots), so that tokens are as stale as tau allows. `speed` is
 the throughput of these without evaluations, after five updates, and that of async(4) with freshness and without.
@@ -56,7 +56,7 @@ def config_of(
         "learner": {"batch_size": BATCH, "lr": lr, "warmup": 5},
         "task": {"reward": "exact"},
         "schedule": {"kind": "sync"} if arm == "sync" else {"kind": "async", "tau": tau},
-        "eval": {"every": every, "prompts": 200},
+        "eval": {"every": every, "prompts": 100},
         "health": {"stop": False},
         "log": {"samples": 0, "trace": False},
         **({"freshness": freshness} if freshness is not None else {}),

@@ -41,7 +41,7 @@ ARMS = {
     "refresh only": {"weight": "none", "anchor": 0.0},
     "fixed refresh": {"weight": "none", "anchor": 0.0, "refresh": "fixed"},
     "without lag": {"lag": False},
-    "over tokens": {"over": "tokens", "anchor": 1.0},
+    "over samples": {"over": "samples", "anchor": 1.0},
 }
 
 
@@ -99,7 +99,7 @@ def written_out(
     ("kind", "arm", "temperature"),
     [("reverse_kl_mc", arm, 1.0) for arm in ARMS]
     + [(kind, "stronger", 1.0) for kind in CHOSEN if kind != "reverse_kl_mc"]
-    + [("reverse_kl_mc", "stronger", 0.5), ("forward_kl", "over tokens", 0.5)],
+    + [("reverse_kl_mc", "stronger", 0.5), ("forward_kl", "over samples", 0.5)],
 )
 def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, arm: str, temperature: float) -> None:
     """Of stale versions mixed, at arrival and one step later, where samples are worth what they are then."""
@@ -329,7 +329,7 @@ SCHEDULES = [
     Async(tau=2, publish_every=2, order="submission"),
 ]
 OFTEN = FreshnessConfig(kappa_f=1.0, cooldown=0, measure=2)
-NOTHING = FreshnessConfig(alpha=0.0, beta=0.0, anchor=0.0, threshold=0.0, lag=False, over="tokens", refresh="never")
+NOTHING = FreshnessConfig(alpha=0.0, beta=0.0, anchor=0.0, threshold=0.0, lag=False, refresh="never")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: str(schedule.kind))

@@ -30,9 +30,9 @@ class FreshnessConfig(Section):
     by replay under the weights that drew, which are kept (learner.snapshots). The anchor is always of the draws."""
     m: int | None = Field(None, ge=1)
     """Draws by which drift is estimated where the loss has none of its own; 8 without it."""
-    over: Literal["samples", "tokens"] = "samples"
-    """The distillation loss is a mean over samples of the mean over their tokens, as f-OPD has it; or over tokens, as
-    without freshness."""
+    over: Literal["tokens", "samples"] = "tokens"
+    """The distillation loss is a weighted mean over tokens, as it is one without weights; or, as f-OPD has it, over
+    samples of the mean over the tokens of each, in which those of short answers count more."""
     also: tuple[Literal["policy"], ...] = ()
     """"policy" weighs the policy loss, too."""
     refresh: Literal["adaptive", "fixed", "never"] = "adaptive"

@@ -1,9 +1,11 @@
 """What the samples of an update are worth, and what each of their tokens counts for it in the loss.
 
-    1/|M| Σ_i w_i (ℓ_i + λ D_roll,i),    w_i = relu(f_i − ξ),    f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
+    Σ_i w_i Σ_t (ℓ_it + λ D_roll,it) / N    over tokens, N of which are trained
+    Σ_i w_i (ℓ_i + λ D_roll,i) / |M|        over samples: means over the aligned tokens of each, M episodes
+    w_i = relu(f_i − ξ),  f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
 
-M are the episodes of the update. A sample is a lineage: it has a weight of its own, and the means ℓ and D_roll of an
-episode are over the aligned tokens of all its lineages. What is decided stays for all steps of the update.
+A sample is a lineage: it has a weight of its own, and the means ℓ_i and D_roll,i of an episode are over the aligned
+tokens of all its lineages. What is decided stays for all steps of the update.
 
 Shapes: B samples, N trained tokens (of one sample, or of several behind one another), M cached draws.
 """
