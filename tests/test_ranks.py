@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Sync
@@ -69,6 +70,8 @@ CHARGED = replace(
     correction=PRESETS["decoupled_token_is"],
     reference=ReferenceConfig(weight=0.3, into="reward", control="adaptive", target=1e-3, horizon=40),
 )
+FRESH = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, over="samples"))
+REPLAYED = Method(loss=ReverseKLMC(m=M), freshness=FreshnessConfig(anchor=1.0, drift="snapshots"))
 BY_BATCH = Method(loss=ReverseKLMC(m=M), policy=PolicyConfig(loss="m2po"), rewards={"right": 1.0})
 
 
@@ -271,8 +274,13 @@ def trained(
         (Spec(options={"lora": LoraConfig(rank=2), "optimizer_dtype": "float32"}), 5, False),
         (Spec(method=STEERED), 5, True),
         (Spec(method=OPOB), 5, False),
+        (Spec(method=FRESH), 5, False),
+        (Spec(method=REPLAYED), 5, True),
     ],
-    ids=["opd", "opd in parts, padded", "by row", "by row in parts", "by batch, twice", "lora", "steered", "energy"],
+    ids=[
+        *("opd", "opd in parts, padded", "by row", "by row in parts", "by batch, twice", "lora", "steered", "energy"),
+        *("by freshness", "by freshness, replayed, in parts"),
+    ],
 )
 def test_any_number_of_ranks_learns_the_same(make: Any, spec: Spec, updates: int, parts: bool) -> None:
     minibatches = spec.options.get("minibatches", 1)
