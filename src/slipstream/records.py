@@ -254,6 +254,8 @@ class Scored:
 
     rollout: Rollout
     teacher: str = ""
+    teacher_version: int = 0
+    """The update after which the weights that scored were made; 0 of a teacher that does not move."""
     context_id: str = "prefix"
     teacher_logp: Floats | None = None
     teacher_action_logp: Floats | None = None
@@ -332,6 +334,8 @@ class Header:
     """Why it has no rewards, where it was to have some: nothing can be learned from it."""
     teacher: str = ""
     """Who will score it, or has."""
+    teacher_version: int = 0
+    """Of the weights that scored it."""
     greedy_tokens: int = 0
     """On one member of a group that was just rolled out: tokens of the greedy answer that was drawn beside it."""
     cause: str = ""

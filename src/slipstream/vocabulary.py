@@ -126,6 +126,13 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("teacher/floored", "trained tokens whose log-prob by the teacher was raised to −100", "few", TRUST),
         Term("teacher/TEACHER/loss", "distillation loss on the tokens that this teacher scored", "falls", LOSS),
         Term("teacher/TEACHER/share", "its share of the trained tokens", "that of its prompts", LOSS),
+        Term(
+            "teacher/TEACHER/version",
+            "of one that follows the student: the update after which the weights in its scorers were made",
+            "rises",
+            ACCOUNT,
+        ),
+        Term("teacher/TEACHER/seconds/publish", "what their publish took, into all its scorers", "–", ACCOUNT),
         Term("teacher/TEACHER/tokens", "response tokens that it scored", "–", METRICS),
         Term(
             "reference/kl",

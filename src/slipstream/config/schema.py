@@ -479,6 +479,18 @@ class Config(Section):
             raise ValueError("loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight")
         for problem in problems(self.teachers, self.loss):
             raise ValueError(problem)
+        for name, teacher in self.teachers.items():
+            if teacher.follow is not None and teacher.context is None and self.policy is None:
+                raise ValueError(
+                    f"teachers.{name} sees what the student sees and follows it: there is nothing to learn from; add a "
+                    "context, or [policy], beside which it holds the student back"
+                )
+            averaged = teacher.follow is not None and teacher.follow.ema is not None
+            if averaged and self.learner.dtype == "bfloat16":
+                raise ValueError(
+                    f"teachers.{name}.follow.ema is kept in learner.dtype, and bfloat16 rounds away what it gains: "
+                    'write learner.compute_dtype = "bfloat16" instead'
+                )
         if not self.loss.weight and self.policy is None:
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
         if self.policy is not None and not self.task.reward:

@@ -25,6 +25,33 @@ OF_MODELS_HERE = ("engine", "dtype", "token_budget", "packing", "longest")
 OF_NATIVE = ("token_budget", "packing", "longest")
 
 
+class FollowConfig(Section):
+    """How a teacher's weights follow the student's: as a moving average, or as a copy."""
+
+    ema: float | None = Field(None, gt=0, lt=1)
+    """The teacher becomes so much of itself and the rest of the student: 0.99 moves slowly, 0.5 fast."""
+    every: int = Field(1, ge=1)
+    """Updates between two moves of the average, each of which is published to its scorers."""
+    copy_every: int | None = Field(None, ge=1)
+    """Updates after which the teacher becomes the student as it then is; in place of ema."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> FollowConfig:
+        if (self.ema is None) == (self.copy_every is None):
+            raise ValueError("takes one of ema and copy_every, as in { ema = 0.99, every = 5 } or { copy_every = 20 }")
+        if self.ema is None and self.every != 1:
+            raise ValueError("every is for ema: write copy_every alone")
+        return self
+
+    @property
+    def decay(self) -> float:
+        return self.ema or 0.0
+
+    @property
+    def period(self) -> int:
+        return self.copy_every or self.every
+
+
 class TeacherConfig(Section):
     model: str
     """HF directory or hub name, builtin:teacher, self (the student as it started), or its name at an endpoint."""
@@ -48,6 +75,9 @@ class TeacherConfig(Section):
     """How much its samples count in the distillation loss."""
     context: str | None = None
     """Template of the prompt that it sees instead of the student's: {prompt}, {ground_truth}, {response}."""
+    follow: FollowConfig | None = None
+    """With model = "self": the teacher's weights follow the student's, { ema = 0.99, every = 5 } as their moving
+    average, or { copy_every = 20 } as a copy; without it they stay as they were at the start."""
     dtype: Dtype = "float32"
     """Precision in which the teacher runs."""
     token_budget: int = Field(16384, ge=1)
@@ -137,8 +167,12 @@ class TeacherConfig(Section):
             raise ValueError('replicas = "auto" is for a model that runs here: of an endpoint, write concurrency')
         if self.model == SELF and endpoint:
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
-        if self.model == SELF and self.context is None:
+        if self.model == SELF and self.context is None and self.follow is None:
             raise ValueError('model = "self" has nothing to teach before it sees more than the student: add a context')
+        if self.follow is not None and self.model != SELF:
+            raise ValueError('follow is for model = "self", whose weights come from the student: drop one of them')
+        if self.follow is not None and self.engine != "native":
+            raise ValueError('follow is for engine = "native": no weights are published to a teacher in vLLM')
         return self
 
 
@@ -166,6 +200,11 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
     for name, teacher in teachers.items():
         if teacher.base_url is not None:
             yield from beyond_endpoint(f"teachers.{name}", teacher, loss)
+        if teacher.follow is not None and loss.asks.cache == "hidden":
+            yield (
+                f'loss.kind = "{loss.kind}" with cache = "hidden" applies the head of one that stays as it is, and '
+                f'teachers.{name}.follow moves it: write cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
+            )
 
 
 def beyond_endpoint(where: str, teacher: TeacherConfig, loss: LossConfig) -> Iterator[str]:

@@ -104,6 +104,25 @@ class Scorer(Protocol):
     async def score(self, group: Group) -> list[Handle]: ...
 
 
+class MovingScorer(Scorer, Protocol):
+    """One whose weights come from the learner."""
+
+    async def publish(self, weights: WeightsRef) -> Loaded:
+        """Load weights between two passes; every group is scored by one version, which its records name."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """How the weights of a teacher follow the student's: θ_T ← decay · θ_T + (1 − decay) · θ."""
+
+    decay: float
+    every: int
+    """Updates."""
+    dtype: str
+    """In which its scorers run them."""
+
+
 class Context(Protocol):
     """What a teacher sees before a response, in place of the student's prompt."""
 
@@ -151,8 +170,9 @@ class Learner(Protocol):
         """How far these weights are from what drew the tokens, and from the teacher; changes nothing."""
         ...
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        """The weights as they are, whose version is the number of the last update that was made."""
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        """The weights as they are, whose version is the number of the last update that was made; or those of a teacher
+        that follows them, moved first if this update is one after which it does, under the version of its last move."""
         ...
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:

@@ -25,6 +25,7 @@ def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
         "finish": header.finish,
         "rewards": header.rewards,
         "teacher": header.teacher,
+        "teacher_version": sample.teacher_version,
         "versions": version_runs(rollout.versions, trained),
         "tokens": [decode([token]) for token in rollout.tokens[trained].tolist()],
         "logp": rounded(rollout.logp[trained].tolist()),

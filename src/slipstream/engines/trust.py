@@ -32,16 +32,20 @@ Found = Mapping[str, NDArray[Any]]
 """The fields of `Scored` that a teacher fills."""
 
 
-def scored(handle: Handle, *, teacher: str, context_id: str = "prefix", **found: NDArray[Any]) -> Handle:
-    """The response with what its teacher says of it, or a failed member with the cause."""
+def scored(
+    handle: Handle, *, teacher: str, version: int = 0, context_id: str = "prefix", **found: NDArray[Any]
+) -> Handle:
+    """The response with what its teacher, of that version, says of it, or a failed member with the cause."""
     rollout = graded(handle)
-    header = header_of(rollout, teacher=teacher)
+    header = replace(header_of(rollout, teacher=teacher), teacher_version=version)
     if problem := next(problems(rollout, found), ""):
         return Handle(replace(header, finish="error", cause=f"teacher {teacher} gives {problem}"), rollout)
     logps = {name: found[name] for name in IDS if name in found}
     low_N = np.any([(columns(logp) < FLOOR).any(1) for logp in logps.values()], axis=0)
     bounded = {name: np.clip(logp, FLOOR, 0.0) for name, logp in logps.items()}
-    body = Scored(rollout=rollout, teacher=teacher, context_id=context_id, **{**found, **bounded})
+    body = Scored(
+        rollout=rollout, teacher=teacher, teacher_version=version, context_id=context_id, **{**found, **bounded}
+    )
     drawn_N = rollout.logp[rollout.loss_mask].astype(np.float64)
     header = replace(
         header,

@@ -27,12 +27,23 @@ from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
-from slipstream.pipeline.publish import Samplers
+from slipstream.pipeline.publish import MovingTeacher, Samplers
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.scaling import asked
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.silence import Silence
-from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered_at_all, go_on, hand_over, learn, watch
+from slipstream.pipeline.stages import (
+    Flow,
+    Recheck,
+    Save,
+    Steps,
+    answered_at_all,
+    go_on,
+    hand_over,
+    learn,
+    move_teachers,
+    watch,
+)
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.runlog import Mark, RunLog
@@ -107,6 +118,7 @@ class Run:
             watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
             weights, expected = await self.engines.learner.export()
             await flow.samplers.publish(weights, expected, version=self.admission.version, mode="drain")
+            await asyncio.gather(*await move_teachers(flow, first=True))
             await self._evaluate()
             self._resize(self.restarts.sizes)
             go_on(flow)
@@ -186,9 +198,13 @@ class Run:
         rewound, trace = self.restarts.began is not None, self._trace()
         these: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
         samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **these)
-        teachers = self.engines.scorers
+        teachers, follow = (
+            self.engines.scorers,
+            {name: each.follow.period for name, each in self.config.teachers.items() if each.follow is not None},
+        )
+        kinds: dict[bool, type[Pool[Any]]] = {True: MovingTeacher, False: Pool}
         scorers = {
-            teacher: Pool(
+            teacher: kinds[teacher in follow](
                 engines,
                 trace,
                 kind=f"teacher.{teacher}",
@@ -205,6 +221,7 @@ class Run:
         return Flow(
             samplers=samplers,
             scorers=scorers,
+            follow=follow,
             learner=self.engines.learner,
             learning=learning,
             admission=self.admission,

@@ -22,14 +22,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, of_teacher
+from slipstream.engines.base import (
+    Fingerprint,
+    Learner,
+    Loaded,
+    Sampler,
+    Sampling,
+    Scorer,
+    WeightsRef,
+    of_teacher,
+)
 from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
-from slipstream.pipeline.publish import Samplers
+from slipstream.pipeline.publish import MovingTeacher, Samplers, told
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.tries import GivenUp
@@ -71,8 +80,10 @@ class Flow:
     """What the coroutines share."""
 
     samplers: Samplers
-    scorers: Mapping[str, Pool[Scorer]]
+    scorers: Mapping[str, Pool[Any]]
     """Of each teacher."""
+    follow: Mapping[str, int]
+    """How many updates lie between two moves of each teacher that follows the student."""
     learner: Learner
     learning: Track
     admission: Admission
@@ -306,7 +317,8 @@ async def mark(flow: Flow, number: int) -> None:
         flow.held[number] = await scorers.call(number, first)
         if flow.recheck and (recheck := of_teacher(flow.recheck, teacher)).chooses(number):
             again = await scorers.call(number, score)
-            flow.account.scored_again(again, scorers.say, promised=recheck.promised)
+            if teacher_of(again) == teacher_of(flow.held[number]):  # else it has moved in between
+                flow.account.scored_again(again, scorers.say, promised=recheck.promised)
     except GivenUp as failure:
         flow.drop(number, "scoring failed", str(failure))
     except RecordsLost as error:
@@ -317,6 +329,11 @@ async def mark(flow: Flow, number: int) -> None:
         flow.admission.scored(number)
     flow.running.pop(number, None)
     flow.advance()
+
+
+def teacher_of(group: Group) -> set[int]:
+    """The versions of the weights that scored it."""
+    return {handle.header.teacher_version for handle in group}
 
 
 # --- the learner ------------------------------------------------------------------------------------------------------
@@ -349,6 +366,7 @@ async def learn(flow: Flow) -> None:
             await gather(flow, update, admission.learn())
         update.seconds["weights"] += await flow.until("weights in the samplers", lambda: not admission.gated)
         await unbroken(flow, finish(flow, update))
+        moving = await move_teachers(flow)
         save = None
         if flow.due():
             await unbroken(flow, hand_over(flow))
@@ -359,7 +377,7 @@ async def learn(flow: Flow) -> None:
             publishing = flow.samplers.publish(
                 weights, expected, version=admission.version, mode=admission.schedule.publish
             )
-            flow.tasks.create_task(deliver(flow, publishing))
+            flow.tasks.create_task(deliver(flow, publishing, moving))
         else:
             go_on(flow)
             flow.advance()
@@ -442,11 +460,31 @@ def some(update: Update, count: int) -> Batch:
     return Batch(tuple([handles[i * len(handles) // count]] for i in range(count)), update.number)
 
 
-async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
+async def move_teachers(flow: Flow, *, first: bool = False) -> list[asyncio.Task[None]]:
+    """Those whose turn it is follow the student, and are on their way to their scorers; at first, all of them."""
+    version, moving = flow.admission.version, list[asyncio.Task[None]]()
+    for name, every in flow.follow.items():
+        if first or version % every == 0:
+            with flow.learning.busy("export", "other"):
+                weights, expected = await flow.learner.export(name)
+            due = weights.version if first else version
+            moving.append(flow.tasks.create_task(teach(flow, name, weights, expected, due)))
+    return moving
+
+
+async def teach(flow: Flow, name: str, weights: WeightsRef, expected: Fingerprint, version: int) -> None:
+    began, teacher = flow.trace.now(), flow.scorers[name]
+    assert isinstance(teacher, MovingTeacher)
+    await teacher.publish(weights, expected, version=version, mode="drain")
+    flow.account.moved(name, version, flow.trace.now() - began)
+
+
+async def deliver(flow: Flow, publishing: Awaitable[list[Loaded]], moving: Sequence[asyncio.Task[None]]) -> None:
     """Publish, then open the gate: the credits of everything trained so far come back."""
     began = flow.trace.now()
-    numbers = await publishing
+    numbers = told(await publishing)
     flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
+    await asyncio.gather(*moving)
     await flow.after_publish()
     flow.admission.publish()
     go_on(flow)

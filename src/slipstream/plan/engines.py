@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slipstream.config.base import at_first
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
 from slipstream.engines.asked import rollout_sampling
+from slipstream.engines.base import Follower
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.native.config import vocabulary_of, width_of
 from slipstream.engines.vllm.core import Settings
@@ -92,6 +93,8 @@ class LearnerPlan:
     teacher: ModelPlan | None
     """Whose head it applies to hidden states."""
     snapshots: int
+    follow: Mapping[str, Follower]
+    """The teachers whose weights come from it."""
     threads: int
     patience: float
     """Seconds that ranks wait for one another."""
@@ -170,6 +173,8 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
 
 def teacher_of(config: Config, name: str) -> ModelPlan:
     teacher, device = config.teachers[name], config.runtime.device
+    if teacher.follow is not None:  # laid out as the student is, adapters and all
+        return replace(student_of(config, teacher.dtype), longest=teacher.longest)
     return ModelPlan(name=config.model_of(teacher), dtype=teacher.dtype, device=device, longest=teacher.longest)
 
 
@@ -199,9 +204,19 @@ def learner_of(config: Config, method: Method) -> LearnerPlan:
         export_dtype=config.sampler.dtype,
         teacher=None if head is None else teacher_of(config, head),
         snapshots=snapshots_of(config, method),
+        follow=followers_of(config),
         threads=config.learner.threads or config.runtime.threads,
         patience=config.runtime.patience,
     )
+
+
+def followers_of(config: Config) -> dict[str, Follower]:
+    """The teachers whose weights come from the student."""
+    return {
+        name: Follower(teacher.follow.decay, teacher.follow.period, teacher.dtype)
+        for name, teacher in config.teachers.items()
+        if teacher.follow is not None
+    }
 
 
 def snapshots_of(config: Config, method: Method) -> int:

@@ -133,6 +133,7 @@ def build_learner(
         tokenizer=tokenizer,
         teacher_head=head,
         snapshots=plan.snapshots,
+        follow=plan.follow,
         threads=plan.threads,
         ranks=ranks,
     )

@@ -42,6 +42,10 @@ class RemoteScorer(RemoteWorker):
         scored: list[Handle] = await self.call("score", group)
         return scored
 
+    async def publish(self, weights: WeightsRef) -> Loaded:
+        loaded: Loaded = await self.call("publish", weights)
+        return loaded
+
 
 class RemoteLearner(RemoteWorker):
     async def prepare(self, batch: Batch) -> list[Counts]:
@@ -63,8 +67,8 @@ class RemoteLearner(RemoteWorker):
         metrics: Metrics = await self.call("compare", batch)
         return metrics
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        weights, fingerprint = await self.call("export")
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        weights, fingerprint = await self.call("export", teacher)
         return weights, fingerprint
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:

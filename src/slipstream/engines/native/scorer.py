@@ -1,6 +1,7 @@
-"""A frozen teacher on any HF causal LM: one forward pass, then its head where the cache asks for it.
+"""A teacher on any HF causal LM: one forward pass, then its head where the cache asks for it.
 
-Calls that arrive while a pass runs are scored together in the next one.
+Calls that arrive while a pass runs are scored together in the next one. Its weights stay as they are unless others are
+published to it, which happens between two passes.
 
 Shapes: N trained tokens, C rows of a chunk, M cached actions, K top-k, D hidden, V vocabulary.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,11 +21,12 @@ import torch
 from torch import Tensor
 
 from slipstream.config.losses import Cache
-from slipstream.engines.base import Context, SamePrompt
+from slipstream.engines.base import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
 from slipstream.engines.trust import scored
+from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.numerics import joined
@@ -55,6 +58,8 @@ class NativeScorer:
         if cache == "teacher_topk" and k > self.vocabulary:
             raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
+        self.version = 0
+        """Of the weights, where any were published."""
         self.context = context or SamePrompt()
         self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
         use_rows(lm, packed=packing, field=f"teachers.{name}.packing")
@@ -109,8 +114,18 @@ class NativeScorer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.enough.wait(), max(TOGETHER, self.ended + APART - now))
 
+    async def publish(self, weights: WeightsRef) -> Loaded:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self._load, weights)
+
     def close(self) -> None:
         self.thread.shutdown()
+
+    def _load(self, weights: WeightsRef) -> Loaded:
+        began = time.perf_counter()
+        load_weights(self.lm.model, weights)
+        self.version = weights.version
+        found = fingerprint(self.lm.model, weights.manifest[0].dtype)
+        return Loaded(found, load=time.perf_counter() - began)
 
     @torch.inference_mode()
     def _score(self, handles: Sequence[Handle]) -> list[Handle]:
@@ -123,7 +138,7 @@ class NativeScorer:
             hidden_ND = Rows(seen, batch, self.lm.device).hidden(self.lm.backbone)
             answers.update(zip(batch.members, self._answers(hidden_ND, chosen), strict=True))
         return [
-            scored(handle, teacher=self.name, context_id=self.context.id, **answers[i])
+            scored(handle, teacher=self.name, version=self.version, context_id=self.context.id, **answers[i])
             for i, handle in enumerate(handles)
         ]
 

@@ -1,0 +1,382 @@
+"""Teachers that move: whose weights follow the student's, and what is recorded of it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.cli import main
+from slipstream.config.file import parse
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.schedule import Async, Periodic, Sync
+from slipstream.config.schema import (
+    CheckpointConfig,
+    Config,
+    LearnerConfig,
+    LoraConfig,
+    SamplerConfig,
+    TeacherConfig,
+)
+from slipstream.config.teacher import FollowConfig
+from slipstream.engines import toy
+from slipstream.engines.base import Engines, Follower, Graded, Loaded, WeightsRef
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.lora import with_adapters
+from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.weights import load_weights, raw
+from slipstream.errors import ConfigError, ModelError, RunDirError, WorkerDied
+from slipstream.objective.method import Method
+from slipstream.pipeline.checkpoint import Checkpoints, newest
+from slipstream.pipeline.run import Run
+from slipstream.records import Batch, Group, Handle, total
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import virtual
+from test_scorer_learner import roll_out, score
+from tiny import make_model, wrap
+from toy_runs import PROMPTS, VOCAB
+
+EMA, COPY = Follower(0.9, 2, "float64"), Follower(0.0, 3, "float32")
+SELF: dict[str, Any] = {"model": "self", "context": "{prompt}{ground_truth}"}
+
+
+def parsed(teacher: dict[str, Any], **tree: Any) -> Config:
+    return parse({"student": "s", "teachers": {"me": SELF | teacher}, **tree})
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "both": ({"follow": {"ema": 0.9, "copy_every": 2}}, {}, "teachers.me.follow: takes one of ema and copy_every"),
+    "neither": ({"follow": {}}, {}, "teachers.me.follow: takes one of ema and copy_every"),
+    "every of a copy": ({"follow": {"copy_every": 2, "every": 3}}, {}, "every is for ema: write copy_every alone"),
+    "another model": (
+        {"model": "t", "follow": {"copy_every": 2}},
+        {},
+        'follow is for model = "self", whose weights come from the student: drop one of them',
+    ),
+    "vllm": ({"engine": "vllm", "follow": {"copy_every": 2}}, {}, 'follow is for engine = "native"'),
+    "hidden": (
+        {"follow": {"copy_every": 2}},
+        {"loss": {"kind": "reverse_kl"}},
+        'cache = "hidden" applies the head of one that stays as it is, and teachers.me.follow moves it: write cache',
+    ),
+    "nothing to learn": (
+        {"context": None, "follow": {"ema": 0.9}},
+        {},
+        "teachers.me sees what the student sees and follows it: there is nothing to learn from; add a context, or",
+    ),
+    "rounded away": (
+        {"follow": {"ema": 0.9}},
+        {"learner": {"dtype": "bfloat16"}},
+        'bfloat16 rounds away what it gains: write learner.compute_dtype = "bfloat16" instead',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_follow_is_told_in_one_line(case: str) -> None:
+    teacher, tree, message = WRONG[case]
+    with pytest.raises(ConfigError, match="^config: .*" + re.escape(message)) as caught:
+        parsed(teacher, **tree)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_teacher_may_follow_what_sees_the_same_where_rewards_teach() -> None:
+    policy = {"policy": {"loss": "vanilla"}, "task": {"reward": "exact"}, "sampler": {"group": 2}}
+    assert parsed({"context": None, "follow": {"ema": 0.9}}, **policy).teachers["me"].follow is not None
+
+
+# --- native -----------------------------------------------------------------------------------------------------------
+
+
+def student(lora: LoraConfig | None) -> LanguageModel:
+    lm = wrap(make_model("phi", dtype=torch.float64))
+    return lm if lora is None else with_adapters(lm, lora, seed=3)
+
+
+def learner(lora: LoraConfig | None = None, **follow: Follower) -> NativeLearner:
+    config = LearnerConfig(lr=1e-2, dtype="float64", lora=lora)
+    method = Method(loss=ReverseKLMC(m=3))
+    return NativeLearner(student(lora), method=method, config=config, updates=9, follow=follow)
+
+
+@pytest.fixture(scope="module")
+def groups() -> tuple[list[Handle], ...]:
+    return tuple(score(make_model("phi", seed=2), roll_out(make_model("phi", seed=0))))
+
+
+async def update(made: NativeLearner, groups: tuple[list[Handle], ...], number: int) -> None:
+    batch = Batch(groups, number)
+    await made.accumulate(batch, total(await made.prepare(batch)))
+    await made.step()
+
+
+def flat(lm: LanguageModel) -> np.ndarray[Any, Any]:
+    """What is trained, end to end."""
+    return np.concatenate([raw(p.detach()).view(np.float64) for p in lm.model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["whole", "lora"])
+def test_a_teacher_is_what_its_formula_says_and_its_scorer_proves_it(lora: Any, groups: Any) -> None:
+    made = learner(lora, ema=EMA, copy=COPY)
+    scorers = {name: NativeScorer(student(lora), name=name) for name in made.follow}
+    scorers["copy"].lm.model.float()
+
+    async def work() -> None:
+        ema = copy = flat(made.lm)
+        for number in range(1, 7):
+            await update(made, groups, number)
+            own = flat(made.lm)
+            ema = 0.9 * ema + 0.1 * own if number % 2 == 0 else ema
+            copy = own if number % 3 == 0 else copy
+            for name, expected, version in (("ema", ema, number // 2 * 2), ("copy", copy, number // 3 * 3)):
+                for _ in range(2):  # asked again, it does not move again
+                    weights, fingerprint = await made.export(name)
+                assert weights.version == version
+                found = weights.body.view(made.follow[name].dtype)
+                np.testing.assert_allclose(found, expected, atol=1e-12 if name == "ema" else 1e-6, rtol=0)
+                loaded = await scorers[name].publish(weights)
+                assert loaded.fingerprint == fingerprint
+                (handle, *_) = await scorers[name].score(groups[0])
+                assert (handle.header.teacher_version, handle.body.teacher_version) == (version, version)
+        assert np.abs(ema - flat(made.lm)).max() > 1e-3 and np.abs(ema - copy).max() > 1e-3
+
+    asyncio.run(work())
+    for each in (made, *scorers.values()):
+        each.close()
+
+
+def test_scores_are_those_of_the_weights_that_were_published(groups: Any) -> None:
+    scorer, other = NativeScorer(student(None)), make_model("phi", seed=5, dtype=torch.float64)
+    made = NativeLearner(
+        wrap(other), method=Method(loss=ReverseKLMC(m=3)), config=LearnerConfig(dtype="float64"), updates=1
+    )
+    weights, _ = asyncio.run(made.export())
+
+    async def work() -> list[Handle]:
+        await scorer.publish(weights)
+        return await scorer.score(groups[0])
+
+    found, expected = asyncio.run(work()), score(other, [groups[0]])[0]
+    for one, same in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.body.teacher_action_logp, same.body.teacher_action_logp)
+    fresh = wrap(make_model("phi", dtype=torch.float64))
+    load_weights(fresh.model, weights)
+    assert np.array_equal(flat(fresh), flat(made.lm))
+
+
+def test_who_goes_on_has_the_teacher_as_it_was_to_the_bit(tmp_path: Path, groups: Any) -> None:
+    made, again = learner(me=EMA), learner(me=EMA)
+
+    async def moved(learner: NativeLearner, numbers: range) -> list[Any]:
+        found = []
+        for number in numbers:
+            await update(learner, groups, number)
+            weights, fingerprint = await learner.export("me")
+            found.append((weights.version, fingerprint))
+        return found
+
+    async def work() -> None:
+        await moved(made, range(1, 4))
+        await made.save(tmp_path)
+        await again.restore(tmp_path)
+        assert (await again.export("me"))[1] == (await made.export("me"))[1]
+        assert await moved(again, range(4, 7)) == await moved(made, range(4, 7))
+
+    asyncio.run(work())
+    with pytest.raises(RunDirError, match=r"does not hold the weights of teachers.other, which follow the student"):
+        asyncio.run(learner(other=EMA).restore(tmp_path))
+
+
+def test_a_teacher_that_was_to_move_when_the_run_was_stopped_moves_where_it_goes_on(
+    tmp_path: Path, groups: Any
+) -> None:
+    made, again = learner(me=EMA), learner(me=EMA)
+
+    async def work() -> None:
+        for number in (1, 2):
+            await update(made, groups, number)
+        await made.save(tmp_path)  # before anybody asked for the teacher
+        await again.restore(tmp_path)
+        assert (await again.export("me"))[1] == (await made.export("me"))[1]
+
+    asyncio.run(work())
+
+
+# --- a run, of toys ---------------------------------------------------------------------------------------------------
+
+
+def config(schedule: Any, follow: FollowConfig, *, updates: int = 8) -> Config:
+    return Config(
+        student="toy",
+        teachers={"me": TeacherConfig(model="self", context="{prompt}{ground_truth}", follow=follow, recheck=0.5)},
+        updates=updates,
+        sampler=SamplerConfig(max_tokens=10, group=2),
+        learner=LearnerConfig(batch_size=6),
+        schedule=schedule,
+        checkpoint=CheckpointConfig(every=2, keep=9),
+    )
+
+
+class Mortal(toy.ToyScorer):
+    """Dies of its twentieth group."""
+
+    scored = 0
+
+    async def score(self, group: Group) -> list[Handle]:
+        self.scored += 1
+        if self.scored == 20:
+            raise WorkerDied("its process is gone")
+        return await super().score(group)
+
+
+def engines(settings: Config, scorer: type[toy.ToyScorer] = toy.ToyScorer) -> Engines:
+    table, follow = toy.random_table(VOCAB, seed=0), settings.teachers["me"].follow
+    assert follow is not None
+
+    async def replace(old: Any) -> Any:
+        return toy.ToyScorer(toy.random_table(VOCAB, seed=9))  # whatever it was loaded with
+
+    return Engines(
+        samplers=(Graded(toy.ToySampler(table, seconds=0.3), toy.ToyGrader()),),
+        scorers={"me": (scorer(toy.random_table(VOCAB, seed=1)),)},
+        learner=toy.ToyLearner(
+            table, cost=lambda _: 1.0, follow={"me": Follower(follow.decay, follow.period, "float64")}
+        ),
+        close=lambda: None,
+        replace=replace if scorer is not toy.ToyScorer else None,
+    )
+
+
+def go(path: Path, settings: Config, *, until: float | None = None, scorer: Any = toy.ToyScorer) -> toy.ToyLearner:
+    """Begin or go on, and stop as Ctrl-C does after so many virtual seconds."""
+    made = engines(settings, scorer)
+
+    async def work() -> None:
+        standing, groups = None, []
+        if (path / "checkpoints").exists():
+            checkpoint = newest(path)
+            standing, groups = checkpoint.standing, await made.learner.restore(checkpoint.path)
+            Checkpoints(path / "checkpoints").forget_after(standing.version)
+            log = RunLog.reopen(settings, path, checkpoint.mark)
+        else:
+            log = RunLog.create(settings, path)
+        with log:
+            run = Run(settings, made, PROMPTS, log, standing=standing, groups=groups, say=lambda _: None)
+            task = asyncio.create_task(run.train())
+            await asyncio.wait([task], timeout=until)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+            else:
+                task.result()
+
+    virtual.run(work())
+    assert isinstance(made.learner, toy.ToyLearner)
+    return made.learner
+
+
+@pytest.mark.parametrize("schedule", [Sync(), Async(tau=2), Async(tau=2, publish_every=2), Periodic()], ids=str)
+def test_every_score_says_which_teacher_gave_it(tmp_path: Path, schedule: Any) -> None:
+    go(tmp_path, config(schedule, FollowConfig(ema=0.5, every=2)))
+    lines, ledger = (read_lines(tmp_path / f"{name}.jsonl") for name in ("metrics", "ledger"))
+    scored = {entry["update"]: entry.get("teacher_version", [0, 0]) for entry in ledger}
+    assert all(version % 2 == 0 and version < update for update, both in scored.items() for version in both)
+    assert max(max(both) for both in scored.values()) >= 4
+    if schedule == Sync():
+        assert [line["teacher/me/version"] for line in lines] == [0, 0, 2, 2, 4, 4, 6, 6]
+        assert all(both == [(update - 1) // 2 * 2] * 2 for update, both in scored.items())
+    quotes = read_lines(tmp_path / "samples.jsonl")
+    assert {quote["teacher_version"] for quote in quotes} > {0}
+    assert sum(line["teacher/rechecked"] for line in lines) > 0 == sum(line["teacher/differed"] for line in lines)
+    assert any(line.get("teacher/me/seconds/publish") is not None for line in lines)
+
+
+@pytest.mark.parametrize("follow", [FollowConfig(ema=0.8, every=1), FollowConfig(copy_every=3)], ids=str)
+def test_a_run_that_was_stopped_ends_with_the_same_teacher(tmp_path: Path, follow: FollowConfig) -> None:
+    settings = config(Sync(), follow)
+    whole = go(tmp_path / "whole", settings)
+    for seconds in (3.0, 9.0, 14.5):
+        path = tmp_path / str(seconds)
+        go(path, settings, until=seconds)
+        assert not (path / "final").exists()
+        parts = go(path, settings)
+        for one, other in (
+            (parts.table.detach(), whole.table.detach()),
+            (parts.teachers["me"][1], whole.teachers["me"][1]),
+        ):
+            np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=1e-12, atol=1e-12)
+        assert parts.teachers["me"][0] == whole.teachers["me"][0]
+        ledgers = [read_lines(each / "ledger.jsonl") for each in (path, tmp_path / "whole")]
+        found = [{e["number"]: e.get("teacher_version") for e in entries if "update" in e} for entries in ledgers]
+        assert found[0] == found[1]
+
+
+def test_who_takes_the_place_of_a_scorer_runs_the_newest_weights_and_proves_it(tmp_path: Path) -> None:
+    settings = config(Sync(), FollowConfig(copy_every=1))
+    made, same = go(tmp_path / "dies", settings, scorer=Mortal), go(tmp_path / "lives", settings)
+    np.testing.assert_array_equal(made.table.detach().numpy(), same.table.detach().numpy())
+    lines = read_lines(tmp_path / "dies" / "metrics.jsonl")
+    assert lines[-1]["restarts/scorer"] == 1
+
+
+def test_a_scorer_with_other_weights_stops_the_run(tmp_path: Path) -> None:
+    class Deaf(toy.ToyScorer):
+        async def publish(self, weights: WeightsRef) -> Loaded:
+            return Loaded("of another")
+
+    message = "publish of version 0: scorer runs weights of another, the learner exported .*: its scores would be of an"
+    with pytest.raises(ModelError, match=message):
+        go(tmp_path, config(Sync(), FollowConfig(copy_every=1)), scorer=Deaf)
+
+
+# --- wherever engines run ---------------------------------------------------------------------------------------------
+
+RUN = """
+student = "builtin:student"
+updates = 4
+[teachers.me]
+model = "self"
+context = "{ground_truth}{prompt}"
+follow = { ema = 0.5, every = 1 }
+[data]
+limit = 24
+[sampler]
+max_tokens = 8
+[learner]
+batch_size = 4
+lr = 1e-3
+[loss]
+m = 2
+[schedule]
+kind = "sync"
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]:
+    return trained(tmp_path_factory.mktemp("inline"), "inline")
+
+
+def trained(path: Path, kind: str) -> list[tuple[float, float]]:
+    """Of every update, the loss and the version of the teacher."""
+    (path / "run.toml").write_text(RUN)
+    words = ["train", str(path / "run.toml"), "--skip-checks", "--runtime.kind", kind, "--output", str(path / "run")]
+    assert main(words) == 0
+    return [(line["loss"], line["teacher/me/version"]) for line in read_lines(path / "run" / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_a_teacher_moves_alike_in_one_process_and_in_many(kind: str, here: Any, tmp_path: Path) -> None:
+    found = trained(tmp_path, kind)
+    assert [version for _, version in found] == [version for _, version in here] == [0, 1, 2, 3]
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in here], rel=1e-5)
+    entries = read_lines(tmp_path / "run" / "ledger.jsonl")
+    assert {(e["update"], *e.get("teacher_version", [0])) for e in entries} == {(1, 0), (2, 1), (3, 2), (4, 3)}
