@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from slipstream.cli import main
 from slipstream.config.file import parse
@@ -21,6 +24,7 @@ from slipstream.config.schema import (
     LearnerConfig,
     LoraConfig,
     SamplerConfig,
+    TaskConfig,
     TeacherConfig,
 )
 from slipstream.config.teacher import FollowConfig
@@ -28,18 +32,21 @@ from slipstream.engines import toy
 from slipstream.engines.base import Engines, Follower, Graded, Loaded, WeightsRef
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.quotes import as_numbers
 from slipstream.engines.weights import load_weights, raw
 from slipstream.errors import ConfigError, ModelError, RunDirError, WorkerDied
 from slipstream.objective.method import Method
+from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
-from slipstream.records import Batch, Group, Handle, total
+from slipstream.records import Attempts, Batch, Group, Handle, Prompt, header_of, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
+from slipstream.tasks.context import check_function, context_of
 from test_scorer_learner import roll_out, score
-from tiny import make_model, wrap
+from tiny import make_model, uniform, wrap
 from toy_runs import PROMPTS, VOCAB
 
 EMA, COPY = Follower(0.9, 2, "float64"), Follower(0.0, 3, "float32")
@@ -256,21 +263,27 @@ def engines(settings: Config, scorer: type[toy.ToyScorer] = toy.ToyScorer) -> En
 
 
 def go(path: Path, settings: Config, *, until: float | None = None, scorer: Any = toy.ToyScorer) -> toy.ToyLearner:
-    """Begin or go on, and stop as Ctrl-C does after so many virtual seconds."""
     made = engines(settings, scorer)
+    run(path, settings, made, until=until)
+    assert isinstance(made.learner, toy.ToyLearner)
+    return made.learner
+
+
+def run(path: Path, settings: Config, made: Engines, *, until: float | None = None) -> None:
+    """Begin or go on, and stop as Ctrl-C does after so many virtual seconds."""
 
     async def work() -> None:
-        standing, groups = None, []
+        more: dict[str, Any] = {}
         if (path / "checkpoints").exists():
             checkpoint = newest(path)
-            standing, groups = checkpoint.standing, await made.learner.restore(checkpoint.path)
-            Checkpoints(path / "checkpoints").forget_after(standing.version)
+            more = {"standing": checkpoint.standing, "attempts": checkpoint.attempts}
+            more["groups"] = await made.learner.restore(checkpoint.path)
+            Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
             log = RunLog.reopen(settings, path, checkpoint.mark)
         else:
             log = RunLog.create(settings, path)
         with log:
-            run = Run(settings, made, PROMPTS, log, standing=standing, groups=groups, say=lambda _: None)
-            task = asyncio.create_task(run.train())
+            task = asyncio.create_task(Run(settings, made, PROMPTS, log, say=lambda _: None, **more).train())
             await asyncio.wait([task], timeout=until)
             if not task.done():
                 task.cancel()
@@ -279,8 +292,6 @@ def go(path: Path, settings: Config, *, until: float | None = None, scorer: Any 
                 task.result()
 
     virtual.run(work())
-    assert isinstance(made.learner, toy.ToyLearner)
-    return made.learner
 
 
 @pytest.mark.parametrize("schedule", [Sync(), Async(tau=2), Async(tau=2, publish_every=2), Periodic()], ids=str)
@@ -335,6 +346,162 @@ def test_a_scorer_with_other_weights_stops_the_run(tmp_path: Path) -> None:
     message = "publish of version 0: scorer runs weights of another, the learner exported .*: its scores would be of an"
     with pytest.raises(ModelError, match=message):
         go(tmp_path, config(Sync(), FollowConfig(copy_every=1)), scorer=Deaf)
+
+
+# --- contexts that move -----------------------------------------------------------------------------------------------
+
+
+def said(number: int, *texts: str, prompt: str = "p", reward: float | None = None) -> list[Handle]:
+    """A group that was rolled out and graded: by default, a text that is a number is its reward."""
+    found = []
+    for index, text in enumerate(texts):
+        made = uniform(Prompt(id=prompt, number=number, tokens=np.array([2])), index, [3, 4])
+        rewards = {"exact": float(text) if reward is None else reward}
+        found.append(Handle(replace(header_of(made), said=text, rewards=rewards), made))
+    return found
+
+
+ALL = ("best", "best_reward", "last", "last_reward")
+
+
+def test_the_best_is_of_all_attempts_and_the_last_of_another_group() -> None:
+    memory, other = Memory("exact"), said(9, "7", prompt="q")[0].header
+    group = memory.note(said(0, "1", "3", "2"))
+    assert all(handle.header.said == "" for handle in group)
+    assert memory.shown(group[0].header, ALL) == Attempts("3", 3.0, "", None)
+    assert memory.shown(other, ALL) == Attempts("", None, "", None)
+    group = memory.note(said(4, "0", "3"))
+    assert memory.shown(group[0].header, ALL) == Attempts("3", 3.0, "2", 2.0)
+    memory.note(said(4, "5", "0"))  # it began again
+    assert memory.shown(group[0].header, ALL) == Attempts("5", 5.0, "2", 2.0)
+    assert memory.shown(said(7, "0")[0].header, ALL) == Attempts("5", 5.0, "0", 0.0)
+    assert memory.shown(group[0].header, ("last",)) == Attempts(last="2")
+    again = Memory("exact", before=json.loads(json.dumps(memory.state)))
+    assert again.shown(group[0].header, ALL) == memory.shown(group[0].header, ALL)
+    assert (json.dumps(again.state), again.size) == (json.dumps(memory.state), memory.size)
+
+
+def test_what_is_remembered_is_bounded_and_what_was_not_tried_for_long_goes_first() -> None:
+    memory = Memory("exact", limit=40)
+    for number in range(30):
+        memory.note(said(number, "1" * 8, prompt=f"p{number % 3 if number < 20 else 7}"))
+        assert memory.size <= 40 == memory.limit
+    assert list(memory.state)[-1] == "p7" and 1 < len(memory.state) < 4
+    without = Memory()
+    without.note(said(0, "a", reward=1.0))
+    assert without.shown(said(1, "0")[0].header, ALL) == Attempts("", None, "a", None)
+
+
+class Telling(toy.ToyGrader):
+    """Also tells what was said: the ids."""
+
+    async def grade(self, group: Group) -> list[Handle]:
+        return [
+            Handle(
+                replace(h.header, said=as_numbers(h.body.tokens.tolist()), rewards={"exact": float(-h.header.tokens)}),
+                h.body,
+            )
+            for h in group
+        ]
+
+
+class Shown(toy.ToyScorer):
+    """Remembers what it was shown, and changes with it."""
+
+    async def score(self, group: Group) -> list[Handle]:
+        self.seen = [*getattr(self, "seen", []), *(handle.header.attempts for handle in group)]
+        return await super().score(group)
+
+
+def shown_to(path: Path, *, until: float | None = None) -> list[tuple[int, Any]]:
+    """What a run of toys has shown, by the number of its group, when it is over or stopped."""
+    teacher = TeacherConfig(model="toy", context="{prompt}{best}{last}{last_reward}", recheck=0.0)
+    base = config(Sync(), FollowConfig(copy_every=1))
+    settings = base.model_copy(update={"teachers": {"me": teacher}, "task": TaskConfig(reward=("exact",))})
+    made, table = engines(base, Shown), toy.random_table(VOCAB, seed=0)
+    learner = toy.ToyLearner(table, cost=lambda _: 1.0)
+    sampler = Graded(toy.ToySampler(table, seconds=0.3), Telling())
+    made = replace(made, samplers=(sampler,), learner=learner)
+    run(path, settings, made, until=until)
+    entries = read_lines(path / "samples.jsonl")
+    return [(entry["number"], entry["attempts"]) for entry in entries]
+
+
+def test_a_teacher_is_shown_what_was_tried_also_after_a_stop(tmp_path: Path) -> None:
+    whole = shown_to(tmp_path / "whole")
+    assert all(set(attempts) == set(ALL) and attempts["best"] for _, attempts in whole)
+    assert [bool(attempts["last"]) for _, attempts in whole] == [number >= 10 for number, _ in whole], "an epoch is 10"
+    for seconds in (4.0, 10.0):
+        shown_to(tmp_path / str(seconds), until=seconds)
+        assert shown_to(tmp_path / str(seconds)) == whole
+
+
+OWN = """
+import os
+
+def shows(prompt, best, last_reward=None, ground_truth="?"):
+    if ground_truth == "loops":
+        while True:
+            pass
+    if ground_truth == "crashes":
+        os._exit(3)
+    if ground_truth == "number":
+        return 3
+    if ground_truth == "long":
+        return "x" * 100
+    return f"{prompt}[{best}|{last_reward}]"
+
+def strange(prompt, answer):
+    return prompt
+"""
+
+
+def test_a_function_writes_a_context_in_a_process_of_its_own(
+    tmp_path: Path, models_dir: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    context = context_of(f"{tmp_path / 'own.py'}:shows", tokenizer, longest=40, timeout=0.5)
+    assert context is not None
+    scorer = NativeScorer(load_model(str(models_dir / "teacher"), dtype="float32"), name="me", context=context)
+    tokens = np.array(tokenizer("2+3=", add_special_tokens=False)["input_ids"], np.int32)
+    group, truths = [], ["5", "loops", "crashes", "number", "long", "6"]
+    for index, truth in enumerate(truths):
+        made = uniform(Prompt(id="p", number=0, tokens=tokens, ground_truth=truth), index, tokens[:2])
+        group.append(Handle(replace(header_of(made), attempts=Attempts(best="23", last_reward=0.5)), made))
+    found = asyncio.run(scorer.score(group))
+    scorer.close()
+    whys = ["", "took more than 0.5 s", "ended its process", "returned int 3, which is no text", "has 102 tokens", ""]
+    for handle, why in zip(found, whys, strict=True):
+        if why:
+            assert handle.header.finish == "error" and why in handle.header.cause
+            assert handle.header.cause.startswith("teacher me has no context for it: ")
+        else:
+            assert tokenizer.decode(handle.body.context) == "2+3=[23|0.5]" and handle.body.context_id != "prefix"
+            assert handle.header.attempts == Attempts(best="23", last_reward=0.5)
+
+
+def test_what_a_context_cannot_have_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    where = f"{tmp_path / 'own.py'}:"
+    for teacher, tree, message in (
+        ({"context": "{prompt}{best}"}, {}, "teachers.me.context shows {best}, which rewards decide: set task.reward"),
+        ({"context": where + "shows"}, {}, "longest is missing: nobody knows how long a context is that a function"),
+        (
+            {"context": where + "shows", "engine": "vllm"},
+            {},
+            'a context that a function writes is for engine = "native": write a template',
+        ),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            parsed(teacher, **tree)
+    for name, graded, message in (
+        ("nobody", True, "teachers.me.context = '.*own.py:nobody': no function 'nobody' in it; known: shows, strange"),
+        ("strange", True, "nothing is known for its parameter 'answer'; known: prompt, response, ground_truth, meta"),
+        ("shows", False, "teachers.me.context = .* asks for 'best', which rewards decide: set task.reward"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_function("me", where + name, graded=graded)
+    check_function("me", where + "shows", graded=True)
 
 
 # --- wherever engines run ---------------------------------------------------------------------------------------------

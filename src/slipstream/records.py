@@ -257,6 +257,9 @@ class Scored:
     teacher_version: int = 0
     """The update after which the weights that scored were made; 0 of a teacher that does not move."""
     context_id: str = "prefix"
+    """Names what the teacher saw before the response."""
+    context: Ints | None = None
+    """The tokens of that, where it is not the student's prompt."""
     teacher_logp: Floats | None = None
     teacher_action_logp: Floats | None = None
     teacher_best_logp: Floats | None = None
@@ -307,6 +310,16 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempts:
+    """What was tried at a prompt so far, as much of it as its teacher is shown: texts, and their rewards."""
+
+    best: str = ""
+    best_reward: float | None = None
+    last: str = ""
+    last_reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ungraded:
     """Why an answer has no reward: a cause to count by, and a line for a person."""
 
@@ -336,6 +349,10 @@ class Header:
     """Who will score it, or has."""
     teacher_version: int = 0
     """Of the weights that scored it."""
+    said: str = ""
+    """Of a response that was just rolled out, where attempts are remembered: its text."""
+    attempts: Attempts | None = None
+    """What its teacher is shown, or was."""
     greedy_tokens: int = 0
     """On one member of a group that was just rolled out: tokens of the greedy answer that was drawn beside it."""
     cause: str = ""

@@ -14,12 +14,14 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import Dtype, Replicas, Section
+from slipstream.config.base import OWN, Dtype, Replicas, Section
 from slipstream.config.losses import LOSSES, LossConfig, caches
 
 SELF = "self"
 """As `model`: the student as it was at the start."""
-CONTEXT_FIELDS = ("prompt", "ground_truth", "response")
+ATTEMPTS = ("best", "best_reward", "last", "last_reward")
+"""What a context may show of the attempts at a prompt."""
+CONTEXT_FIELDS = ("prompt", "ground_truth", "response", *ATTEMPTS)
 OF_ENDPOINTS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
 OF_MODELS_HERE = ("engine", "dtype", "token_budget", "packing", "longest")
 OF_NATIVE = ("token_budget", "packing", "longest")
@@ -74,7 +76,9 @@ class TeacherConfig(Section):
     weight: float = Field(1.0, ge=0)
     """How much its samples count in the distillation loss."""
     context: str | None = None
-    """Template of the prompt that it sees instead of the student's: {prompt}, {ground_truth}, {response}."""
+    """Template of the prompt that it sees instead of the student's: {prompt}, {ground_truth}, {response}, and of the
+    attempts at this prompt so far {best}, {best_reward}, {last}, {last_reward}. Or a function that returns its text,
+    "./file.py:function" or "module:function", which is given those of the same names that it asks for."""
     follow: FollowConfig | None = None
     """With model = "self": the teacher's weights follow the student's, { ema = 0.99, every = 5 } as their moving
     average, or { copy_every = 20 } as a copy; without it they stay as they were at the start."""
@@ -140,8 +144,8 @@ class TeacherConfig(Section):
     @classmethod
     def _template(cls, template: str | None) -> str | None:
         known = ", ".join(f"{{{name}}}" for name in CONTEXT_FIELDS)
-        if template is None:
-            return None
+        if template is None or OWN.fullmatch(template):
+            return template
         try:
             found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
         except ValueError as error:
@@ -152,6 +156,25 @@ class TeacherConfig(Section):
         if not found:
             raise ValueError(f"would be the same for every prompt: use {known}")
         return template
+
+    @property
+    def own_context(self) -> bool:
+        """Whether a function of the user's own writes what it sees."""
+        return self.context is not None and OWN.fullmatch(self.context) is not None
+
+    @property
+    def context_fields(self) -> frozenset[str]:
+        """What its template holds; whatever there is, of a function."""
+        if self.context is None:
+            return frozenset()
+        if self.own_context:
+            return frozenset(CONTEXT_FIELDS)
+        return frozenset(name for _, name, *_ in Formatter().parse(self.context) if name is not None)
+
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """What it is shown of the attempts at a prompt."""
+        return tuple(name for name in ATTEMPTS if name in self.context_fields)
 
     @model_validator(mode="after")
     def _one_place(self) -> TeacherConfig:
@@ -169,6 +192,10 @@ class TeacherConfig(Section):
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
         if self.model == SELF and self.context is None and self.follow is None:
             raise ValueError('model = "self" has nothing to teach before it sees more than the student: add a context')
+        if self.own_context and (endpoint or self.engine != "native"):
+            raise ValueError('a context that a function writes is for engine = "native": write a template')
+        if self.own_context and self.longest is None:
+            raise ValueError("longest is missing: nobody knows how long a context is that a function writes; say so")
         if self.follow is not None and self.model != SELF:
             raise ValueError('follow is for model = "self", whose weights come from the student: drop one of them')
         if self.follow is not None and self.engine != "native":

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from slipstream.metrics import Metrics as Metrics
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
+from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
@@ -126,21 +126,21 @@ class Follower:
 class Context(Protocol):
     """What a teacher sees before a response, in place of the student's prompt."""
 
-    @property
-    def id(self) -> str:
-        """Recorded with every score."""
+    def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
+        """Raises NoContext where it cannot be had."""
         ...
 
-    def __call__(self, rollout: Rollout) -> Ints: ...
+    def close(self) -> None: ...
 
 
 class SamePrompt:
     """The teacher sees what the student saw."""
 
-    id = "prefix"
-
-    def __call__(self, rollout: Rollout) -> Ints:
+    def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
         return rollout.prompt.tokens
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class Learner(Protocol):

@@ -22,6 +22,7 @@ from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled,
 from slipstream.metrics import Metrics
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
+from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
@@ -67,12 +68,13 @@ class Run:
         held_out: Mapping[str, Sequence[Prompt]] | None = None,
         standing: Standing | None = None,
         groups: Sequence[Group] = (),
+        attempts: Mapping[str, Any] | None = None,
         restarts: Restarts | None = None,
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """`standing` is where an earlier part of the run ended, with these `groups` on their way, and `restarts` what
-        its workers went through. `patience` is not for virtual clocks."""
+        """`standing` is where an earlier part of the run ended, with these `groups` on their way and these `attempts`
+        remembered, and `restarts` what its workers went through. `patience` is not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log = config, engines, prompts, log
         self.held_out = held_out or {}
         self.restarts = restarts or Restarts(config.runtime.restarts)
@@ -88,6 +90,7 @@ class Run:
             keep=config.checkpoint.keep,
             proof=config.health.updates,
         )
+        self.memory = Memory(next(iter(config.task.names), ""), before=attempts)
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
         self.task: asyncio.Task[Any] | None = None
@@ -222,6 +225,8 @@ class Run:
             samplers=samplers,
             scorers=scorers,
             follow=follow,
+            shows={name: teacher.shows for name, teacher in self.config.teachers.items()},
+            memory=self.memory,
             learner=self.engines.learner,
             learning=learning,
             admission=self.admission,
@@ -311,11 +316,11 @@ class Run:
 
     def _checkpoint(self, mark: Mark | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
         groups = [self.held[number] for number in self.admission.live if self.held.get(number)]
-        standing, mark = self.admission.standing, mark or self._mark()
+        standing, attempts, mark = self.admission.standing, self.memory.state, mark or self._mark()
 
         async def save() -> Path:
             return await self.checkpoints.save(
-                self.engines.learner, standing, groups, mark, stopping=stopping, suspect=suspect
+                self.engines.learner, standing, groups, mark, attempts=attempts, stopping=stopping, suspect=suspect
             )
 
         return save

@@ -17,7 +17,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.publish import MovingTeacher, Samplers, told
@@ -84,6 +85,9 @@ class Flow:
     """Of each teacher."""
     follow: Mapping[str, int]
     """How many updates lie between two moves of each teacher that follows the student."""
+    shows: Mapping[str, Sequence[str]]
+    """What each teacher is shown of the attempts at a prompt."""
+    memory: Memory
     learner: Learner
     learning: Track
     admission: Admission
@@ -245,7 +249,7 @@ async def roll(flow: Flow, number: int) -> None:
     except GivenUp as failure:
         flow.drop(number, "rollout failed", str(failure))
     else:
-        flow.held[number] = group
+        flow.held[number] = flow.memory.note(group) if any(flow.shows.values()) else group
         trained = [handle.header.oldest for handle in group if handle.header.trained_tokens]
         flow.admission.rolled(number, min(trained, default=flow.admission.live[number].version))
     flow.running.pop(number, None)
@@ -301,6 +305,10 @@ def answered(group: Group) -> list[Handle]:
 async def mark(flow: Flow, number: int) -> None:
     teacher = flow.held[number][0].header.teacher
     scorers = of_teacher(flow.scorers, teacher)
+    if shows := shown_to(flow, teacher):
+        flow.held[number] = [
+            Handle(replace(h.header, attempts=flow.memory.shown(h.header, shows)), h.body) for h in flow.held[number]
+        ]
 
     async def score(worker: Worker[Scorer]) -> list[Handle]:
         with flow.silence[teacher].waiting() if teacher in flow.silence else nullcontext():
@@ -329,6 +337,10 @@ async def mark(flow: Flow, number: int) -> None:
         flow.admission.scored(number)
     flow.running.pop(number, None)
     flow.advance()
+
+
+def shown_to(flow: Flow, teacher: str) -> Sequence[str]:
+    return of_teacher(flow.shows, teacher) if flow.shows else ()
 
 
 def teacher_of(group: Group) -> set[int]:

@@ -67,7 +67,9 @@ class ScorerPlan:
     vocabulary: int
     """The student's."""
     context: str | None
-    """Template of the prompt that it sees instead of the student's."""
+    """Template of the prompt that it sees instead of the student's, or the function that writes it, in so many
+    seconds."""
+    timeout: float
     threads: int
     replicas: int
 
@@ -105,6 +107,8 @@ class GraderPlan:
     rewards: tuple[str, ...]
     processes: int = 1
     timeout: float = 30.0
+    tells: bool = False
+    """Texts of responses, for teachers that are shown attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,12 @@ def engines_of(config: Config, method: Method) -> EnginesPlan:
         learner=learner_of(config, method),
         sampler=sampler_of(config),
         scorers={name: scorer_of(config, name) for name in config.teachers},
-        grader=GraderPlan(rewards=config.task.reward, processes=config.runtime.graders, timeout=config.task.timeout),
+        grader=GraderPlan(
+            rewards=config.task.reward,
+            processes=config.runtime.graders,
+            timeout=config.task.timeout,
+            tells=any(teacher.shows for teacher in config.teachers.values()),
+        ),
         runtime=config.runtime,
     )
 
@@ -166,6 +175,7 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
         packing=teacher.packing,
         vocabulary=vocabulary_of(config.student),
         context=teacher.context,
+        timeout=config.task.timeout,
         threads=config.runtime.threads,
         replicas=at_first(teacher.replicas),
     )

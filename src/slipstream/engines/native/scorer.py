@@ -25,9 +25,9 @@ from slipstream.engines.base import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
-from slipstream.engines.trust import scored
+from slipstream.engines.trust import failed, scored
 from slipstream.engines.weights import fingerprint, load_weights
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, NoContext
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.numerics import joined
 from slipstream.records import Group, Handle, Ints, Rollout, graded
@@ -119,6 +119,7 @@ class NativeScorer:
 
     def close(self) -> None:
         self.thread.shutdown()
+        self.context.close()
 
     def _load(self, weights: WeightsRef) -> Loaded:
         began = time.perf_counter()
@@ -129,18 +130,28 @@ class NativeScorer:
 
     @torch.inference_mode()
     def _score(self, handles: Sequence[Handle]) -> list[Handle]:
-        rollouts = [graded(handle) for handle in handles]
+        found = dict[int, Handle]()
+        seen = dict[int, Ints]()
+        for i, handle in enumerate(handles):
+            try:
+                seen[i] = self.context(graded(handle), handle.header.attempts)
+            except NoContext as error:
+                found[i] = failed(handle, f"teacher {self.name} has no context for it: {error}", teacher=self.name)
+        answers = self._answered([graded(handles[i]) for i in seen], list(seen.values()))
+        for (i, tokens), answer in zip(seen.items(), answers, strict=True):
+            found[i] = scored(handles[i], teacher=self.name, version=self.version, seen=tokens, **answer)
+        return [found[i] for i in range(len(handles))]
+
+    def _answered(self, rollouts: Sequence[Rollout], contexts: Sequence[Ints]) -> list[dict[str, Any]]:
+        """What the cache holds, for every response behind its context."""
         answers: dict[int, dict[str, Any]] = {}
-        seen = [with_prompt(rollout, self.context(rollout)) for rollout in rollouts]
+        seen = [with_prompt(rollout, tokens) for rollout, tokens in zip(rollouts, contexts, strict=True)]
         batches = pack(seen, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing)
         for batch in batches:
             chosen = [rollouts[i] for i in batch.members]
             hidden_ND = Rows(seen, batch, self.lm.device).hidden(self.lm.backbone)
             answers.update(zip(batch.members, self._answers(hidden_ND, chosen), strict=True))
-        return [
-            scored(handle, teacher=self.name, version=self.version, context_id=self.context.id, **answers[i])
-            for i, handle in enumerate(handles)
-        ]
+        return [answers[i] for i in range(len(rollouts))]
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
         """What the cache holds, for every sample of a micro-batch."""
