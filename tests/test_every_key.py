@@ -79,6 +79,7 @@ WITH = {
     "data.template": "data.train=rows.jsonl",
     "teachers.NAME.key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
     "teachers.NAME.follow.copy_every": f"{ITSELF} teachers.main.follow.copy_every=2",
+    "teachers.NAME.relabel": f"{ITSELF} teachers.main.follow.copy_every=2",
     "teachers.NAME.follow.": f"{ITSELF} teachers.main.follow.ema=0.9",
     "sampler.top_": "loss.importance=false",
     "sampler.min_p": "loss.importance=false",

@@ -35,18 +35,19 @@ from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.quotes import as_numbers
-from slipstream.engines.weights import load_weights, raw
+from slipstream.engines.trust import failed
+from slipstream.engines.weights import export_weights, load_weights, raw
 from slipstream.errors import ConfigError, ModelError, RunDirError, WorkerDied
 from slipstream.objective.method import Method
 from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
-from slipstream.records import Attempts, Batch, Group, Handle, Prompt, header_of, total
+from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, header_of, total
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.context import check_function, context_of
 from test_scorer_learner import roll_out, score
-from tiny import make_model, uniform, wrap
+from tiny import make_model, masked, uniform, wrap
 from toy_runs import PROMPTS, VOCAB
 
 EMA, COPY = Follower(0.9, 2, "float64"), Follower(0.0, 3, "float32")
@@ -78,6 +79,16 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"context": None, "follow": {"ema": 0.9}},
         {},
         "teachers.me sees what the student sees and follows it: there is nothing to learn from; add a context, or",
+    ),
+    "the same at any time": (
+        {"relabel": "stale"},
+        {},
+        "relabel has nothing to do, as this teacher says the same at any",
+    ),
+    "relabelled in vllm": (
+        {"engine": "vllm", "relabel": "stale", "context": "{prompt}{last}"},
+        {},
+        'relabel is for engine = "native", which knows the whole distribution: drop it',
     ),
     "rounded away": (
         {"follow": {"ema": 0.9}},
@@ -251,12 +262,12 @@ def engines(settings: Config, scorer: type[toy.ToyScorer] = toy.ToyScorer) -> En
     async def replace(old: Any) -> Any:
         return toy.ToyScorer(toy.random_table(VOCAB, seed=9))  # whatever it was loaded with
 
+    learner = toy.ToyLearner(table, cost=lambda _: 1.0, follow={"me": Follower(follow.decay, follow.period, "float64")})
+    learner.teachers["me"] = 0, toy.random_table(VOCAB, seed=1)  # of itself a toy would learn nothing
     return Engines(
         samplers=(Graded(toy.ToySampler(table, seconds=0.3), toy.ToyGrader()),),
-        scorers={"me": (scorer(toy.random_table(VOCAB, seed=1)),)},
-        learner=toy.ToyLearner(
-            table, cost=lambda _: 1.0, follow={"me": Follower(follow.decay, follow.period, "float64")}
-        ),
+        scorers={"me": (scorer(table),)},
+        learner=learner,
         close=lambda: None,
         replace=replace if scorer is not toy.ToyScorer else None,
     )
@@ -314,6 +325,7 @@ def test_every_score_says_which_teacher_gave_it(tmp_path: Path, schedule: Any) -
 def test_a_run_that_was_stopped_ends_with_the_same_teacher(tmp_path: Path, follow: FollowConfig) -> None:
     settings = config(Sync(), follow)
     whole = go(tmp_path / "whole", settings)
+    assert (whole.teachers["me"][1] - toy.random_table(VOCAB, seed=1)).abs().max() > 0.1
     for seconds in (3.0, 9.0, 14.5):
         path = tmp_path / str(seconds)
         go(path, settings, until=seconds)
@@ -434,6 +446,124 @@ def test_a_teacher_is_shown_what_was_tried_also_after_a_stop(tmp_path: Path) -> 
     for seconds in (4.0, 10.0):
         shown_to(tmp_path / str(seconds), until=seconds)
         assert shown_to(tmp_path / str(seconds)) == whole
+
+
+# --- what was said, and what is said now ------------------------------------------------------------------------------
+
+
+class ByAttempts:
+    """Shows a token for every letter of the best attempt, and then the prompt."""
+
+    def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Any:
+        shown = [5] * len(attempts.best) if attempts else []
+        return np.array([*shown, *rollout.prompt.tokens.tolist()], np.int32) if shown else rollout.prompt.tokens
+
+    def close(self) -> None:
+        pass
+
+
+def showing(handle: Handle, best: str) -> Handle:
+    return Handle(replace(handle.header, attempts=Attempts(best=best)), handle.body)
+
+
+def enumerated(model: Any, context: Any, rollout: Rollout) -> torch.Tensor:
+    """Of every token of a response, the distribution that it is from."""
+    ids = torch.tensor([[*context.tolist(), *rollout.tokens.tolist()]])
+    logits = model(ids).logits[0, len(context) - 1 : -1] / 0.8
+    return logits.detach().log_softmax(-1)[torch.from_numpy(rollout.loss_mask)]
+
+
+@pytest.mark.parametrize("cache", ["sampled", "hidden"])
+def test_drift_of_supervision_is_the_kl_over_the_vocabulary_of_now_to_then(cache: Any, groups: Any) -> None:
+    models = [make_model("phi", seed=seed, dtype=torch.float64) for seed in (0, 5, 6, 7)]
+    scorer = NativeScorer(wrap(models[0]), cache=cache, context=ByAttempts(), keep=3, temperature=0.8, token_budget=64)
+    bests = ["", "aaa", "b"]
+    group = [handle for each in groups for handle in each][:6]
+    group = [Handle(each.header, each.body.rollout) for each in group]
+    group[0] = Handle(group[0].header, masked(group[0].body, np.arange(len(group[0].body.tokens)) % 2 == 0))
+
+    async def work() -> list[tuple[list[Handle], list[Handle], int]]:
+        found, first = [], list[Handle]()
+        for version, model in enumerate(models):
+            await scorer.publish(export_weights(model, "float64", version=version))
+            scored = await scorer.score([showing(each, bests[i % 3]) for i, each in enumerate(group)])
+            first = first or scored
+            now = [showing(each, bests[(i + version // 2) % 3]) for i, each in enumerate(first)]
+            found.append((first, await scorer.relabel(now), version))
+            fresh = await scorer.score([showing(each, bests[(i + version // 2) % 3]) for i, each in enumerate(group)])
+            for one, other in zip(found[-1][1], fresh, strict=True):
+                assert (one.body.context_id, one.body.teacher_version) == (other.body.context_id, version)
+                np.testing.assert_allclose(one.body.teacher_logp, other.body.teacher_logp, atol=1e-12)
+        return found
+
+    context, kept = ByAttempts(), 3
+    for first, again, version in asyncio.run(work()):
+        for i, (old, new) in enumerate(zip(first, again, strict=True)):
+            if version == 0:
+                assert new.body is old.body and new.body.supervision_kl is None
+                assert (new.header.moved, new.header.aligned) == (0.0, 1.0)
+                continue
+            if version >= kept:
+                assert np.isnan(new.body.supervision_kl).all() and (new.header.moved, new.header.aligned) == (0.0, 0.0)
+                continue
+            was, shown = Attempts(best=bests[i % 3]), Attempts(best=bests[(i + version // 2) % 3])
+            then = enumerated(models[0], context(old.body.rollout, was), old.body.rollout)
+            now = enumerated(models[version], context(old.body.rollout, shown), old.body.rollout)
+            expected = (now.exp() * (now - then)).sum(-1).numpy()
+            assert new.body.supervision_kl.shape == (old.body.rollout.trained_tokens,)
+            np.testing.assert_allclose(new.body.supervision_kl, expected, atol=1e-8, rtol=0)
+            assert new.header.moved == pytest.approx(expected.mean()) and new.header.aligned == 1.0
+            assert expected.max() > 0.01
+    scorer.close()
+
+
+def test_a_context_alone_may_move(groups: Any) -> None:
+    model = make_model("phi", seed=2, dtype=torch.float64)
+    scorer = NativeScorer(wrap(model), context=ByAttempts(), temperature=0.8)
+    (handle, other, *_) = [Handle(each.header, each.body.rollout) for group in groups for each in group]
+
+    async def work() -> list[Handle]:
+        first = await scorer.score([showing(handle, "aa"), showing(other, "a")])
+        return await scorer.relabel([showing(first[0], "b"), showing(first[1], "b")])
+
+    moved, same = asyncio.run(work())
+    scorer.close()
+    context = ByAttempts()
+    now, then = (enumerated(model, context(handle.body, Attempts(best=x)), handle.body) for x in ("b", "aa"))
+    np.testing.assert_allclose(moved.body.supervision_kl, (now.exp() * (now - then)).sum(-1), atol=1e-8, rtol=0)
+    assert same.body.supervision_kl is None and same.header.moved == 0.0
+
+
+@pytest.mark.parametrize("schedule", [Async(tau=2), Async(tau=2, publish_every=2), Async(tau=2, max_lag=2)], ids=str)
+def test_what_is_learned_from_is_what_its_teacher_says_now(tmp_path: Path, schedule: Any) -> None:
+    settings = config(schedule, FollowConfig(ema=0.5, every=2))
+    teachers = {"me": settings.teachers["me"].model_copy(update={"relabel": "stale"})}
+    go(tmp_path, settings.model_copy(update={"teachers": teachers}))
+    lines, ledger = (read_lines(tmp_path / f"{name}.jsonl") for name in ("metrics", "ledger"))
+    trained = [entry for entry in ledger if entry["end"] == "trained"]
+    assert len(trained) == 24
+    for entry in trained:
+        assert entry.get("teacher_version", [0, 0]) == [(entry["update"] - 1) // 2 * 2] * 2
+    again = [line for line in lines if "teacher/relabelled" in line]
+    assert again and all(line["teacher/aligned"] == 1 and line["teacher/moved"] > 0 for line in again)
+    assert all("seconds/relabel" in line for line in again)
+
+
+def test_who_says_nothing_any_more_is_not_learned_from(tmp_path: Path) -> None:
+    class Silent(toy.ToyScorer):
+        async def relabel(self, group: Group) -> list[Handle]:
+            if group[0].header.number % 4 == 1:
+                return [failed(handle, "no context", teacher="toy") for handle in group]
+            return await super().relabel(group)
+
+    settings = config(Async(tau=2), FollowConfig(copy_every=1))
+    teachers = {"me": settings.teachers["me"].model_copy(update={"relabel": "always", "recheck": 0.0})}
+    go(tmp_path, settings.model_copy(update={"teachers": teachers}), scorer=Silent)
+    ledger = read_lines(tmp_path / "ledger.jsonl")
+    assert {entry["number"] % 4 == 1 for entry in ledger if entry["end"] == "trained"} == {False}
+    dropped = [entry for entry in ledger if entry["end"] == "dropped"]
+    assert dropped and {(entry["reason"], entry["cause"]) for entry in dropped} == {("scoring failed", "no context")}
+    assert len(ledger) - len(dropped) == 24
 
 
 OWN = """

@@ -64,7 +64,10 @@ MINIATURES: dict[str, dict[str, Any]] = {
     "the student's own best": {"loss": {"kind": "reverse_kl_topk", "k": 3}},
     "the emitted token as a reward": {"loss": {"kind": "k1", "as": "reward"}},
     "a teacher that follows": {
-        "teachers": {"me": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.9}}}
+        "teachers": {
+            "me": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.9}, "relabel": "stale"}
+        },
+        "schedule": {"kind": "async", "tau": 1.0},
     },
     "hidden states, shared prompts": {"loss": {"kind": "jsd"}, "learner": {"shared_prompt": True}},
     "weights of stale answers": {

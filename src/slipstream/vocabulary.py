@@ -133,6 +133,14 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             ACCOUNT,
         ),
         Term("teacher/TEACHER/seconds/publish", "what their publish took, into all its scorers", "–", ACCOUNT),
+        Term("teacher/relabelled", "responses that were scored once more before the update", "–", METRICS),
+        Term(
+            "teacher/moved",
+            "of these, mean KL over the vocabulary of what teachers say now to what they said then",
+            "below 0.1",
+            METRICS,
+        ),
+        Term("teacher/aligned", "share of their tokens of which that is known", "1", METRICS),
         Term("teacher/TEACHER/tokens", "response tokens that it scored", "–", METRICS),
         Term(
             "reference/kl",
@@ -252,6 +260,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("seconds/update", "wall clock since the update before", "steady", ACCOUNT),
         Term("seconds/data", "the learner waited for scored groups", "near 0; else more samplers", STAGES),
         Term("seconds/turn", "it waited for order or age", "near 0; else a wider bound", STAGES),
+        Term("seconds/relabel", "it waited for teachers that were asked once more", "below seconds/learn", STAGES),
         Term("seconds/learn", "it learned", "most of seconds/update", STAGES),
         Term("seconds/weights", "it waited for a publish", "near 0", STAGES),
         Term("seconds/publish", "a publish took, into all samplers at the same time", "below seconds/update", STAGES),

@@ -82,6 +82,10 @@ class TeacherConfig(Section):
     follow: FollowConfig | None = None
     """With model = "self": the teacher's weights follow the student's, { ema = 0.99, every = 5 } as their moving
     average, or { copy_every = 20 } as a copy; without it they stay as they were at the start."""
+    relabel: Literal["never", "stale", "always"] = "never"
+    """Score answers again just before they are learned from, with the exact KL of what it says now to what it said
+    then: where its weights or the attempts have moved since (stale), or also where only a function that writes its
+    context could know (always)."""
     dtype: Dtype = "float32"
     """Precision in which the teacher runs."""
     token_budget: int = Field(16384, ge=1)
@@ -198,6 +202,13 @@ class TeacherConfig(Section):
             raise ValueError("longest is missing: nobody knows how long a context is that a function writes; say so")
         if self.follow is not None and self.model != SELF:
             raise ValueError('follow is for model = "self", whose weights come from the student: drop one of them')
+        if self.relabel != "never" and (endpoint or self.engine != "native"):
+            raise ValueError('relabel is for engine = "native", which knows the whole distribution: drop it')
+        if self.relabel != "never" and self.follow is None and not self.shows:
+            raise ValueError(
+                "relabel has nothing to do, as this teacher says the same at any time: drop it, or add follow, or a "
+                "context of attempts, such as {best}"
+            )
         if self.follow is not None and self.engine != "native":
             raise ValueError('follow is for engine = "native": no weights are published to a teacher in vLLM')
         return self

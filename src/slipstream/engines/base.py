@@ -112,6 +112,15 @@ class MovingScorer(Scorer, Protocol):
         ...
 
 
+class Relabeller(Scorer, Protocol):
+    """One that knows what it said under the contexts and the weights of before."""
+
+    async def relabel(self, group: Group) -> list[Handle]:
+        """Answers as of now to responses that were scored before, with how far they are from those; what has not moved
+        is as it was."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Follower:
     """How the weights of a teacher follow the student's: θ_T ← decay · θ_T + (1 − decay) · θ."""

@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -214,6 +215,7 @@ def ended(row: Response, sampling: Sampling) -> bool:
 class ToyScorer:
     def __init__(self, table_VV: Tensor, *, cost: Cost = free) -> None:
         self.table, self.cost, self.version = table_VV.clone(), cost, 0
+        self.kept = {0: self.table}
 
     async def score(self, group: Group) -> list[Handle]:
         await asyncio.sleep(self.cost(sum(handle.header.tokens for handle in group)))
@@ -221,14 +223,26 @@ class ToyScorer:
 
     async def publish(self, weights: WeightsRef) -> Loaded:
         self.table, self.version = table_of(weights), weights.version
+        self.kept[self.version] = self.table
         return Loaded(fingerprint(self.table))
 
-    def _mark(self, handle: Handle) -> Handle:
+    async def relabel(self, group: Group) -> list[Handle]:
+        await asyncio.sleep(self.cost(sum(handle.header.tokens for handle in group)))
+        return [self._mark(handle, supervision_kl=self._moved(handle.body)) for handle in group]
+
+    def _moved(self, old: Scored) -> NDArray[np.float64]:
+        state_N, then = previous(old.rollout), self.kept.get(old.teacher_version)
+        if then is None:
+            return np.full(len(state_N), np.nan)
+        now_NV, then_NV = (table.log_softmax(-1)[state_N] for table in (self.table, then))
+        return (now_NV.exp() * (now_NV - then_NV)).sum(-1).numpy()
+
+    def _mark(self, handle: Handle, **more: Any) -> Handle:
         rollout = graded(handle)
         actions_NM = torch.from_numpy(rollout.actions.astype(np.int64))
         logq_NM = self.table.log_softmax(-1)[previous(rollout)].gather(1, actions_NM).numpy()
         return scored(
-            handle, teacher="toy", version=self.version, teacher_logp=logq_NM[:, 0], teacher_action_logp=logq_NM
+            handle, teacher="toy", version=self.version, teacher_logp=logq_NM[:, 0], teacher_action_logp=logq_NM, **more
         )
 
 

@@ -54,6 +54,10 @@ def scored(
         context=context,
         **{**found, **bounded},
     )
+    if (kl_N := body.supervision_kl) is not None:
+        known_N = kl_N[~np.isnan(kl_N)]
+        aligned = len(known_N) / max(len(kl_N), 1)
+        header = replace(header, moved=float(known_N.mean()) if len(known_N) else 0.0, aligned=aligned)
     drawn_N = rollout.logp[rollout.loss_mask].astype(np.float64)
     header = replace(
         header,

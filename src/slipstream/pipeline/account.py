@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from slipstream.engines.base import Quote
-from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, trust_metrics, usage
+from slipstream.metrics import Metrics, lag_metrics, mean_lag, relabel_metrics, sample_metrics, trust_metrics, usage
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
@@ -127,6 +127,7 @@ class Account:
             **numbers,
             **samples,
             **self._trust(batch),
+            **relabel_metrics(batch.headers),
             **lag_metrics(batch.headers, batch.update - 1),
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "seconds/update": wall,

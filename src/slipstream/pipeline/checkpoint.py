@@ -62,7 +62,7 @@ class Checkpoints:
         groups: Sequence[Group],
         mark: Mark,
         *,
-        attempts: Mapping[str, Any],
+        attempts: Mapping[str, Any] | None = None,
         stopping: bool = False,
         suspect: bool = False,
     ) -> Path:
@@ -82,7 +82,7 @@ class Checkpoints:
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
-            state = {"admission": asdict(standing), "log": mark, "attempts": attempts}
+            state = {"admission": asdict(standing), "log": mark, "attempts": attempts or {}}
             await save_whole(learner, path, {STANDING: json.dumps(state).encode()}, groups, optimizer=True)
         if not stopping:
             self._prune(standing.version)

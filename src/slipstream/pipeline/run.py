@@ -226,6 +226,7 @@ class Run:
             scorers=scorers,
             follow=follow,
             shows={name: teacher.shows for name, teacher in self.config.teachers.items()},
+            relabel={name: teacher.relabel for name, teacher in self.config.teachers.items()},
             memory=self.memory,
             learner=self.engines.learner,
             learning=learning,

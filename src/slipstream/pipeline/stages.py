@@ -26,6 +26,7 @@ from slipstream.engines.base import (
     Fingerprint,
     Learner,
     Loaded,
+    Relabeller,
     Sampler,
     Sampling,
     Scorer,
@@ -87,6 +88,8 @@ class Flow:
     """How many updates lie between two moves of each teacher that follows the student."""
     shows: Mapping[str, Sequence[str]]
     """What each teacher is shown of the attempts at a prompt."""
+    relabel: Mapping[str, str]
+    """When each teacher is asked once more: never, stale or always."""
     memory: Memory
     learner: Learner
     learning: Track
@@ -306,9 +309,7 @@ async def mark(flow: Flow, number: int) -> None:
     teacher = flow.held[number][0].header.teacher
     scorers = of_teacher(flow.scorers, teacher)
     if shows := shown_to(flow, teacher):
-        flow.held[number] = [
-            Handle(replace(h.header, attempts=flow.memory.shown(h.header, shows)), h.body) for h in flow.held[number]
-        ]
+        flow.held[number] = with_attempts(flow, flow.held[number], shows)
 
     async def score(worker: Worker[Scorer]) -> list[Handle]:
         with flow.silence[teacher].waiting() if teacher in flow.silence else nullcontext():
@@ -343,6 +344,13 @@ def shown_to(flow: Flow, teacher: str) -> Sequence[str]:
     return of_teacher(flow.shows, teacher) if flow.shows else ()
 
 
+def with_attempts(flow: Flow, group: Group, shows: Sequence[str]) -> Group:
+    """What is to be shown to its teacher now goes with every response."""
+    if not shows:
+        return group
+    return [Handle(replace(h.header, attempts=flow.memory.shown(h.header, shows)), h.body) for h in group]
+
+
 def teacher_of(group: Group) -> set[int]:
     """The versions of the weights that scored it."""
     return {handle.header.teacher_version for handle in group}
@@ -361,6 +369,8 @@ class Update:
     """Of the groups, after rejection."""
     ahead: deque[tuple[Batch, Counts]] = field(default_factory=deque)
     """Gradients that are still to be made, each for an optimizer step of its own."""
+    relabelled: set[int] = field(default_factory=set)
+    """Groups that were scored once more."""
     seconds: Metrics = field(default_factory=lambda: dict.fromkeys(("data", "turn", "learn", "weights"), 0.0))
 
 
@@ -375,7 +385,10 @@ async def learn(flow: Flow) -> None:
             )
             if admission.finished:
                 return
-            await gather(flow, update, admission.learn())
+            if stale := [number for number in admission.learnable() if to_relabel(flow, update, number)]:
+                await relabel(flow, update, stale)
+            else:
+                await gather(flow, update, admission.learn())
         update.seconds["weights"] += await flow.until("weights in the samplers", lambda: not admission.gated)
         await unbroken(flow, finish(flow, update))
         moving = await move_teachers(flow)
@@ -408,6 +421,57 @@ async def until_enough(flow: Flow, update: Update) -> None:
         "weights in the samplers", lambda: admission.enough or admission.coming or not admission.gated
     )
     update.seconds["data"] += await flow.until("scored groups", lambda: admission.enough or admission.finished)
+
+
+def to_relabel(flow: Flow, update: Update, number: int) -> bool:
+    """Whether a group is to be scored once more before it is learned from."""
+    group = flow.held[number]
+    teacher = group[0].header.teacher
+    how = of_teacher(flow.relabel, teacher) if flow.relabel else "never"
+    if how == "never" or number in update.relabelled:
+        return False
+    scorers, shows = of_teacher(flow.scorers, teacher), shown_to(flow, teacher)
+    moved = isinstance(scorers, MovingTeacher) and teacher_of(group) != {scorers.version}
+    return (
+        how == "always"
+        or moved
+        or any(handle.header.attempts != flow.memory.shown(handle.header, shows) for handle in group if shows)
+    )
+
+
+async def relabel(flow: Flow, update: Update, numbers: Sequence[int]) -> None:
+    """What its teacher says now takes the place of what it said; a group of which it says nothing any more ends."""
+    began = flow.trace.now()
+    async with asyncio.TaskGroup() as tasks:
+        for number in numbers:
+            tasks.create_task(relabel_one(flow, update, number))
+    update.seconds["relabel"] = update.seconds.get("relabel", 0.0) + flow.trace.now() - began
+    flow.advance()
+
+
+async def relabel_one(flow: Flow, update: Update, number: int) -> None:
+    group = flow.held[number]
+    teacher = group[0].header.teacher
+    scorers, shows = of_teacher(flow.scorers, teacher), shown_to(flow, teacher)
+    asked = with_attempts(flow, group, shows)
+
+    async def again(worker: Worker[Relabeller]) -> list[Handle]:
+        return answered(await worker.engine.relabel(asked))
+
+    update.relabelled.add(number)
+    try:
+        found = await scorers.call(f"group {number} again", again)
+    except (GivenUp, RecordsLost) as failure:
+        if flow.held.get(number) is not group:  # it begins again already
+            return
+        if isinstance(failure, GivenUp):
+            flow.drop(number, "scoring failed", str(failure))
+        else:
+            scorers.say(f"group {number} begins again: {failure}")
+            flow.restart(number)
+    else:
+        if flow.held.get(number) is group:
+            flow.held[number] = found
 
 
 async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:

@@ -70,6 +70,8 @@ class ScorerPlan:
     """Template of the prompt that it sees instead of the student's, or the function that writes it, in so many
     seconds."""
     timeout: float
+    keep: int
+    """Versions of its weights by which it is known what it said before."""
     threads: int
     replicas: int
 
@@ -176,6 +178,7 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
         vocabulary=vocabulary_of(config.student),
         context=teacher.context,
         timeout=config.task.timeout,
+        keep=versions_in_flight(config, name),
         threads=config.runtime.threads,
         replicas=at_first(teacher.replicas),
     )
@@ -227,6 +230,15 @@ def followers_of(config: Config) -> dict[str, Follower]:
         for name, teacher in config.teachers.items()
         if teacher.follow is not None
     }
+
+
+def versions_in_flight(config: Config, name: str) -> int:
+    """Of a teacher that moves and is asked again, which groups on their way may have been scored by."""
+    teacher = config.teachers[name]
+    if teacher.follow is None or teacher.relabel == "never":
+        return 0
+    schedule = schedule_of(config.schedule, config.groups_per_update)
+    return max(schedule.reach, schedule.max_lag or 0) // teacher.follow.period + 2
 
 
 def snapshots_of(config: Config, method: Method) -> int:

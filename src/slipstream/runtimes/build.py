@@ -87,6 +87,7 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> AnyScorer:
                 packing=plan.packing,
                 vocabulary=plan.vocabulary,
                 context=context,
+                keep=plan.keep,
                 threads=plan.threads,
             )
         case Settings() as settings:

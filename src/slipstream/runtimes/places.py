@@ -42,6 +42,10 @@ class RemoteScorer(RemoteWorker):
         scored: list[Handle] = await self.call("score", group)
         return scored
 
+    async def relabel(self, group: Group) -> list[Handle]:
+        relabelled: list[Handle] = await self.call("relabel", group)
+        return relabelled
+
     async def publish(self, weights: WeightsRef) -> Loaded:
         loaded: Loaded = await self.call("publish", weights)
         return loaded
