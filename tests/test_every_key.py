@@ -54,6 +54,7 @@ m = 2
 kind = "inline"
 device = "cpu"
 """
+ITSELF = "teachers.main.model=self teachers.main.context={prompt}{ground_truth}"
 STEERED = "reference.control=adaptive reference.target=0.001 reference.horizon=10"
 WITH = {
     "policy.reward_weights": 'policy.loss=vanilla policy.advantage=gdpo task.reward=["exact","math"]',
@@ -81,6 +82,9 @@ WITH = {
     "data.answer": "data.train=rows.jsonl",
     "data.template": "data.train=rows.jsonl",
     "teachers.NAME.key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
+    "teachers.NAME.follow.copy_every": f"{ITSELF} teachers.main.follow.copy_every=2",
+    "teachers.NAME.relabel": f"{ITSELF} teachers.main.follow.copy_every=2",
+    "teachers.NAME.follow.": f"{ITSELF} teachers.main.follow.ema=0.9",
     "sampler.top_": "loss.importance=false",
     "sampler.min_p": "loss.importance=false",
     "task.reward": "task.reward=none eval.every=0 eval.prompts=200 data.eval=none",
@@ -162,6 +166,8 @@ OTHER = {
     "teachers.NAME.key": "other teachers.other.key=main",
     "teachers.NAME.context": "{prompt}{ground_truth}",
     "teachers.NAME.longest": "300",
+    "teachers.NAME.follow.ema": "0.5",
+    "teachers.NAME.follow.copy_every": "3",
 }
 """Another value that is legal, where none follows from the schema, and what goes with it."""
 ALSO = {

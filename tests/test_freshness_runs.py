@@ -42,12 +42,15 @@ ARMS = {
     "fixed refresh": {"weight": "none", "anchor": 0.0, "refresh": "fixed"},
     "without lag": {"lag": False},
     "over samples": {"over": "samples", "anchor": 1.0},
+    "supervision moved": {"beta": 1.5},
+    "supervision moved, over samples": {"beta": 1.5, "over": "samples"},
 }
 
 
-def stale(groups: Sequence[Sequence[Handle]]) -> list[list[Handle]]:
-    """As if tokens were of several versions: every response of others, some of two."""
-    found = []
+def stale(groups: Sequence[Sequence[Handle]], *, asked_again: bool = False) -> list[list[Handle]]:
+    """As if tokens were of several versions: every response of others, some of two. And as if their teacher had been
+    asked again, and said otherwise, where that can be compared."""
+    found, rng = [], np.random.default_rng(0)
     for number, group in enumerate(groups):
         handles = []
         for index, handle in enumerate(group):
@@ -55,7 +58,12 @@ def stale(groups: Sequence[Sequence[Handle]]) -> list[list[Handle]]:
             versions = np.full(len(rollout.tokens), 5 - (2 * number + index) % 6, np.int32)
             versions[len(versions) // 2 :] = 5
             rollout = replace(rollout, versions=versions)
-            handles.append(Handle(header_of(rollout, teacher="teacher"), replace(handle.body, rollout=rollout)))
+            body = replace(handle.body, rollout=rollout)
+            if asked_again:
+                kl_N = rng.random(len(versions)) * 0.3
+                kl_N[rng.random(len(kl_N)) < 0.3] = np.nan
+                body = replace(body, supervision_kl=kl_N)
+            handles.append(Handle(header_of(rollout, teacher="teacher"), body))
         found.append(handles)
     return found
 
@@ -86,8 +94,17 @@ def written_out(
     """1/|M| Σ_i w_i (ℓ_i + λ D_i), from what every token has; and the weights."""
     parts, weights, n = [], list[float](), [sample.rollout.trained_tokens for sample in samples]
     for sample, loss_T, kl_T in zip(samples, loss_N.split(n), kl_N.split(n), strict=True):
-        lag = UPDATE - 1 - int(sample.rollout.versions.min())
-        f = math.exp(-fresh.alpha * math.sqrt(float(kl_T.detach().mean()))) / ((lag if fresh.lag else 0) + 1)
+        lag, sup, known_T = (
+            UPDATE - 1 - int(sample.rollout.versions.min()),
+            0.0,
+            torch.ones_like(kl_T, dtype=torch.bool),
+        )
+        if sample.supervision_kl is not None:
+            known_T = ~torch.from_numpy(sample.supervision_kl).isnan()
+            sup = float(np.nanmean(sample.supervision_kl))
+            loss_T = loss_T[known_T]
+        drift = fresh.alpha * math.sqrt(float(kl_T.detach().mean())) + fresh.beta * math.sqrt(sup)
+        f = math.exp(-drift) / ((lag if fresh.lag else 0) + 1)
         w = {"freshness": max(0.0, f - fresh.threshold), "lag": 1 / (lag + 1), "none": 1.0}[fresh.weight]
         mean = torch.sum if fresh.over == "tokens" else torch.mean
         parts.append(w * (mean(loss_T) + fresh.anchor * mean(kl_T)))
@@ -97,15 +114,16 @@ def written_out(
 
 @pytest.mark.parametrize(
     ("kind", "arm", "temperature"),
-    [("reverse_kl_mc", arm, 1.0) for arm in ARMS]
+    [("reverse_kl_mc", arm, 1.0) for arm in ARMS if "moved" not in arm]
     + [(kind, "stronger", 1.0) for kind in CHOSEN if kind != "reverse_kl_mc"]
-    + [("reverse_kl_mc", "stronger", 0.5), ("forward_kl", "over samples", 0.5)],
+    + [("reverse_kl_mc", "stronger", 0.5), ("forward_kl", "over samples", 0.5)]
+    + [("reverse_kl_mc", "supervision moved", 1.0), ("jsd", "supervision moved, over samples", 1.0)],
 )
 def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, arm: str, temperature: float) -> None:
     """Of stale versions mixed, at arrival and one step later, where samples are worth what they are then."""
     loss, fresh = chosen(kind, CHOSEN[kind][0] | {"temperature": temperature}), FreshnessConfig(**ARMS[arm])
     drew, teacher = make_model("phi", seed=0, dtype=torch.float64), teacher_of(torch.float64)
-    groups = stale(groups_for(loss, "phi", torch.float64))
+    groups = stale(groups_for(loss, "phi", torch.float64), asked_again="moved" in arm)
 
     async def work() -> tuple[list[Tensor], list[PreTrainedModel], list[Weighed]]:
         learner = learner_of(moved(), loss, fresh)

@@ -29,7 +29,7 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
-from slipstream.engines.base import Fingerprint, Learner, Metrics, Sampling, WeightsRef
+from slipstream.engines.base import Fingerprint, Follower, Learner, Metrics, Sampling, WeightsRef
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
@@ -82,13 +82,16 @@ class Spec:
     model: str = "phi"
     method: Method = OPD
     options: dict[str, Any] = field(default_factory=dict)
+    follow: dict[str, Follower] = field(default_factory=dict)
 
     def make(self, ranks: Ranks | None = None) -> NativeLearner:
         config = LearnerConfig(**({"lr": 1e-3, "dtype": "float64", "token_budget": 120} | self.options))
         lm = wrap(make_model(self.model, dtype=getattr(torch, config.dtype)))
         if config.lora is not None:
             lm = with_adapters(lm, config.lora, seed=0)
-        return NativeLearner(lm, method=self.method, config=config, updates=20, snapshots=2, ranks=ranks)
+        return NativeLearner(
+            lm, method=self.method, config=config, updates=20, snapshots=2, follow=self.follow, ranks=ranks
+        )
 
 
 # --- ranks in processes of their own ----------------------------------------------------------------------------------
@@ -144,8 +147,8 @@ class Rank:
         metrics: Metrics = await self.call("step", counts)
         return metrics
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        weights, print_ = await self.call("export")
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        weights, print_ = await self.call("export", teacher)
         return weights, print_
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
@@ -350,6 +353,42 @@ def test_what_some_ranks_saved_others_go_on_from(make: Any, tmp_path: Path, spec
         np.testing.assert_allclose(found, expected, atol=1e-6, rtol=0)
         asyncio.run(learner.save(tmp_path / str(ranks)))
         assert sum(path.stat().st_size for path in (tmp_path / str(ranks)).glob("*.safetensors")) == size
+
+
+FOLLOW = {"slow": Follower(0.9, 2, "float64"), "copy": Follower(0.0, 3, "float64")}
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": LoraConfig(rank=2)}], ids=["plain", "lora"])
+def test_teachers_that_follow_are_spread_over_the_ranks_saved_and_gone_on_with(
+    make: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    def moved(learner: Learner, work: Sequence[Batch]) -> list[tuple[int, Fingerprint, np.ndarray[Any, Any]]]:
+        found = []
+
+        async def main() -> None:
+            for batch in work:
+                await learn(learner, batch, Steps())
+                for name in FOLLOW:
+                    weights, expected = await learner.export(name)
+                    found.append((weights.version, expected, weights.body.view("float64").copy()))
+
+        asyncio.run(main())
+        return found
+
+    spec, work = Spec(options=options, follow=FOLLOW), batches(5)
+    alone = moved(make(spec, 1), work)
+    assert [version for version, *_ in alone] == [0, 0, 2, 0, 2, 3, 4, 3, 4, 3]
+    for size in (1, 2):
+        learner = make(spec, size)
+        before = moved(learner, work[:3])
+        asyncio.run(learner.save(tmp_path / str(size)))
+        whole = before + moved(learner, work[3:])
+        for (version, _, body), (expected, _, theirs) in zip(whole, alone, strict=True):
+            assert version == expected
+            np.testing.assert_allclose(body, theirs, atol=1e-8, rtol=0)
+        again = make(spec, size)
+        asyncio.run(again.restore(tmp_path / str(size)))
+        assert [each[:2] for each in moved(again, work[3:])] == [each[:2] for each in whole[6:]], "to the bit"
 
 
 NEAR = Method(loss=ReverseKLMC(m=M), reference=ReferenceConfig(weight=0.3))

@@ -30,6 +30,7 @@ from slipstream.engines.http.fake import FakeEndpoint, model
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.engines.trust import name_of
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
 from slipstream.pipeline.run import Run
 from slipstream.plan.plan import warnings_of
@@ -174,7 +175,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "unknown field": (
         {"teachers": {"main": {"model": "t", "context": "{answer} {prompt}"}}},
-        "teachers.main.context: no field {answer}: there are {prompt}, {ground_truth}, {response}, and {{ and }} stand",
+        "teachers.main.context: no field {answer}: there are {prompt}, {ground_truth}, {response}, {best}, "
+        "{best_reward}, {last}, {last_reward}, and {{ and }} stand",
     ),
     "attribute of a field": (
         {"teachers": {"main": {"model": "t", "context": "{prompt.__class__}"}}},
@@ -182,7 +184,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "constant": (
         {"teachers": {"main": {"model": "t", "context": "Think."}}},
-        "teachers.main.context: would be the same for every prompt: use {prompt}, {ground_truth}, {response}",
+        "teachers.main.context: would be the same for every prompt: use {prompt}, {ground_truth}, {response}, {best}, "
+        "{best_reward}, {last}, {last_reward}",
     ),
     "brace": (
         {"teachers": {"main": {"model": "t", "context": "{prompt} }"}}},
@@ -326,8 +329,9 @@ def test_a_template_goes_through_the_tokenizer_once_with_its_special_tokens(toke
     told = TemplateContext("<bos><system>{{it is {ground_truth}}}<eos>{prompt}", tokenizer)
     assert tokenizer.decode(told.before(prompt)) == "<bos><system>{it is 5}<eos><bos><user>2+3<eos><assistant>"
     again = TemplateContext("{prompt}{response} wrong. Again:", tokenizer)
-    assert tokenizer.decode(again(rollout(prompt, "4", tokenizer))).endswith("<assistant>4 wrong. Again:")
-    assert len({same.id, told.id, again.id, "prefix"}) == 4 == len({len(c.id) for c in (same, told)} | {0, 1, 2})
+    assert tokenizer.decode(again(rollout(prompt, "4", tokenizer), None)).endswith("<assistant>4 wrong. Again:")
+    ids = {name_of(each.before(prompt)) for each in (same, told, again)}
+    assert len(ids | {name_of(None)}) == 4 and name_of(None) == "prefix"
 
 
 def test_a_context_needs_what_it_names(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -376,7 +380,9 @@ def test_the_response_is_scored_behind_the_context_and_aligned_to_its_tokens(
     logq = AutoModelForCausalLM.from_pretrained(name)(ids).logits[0].log_softmax(-1)
     expected = logq[-3:-1].gather(1, torch.from_numpy(given.tokens).long()[:, None])[:, 0].detach()
     np.testing.assert_allclose(scored.body.teacher_logp, expected, atol=2e-5)
-    assert scored.body.context_id == context.id and scored.body.rollout.prompt is given.prompt
+    assert scored.body.context_id == name_of(context.before(prompt))
+    np.testing.assert_array_equal(scored.body.context, context.before(prompt))
+    assert scored.body.rollout.prompt is given.prompt
     assert scored.header.prompt_tokens == len(prompt.tokens)
 
 

@@ -24,7 +24,7 @@ from slipstream.estimators.drift import METRICS
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.tries import GivenUp
-from slipstream.plan.engines import snapshots_of
+from slipstream.plan.engines import followers_of, snapshots_of
 from slipstream.records import Group, Handle, Prompt, Ungraded
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
@@ -63,6 +63,12 @@ MINIATURES: dict[str, dict[str, Any]] = {
     "draws within a budget": {"loss": {"kind": "m2po", "m": 2}},
     "the student's own best": {"loss": {"kind": "reverse_kl_topk", "k": 3}},
     "the emitted token as a reward": {"loss": {"kind": "k1", "as": "reward"}},
+    "a teacher that follows": {
+        "teachers": {
+            "me": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.9}, "relabel": "stale"}
+        },
+        "schedule": {"kind": "async", "tau": 1.0},
+    },
     "hidden states, shared prompts": {"loss": {"kind": "jsd"}, "learner": {"shared_prompt": True}},
     "weights of stale answers": {
         **REWARDED,
@@ -126,6 +132,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         updates=config.updates,
         teacher_head=wrap(teacher).head if cache == "hidden" else None,
         snapshots=snapshots_of(config, method),
+        follow=followers_of(config),
     )
     sampler = NativeSampler(student, slots=8, stop_ids={EOS})
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}

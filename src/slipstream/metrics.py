@@ -78,6 +78,21 @@ def trust_metrics(headers: Sequence[Header]) -> Metrics:
     return numbers
 
 
+def relabel_metrics(headers: Sequence[Header]) -> Metrics:
+    """How far the supervision of what was scored once more has moved, over the tokens of which that is known."""
+    asked = [header for header in headers if header.moved is not None and header.trained_tokens]
+    if not asked:
+        return {}
+    tokens = sum(header.trained_tokens for header in asked)
+    aligned = sum(header.aligned * header.trained_tokens for header in asked)
+    moved = sum((header.moved or 0.0) * header.aligned * header.trained_tokens for header in asked)
+    return {
+        "teacher/relabelled": float(len(asked)),
+        "teacher/moved": moved / max(aligned, 1.0),
+        "teacher/aligned": aligned / tokens,
+    }
+
+
 def throughput(tokens: Sequence[float], finished: Sequence[float], *, warmup: int = WARMUP) -> float:
     """Response tokens per second over the updates after the first `warmup`: Σ_{j>w} n_j / (t_J − t_w)."""
     if len(tokens) != len(finished):

@@ -254,7 +254,15 @@ class Scored:
 
     rollout: Rollout
     teacher: str = ""
+    teacher_version: int = 0
+    """The update after which the weights that scored were made; 0 of a teacher that does not move."""
     context_id: str = "prefix"
+    """Names what the teacher saw before the response."""
+    context: Ints | None = None
+    """The tokens of that, where it is not the student's prompt."""
+    supervision_kl: Floats | None = None
+    """KL(what the teacher says now ‖ what it said when the response was scored first) at every trained position, NaN
+    where the latter cannot be had any more; None where neither weights nor context have moved."""
     teacher_logp: Floats | None = None
     teacher_action_logp: Floats | None = None
     teacher_best_logp: Floats | None = None
@@ -277,8 +285,9 @@ class Scored:
             if self.teacher:
                 return f"teacher {self.teacher} left no log-prob of the emitted token"
             return "holds a teacher cache and no teacher_logp" if held else None
-        if self.teacher_logp.shape != (n,):
-            return f"teacher_logp has shape {self.teacher_logp.shape}, not ({n},)"
+        for name in ("teacher_logp", "supervision_kl"):
+            if (rows := getattr(self, name)) is not None and rows.shape != (n,):
+                return f"{name} has shape {rows.shape}, not ({n},)"
         if self.teacher_action_logp is not None:
             if self.teacher_action_logp.shape != rollout.actions.shape:
                 return "teacher_action_logp and actions differ in shape"
@@ -302,6 +311,16 @@ class Scored:
         if self.teacher_hidden is not None and not _rows_of(self.teacher_hidden, n):
             return f"teacher_hidden must be [{n}, D]"
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """What was tried at a prompt so far, as much of it as its teacher is shown: texts, and their rewards."""
+
+    best: str = ""
+    best_reward: float | None = None
+    last: str = ""
+    last_reward: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +351,16 @@ class Header:
     """Why it has no rewards, where it was to have some: nothing can be learned from it."""
     teacher: str = ""
     """Who will score it, or has."""
+    teacher_version: int = 0
+    """Of the weights that scored it."""
+    said: str = ""
+    """Of a response that was just rolled out, where attempts are remembered: its text."""
+    attempts: Attempts | None = None
+    """What its teacher is shown, or was."""
+    moved: float | None = None
+    """Of one that was relabelled: how far its supervision has moved, the mean of `supervision_kl`, 0 if it has not."""
+    aligned: float = 1.0
+    """The share of its trained positions of which that is known."""
     greedy_tokens: int = 0
     """On one member of a group that was just rolled out: tokens of the greedy answer that was drawn beside it."""
     cause: str = ""

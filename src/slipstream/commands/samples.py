@@ -25,6 +25,9 @@ def samples(path: Path, console: Console, *, update: int | None, count: int) -> 
         for name in ("prompt", "response"):
             console.print(Text(f"{name}:", style="cyan"))
             console.print(Text(printable(quote[name])), soft_wrap=True)
+        if (context := quote.get("context")) is not None:
+            console.print(Text(f"teacher saw ({quote['context_id']}):", style="cyan"))
+            console.print(Text(printable(context)), soft_wrap=True)
         for line in against_teacher(quote):
             console.print(Text(line, style="dim"), soft_wrap=True)
         console.print()

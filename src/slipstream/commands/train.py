@@ -163,8 +163,8 @@ def go_on(
             # before the lines that they need
             Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
             with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
-                where: Any = {"standing": checkpoint.standing, "groups": groups, "restarts": restarts}
-                go(made, engines, log, console, name=path.name, caller=caller, **where)
+                where: Any = {"standing": checkpoint.standing, "groups": groups, "attempts": checkpoint.attempts}
+                go(made, engines, log, console, name=path.name, restarts=restarts, caller=caller, **where)
     except WorkerDied as error:  # any of them, while it is loaded, or the learner
         raise LearnerDied(str(error)) from None
 
@@ -262,6 +262,7 @@ def go(
     caller: Caller,
     standing: Standing | None = None,
     groups: Sequence[Group] = (),
+    attempts: Mapping[str, Any] | None = None,
 ) -> None:
     """From the first rollout to the last update, with a display, signals and a last line that says how to go on."""
     run = Run(
@@ -272,6 +273,7 @@ def go(
         held_out=made.held_out,
         standing=standing,
         groups=groups,
+        attempts=attempts,
         restarts=restarts,
         patience=made.config.runtime.patience,
         say=saying(console),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,6 +10,8 @@ from pydantic.fields import FieldInfo
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+OWN = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
+"""A function of the user's own: `./file.py:function` or `package.module:function`."""
 GREEDY = 1e-3
 """A temperature below which every draw is the likeliest token."""
 Temperature = Annotated[float, Field(ge=GREEDY, le=100)]

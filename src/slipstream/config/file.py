@@ -146,14 +146,14 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
     holder: type[Section] | None = None
     here: Any = Config
     for part in map(str, loc):
-        members = _members(here)
-        if get_origin(here) is dict and members:
+        sections = members(here)
+        if get_origin(here) is dict and sections:
             names.append(part)
-            here = members[0]
-        elif len(members) > 1:
-            here = next(member for member in members if part in member.kinds())
-        elif members:
-            holder = members[0]
+            here = sections[0]
+        elif len(sections) > 1:
+            here = next(section for section in sections if part in section.kinds())
+        elif sections:
+            holder = sections[0]
             names.append(part)
             here = holder.settings()[part].annotation if part in holder.settings() else None
         else:
@@ -161,25 +161,25 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
     return names, holder
 
 
-def _members(annotation: Any) -> list[type[Section]]:
+def members(annotation: Any) -> list[type[Section]]:
     """The sections that an annotation may hold: one, those of a union, or the values of a dict."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
-    return [section for arg in get_args(annotation) for section in _members(arg)]
+    return [section for arg in get_args(annotation) for section in members(arg)]
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
     """Every setting as (dotted name, field, which kind it belongs to), for help texts."""
     for name, info in section.settings().items():
-        members = _members(info.annotation)
+        sections = members(info.annotation)
         dotted = f"{prefix}{name}"
-        if get_origin(info.annotation) is dict and members:
+        if get_origin(info.annotation) is dict and sections:
             dotted += ".NAME"
-        if not members:
+        if not sections:
             yield dotted, info, ""
-        for member in members:
-            kind = " | ".join(member.kinds()) if len(members) > 1 else ""
-            for inner, field, _ in fields(member, f"{dotted}."):
+        for each in sections:
+            kind = " | ".join(each.kinds()) if len(sections) > 1 else ""
+            for inner, field, _ in fields(each, f"{dotted}."):
                 yield inner, field, kind
 
 

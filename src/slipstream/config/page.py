@@ -5,11 +5,12 @@ python -m slipstream.config.page > docs/config.md
 
 from __future__ import annotations
 
-from functools import reduce
+from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from slipstream.config.file import bounds, describe, fields
+from slipstream.config.base import Section
+from slipstream.config.file import bounds, describe, fields, members
 from slipstream.config.schema import Config
 
 INTRODUCTION = """# Every setting
@@ -37,11 +38,18 @@ def markdown() -> str:
 def heading(section: str, *, several: bool) -> list[str]:
     if not section:
         return ["## The run", "", "At the top of the file, before any section."]
-    first, *rest = section.removesuffix(".NAME").split(".")
-    default = reduce(getattr, rest, Config.model_fields[first].default)
+    default = default_of(section)
     if several:
         return [f"## [{section}]", "", f'Of several kinds; without it, `kind = "{default.kind}"`.']
     return [f"## [{section}]", *(["", "Left out by default."] if default is None else [])]
+
+
+def default_of(section: str) -> Any:
+    holder: type[Section] = Config
+    for name in section.replace(".NAME", "").split("."):
+        info = holder.settings()[name]
+        holder = members(info.annotation)[0]
+    return info.default
 
 
 def of_kind(section: str, kind: str, settings: dict[str, FieldInfo]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import GREEDY, Beta, Dtype, Replicas, Section, Temperature, as_tuple
+from slipstream.config.base import GREEDY, OWN, Beta, Dtype, Replicas, Section, Temperature, as_tuple
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
@@ -24,8 +24,6 @@ from slipstream.errors import ConfigError, did_you_mean
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 REWARDS = ("exact", "math")
-OWN = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
-"""A reward of the user's own: `./file.py:function` or `package.module:function`."""
 
 
 class DataConfig(Section):
@@ -229,7 +227,8 @@ class TaskConfig(Section):
     """How answers are graded: exact text, math (by math-verify), or a function of your own, "./file.py:function" or
     "module:function"; one or a list. All are logged, the first one is the accuracy of eval."""
     timeout: float = Field(10.0, gt=0)
-    """Seconds that grading one answer by one reward may take; an answer that takes longer is dropped, and counted."""
+    """Seconds that grading one answer by one reward may take, and writing one teacher's context by a function; an
+    answer that takes longer is dropped, and counted."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -435,6 +434,7 @@ class Config(Section):
         """Settings that were changed and would do nothing, and what they need for it."""
         graded, evaluated = bool(self.task.reward), "every" in self.eval.model_fields_set
         apart = self.runtime.kind != "inline"
+        written = any(teacher.own_context for teacher in self.teachers.values())
         auto = 'replicas = "auto"'
         several, tracked = len(self.teachers) > 1, bool(set(self.log.to) - {"tensorboard"})
         sections = [
@@ -443,7 +443,7 @@ class Config(Section):
                 (f"teachers.{name}", t, ("replicas_max",), t.replicas == "auto", auto)
                 for name, t in self.teachers.items()
             ),
-            ("task", self.task, ("timeout",), graded, "task.reward"),
+            ("task", self.task, ("timeout",), graded or written, "task.reward, or a function that writes a context"),
             ("runtime", self.runtime, ("graders",), graded, "task.reward"),
             ("runtime", self.runtime, ("heartbeat", "restarts"), apart, 'runtime.kind = "local" or "ray"'),
             ("data", self.data, ("eval", "eval_split"), evaluated, "eval.every"),
@@ -475,6 +475,24 @@ class Config(Section):
             raise ValueError("loss.weight = 0 leaves the teacher nothing to do: drop [teachers], or the weight")
         for problem in problems(self.teachers, self.loss):
             raise ValueError(problem)
+        for name, teacher in self.teachers.items():
+            shown = [field for field in teacher.shows if field != "last"]
+            if shown and not teacher.own_context and not self.task.reward:
+                raise ValueError(
+                    f"teachers.{name}.context shows {{{shown[0]}}}, which rewards decide: set task.reward, for example "
+                    '"exact"'
+                )
+            if teacher.follow is not None and teacher.context is None and self.policy is None:
+                raise ValueError(
+                    f"teachers.{name} sees what the student sees and follows it: there is nothing to learn from; add a "
+                    "context, or [policy], beside which it holds the student back"
+                )
+            averaged = teacher.follow is not None and teacher.follow.ema is not None
+            if averaged and self.learner.dtype == "bfloat16":
+                raise ValueError(
+                    f"teachers.{name}.follow.ema is kept in learner.dtype, and bfloat16 rounds away what it gains: "
+                    'write learner.compute_dtype = "bfloat16" instead'
+                )
         if not self.loss.weight and self.policy is None:
             raise ValueError("loss.weight = 0 leaves nothing to learn from: add [policy] for a loss on task rewards")
         if self.policy is not None and not self.task.reward:

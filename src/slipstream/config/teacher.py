@@ -14,15 +14,44 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import Dtype, Replicas, Section
+from slipstream.config.base import OWN, Dtype, Replicas, Section
 from slipstream.config.losses import LOSSES, LossConfig, caches
 
 SELF = "self"
 """As `model`: the student as it was at the start."""
-CONTEXT_FIELDS = ("prompt", "ground_truth", "response")
+ATTEMPTS = ("best", "best_reward", "last", "last_reward")
+"""What a context may show of the attempts at a prompt."""
+CONTEXT_FIELDS = ("prompt", "ground_truth", "response", *ATTEMPTS)
 OF_ENDPOINTS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
 OF_MODELS_HERE = ("engine", "dtype", "token_budget", "packing", "longest")
 OF_NATIVE = ("token_budget", "packing", "longest")
+
+
+class FollowConfig(Section):
+    """How a teacher's weights follow the student's: as a moving average, or as a copy."""
+
+    ema: float | None = Field(None, gt=0, lt=1)
+    """The teacher becomes so much of itself and the rest of the student: 0.99 moves slowly, 0.5 fast."""
+    every: int = Field(1, ge=1)
+    """Updates between two moves of the average, each of which is published to its scorers."""
+    copy_every: int | None = Field(None, ge=1)
+    """Updates after which the teacher becomes the student as it then is; in place of ema."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> FollowConfig:
+        if (self.ema is None) == (self.copy_every is None):
+            raise ValueError("takes one of ema and copy_every, as in { ema = 0.99, every = 5 } or { copy_every = 20 }")
+        if self.ema is None and self.every != 1:
+            raise ValueError("every is for ema: write copy_every alone")
+        return self
+
+    @property
+    def decay(self) -> float:
+        return self.ema or 0.0
+
+    @property
+    def period(self) -> int:
+        return self.copy_every or self.every
 
 
 class TeacherConfig(Section):
@@ -47,7 +76,16 @@ class TeacherConfig(Section):
     weight: float = Field(1.0, ge=0)
     """How much its samples count in the distillation loss."""
     context: str | None = None
-    """Template of the prompt that it sees instead of the student's: {prompt}, {ground_truth}, {response}."""
+    """Template of the prompt that it sees instead of the student's: {prompt}, {ground_truth}, {response}, and of the
+    attempts at this prompt so far {best}, {best_reward}, {last}, {last_reward}. Or a function that returns its text,
+    "./file.py:function" or "module:function", which is given those of the same names that it asks for."""
+    follow: FollowConfig | None = None
+    """With model = "self": the teacher's weights follow the student's, { ema = 0.99, every = 5 } as their moving
+    average, or { copy_every = 20 } as a copy; without it they stay as they were at the start."""
+    relabel: Literal["never", "stale", "always"] = "never"
+    """Score answers again just before they are learned from, with the exact KL of what it says now to what it said
+    then: where its weights or the attempts have moved since (stale), or also where only a function that writes its
+    context could know (always)."""
     dtype: Dtype = "float32"
     """Precision in which the teacher runs."""
     token_budget: int = Field(16384, ge=1)
@@ -110,8 +148,8 @@ class TeacherConfig(Section):
     @classmethod
     def _template(cls, template: str | None) -> str | None:
         known = ", ".join(f"{{{name}}}" for name in CONTEXT_FIELDS)
-        if template is None:
-            return None
+        if template is None or OWN.fullmatch(template):
+            return template
         try:
             found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
         except ValueError as error:
@@ -122,6 +160,25 @@ class TeacherConfig(Section):
         if not found:
             raise ValueError(f"would be the same for every prompt: use {known}")
         return template
+
+    @property
+    def own_context(self) -> bool:
+        """Whether a function of the user's own writes what it sees."""
+        return self.context is not None and OWN.fullmatch(self.context) is not None
+
+    @property
+    def context_fields(self) -> frozenset[str]:
+        """What its template holds; whatever there is, of a function."""
+        if self.context is None:
+            return frozenset()
+        if self.own_context:
+            return frozenset(CONTEXT_FIELDS)
+        return frozenset(name for _, name, *_ in Formatter().parse(self.context) if name is not None)
+
+    @property
+    def shows(self) -> tuple[str, ...]:
+        """What it is shown of the attempts at a prompt."""
+        return tuple(name for name in ATTEMPTS if name in self.context_fields)
 
     @model_validator(mode="after")
     def _one_place(self) -> TeacherConfig:
@@ -137,8 +194,23 @@ class TeacherConfig(Section):
             raise ValueError('replicas = "auto" is for a model that runs here: of an endpoint, write concurrency')
         if self.model == SELF and endpoint:
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
-        if self.model == SELF and self.context is None:
+        if self.model == SELF and self.context is None and self.follow is None:
             raise ValueError('model = "self" has nothing to teach before it sees more than the student: add a context')
+        if self.own_context and (endpoint or self.engine != "native"):
+            raise ValueError('a context that a function writes is for engine = "native": write a template')
+        if self.own_context and self.longest is None:
+            raise ValueError("longest is missing: nobody knows how long a context is that a function writes; say so")
+        if self.follow is not None and self.model != SELF:
+            raise ValueError('follow is for model = "self", whose weights come from the student: drop one of them')
+        if self.relabel != "never" and (endpoint or self.engine != "native"):
+            raise ValueError('relabel is for engine = "native", which knows the whole distribution: drop it')
+        if self.relabel != "never" and self.follow is None and not self.shows:
+            raise ValueError(
+                "relabel has nothing to do, as this teacher says the same at any time: drop it, or add follow, or a "
+                "context of attempts, such as {best}"
+            )
+        if self.follow is not None and self.engine != "native":
+            raise ValueError('follow is for engine = "native": no weights are published to a teacher in vLLM')
         return self
 
 
@@ -166,6 +238,11 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
     for name, teacher in teachers.items():
         if teacher.base_url is not None:
             yield from beyond_endpoint(f"teachers.{name}", teacher, loss)
+        if teacher.follow is not None and loss.asks.cache == "hidden":
+            yield (
+                f'loss.kind = "{loss.kind}" with cache = "hidden" applies the head of one that stays as it is, and '
+                f'teachers.{name}.follow moves it: write cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
+            )
 
 
 def beyond_endpoint(where: str, teacher: TeacherConfig, loss: LossConfig) -> Iterator[str]:

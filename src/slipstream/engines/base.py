@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from slipstream.metrics import Metrics as Metrics
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
+from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
@@ -121,24 +121,52 @@ class Scorer(Protocol):
     async def score(self, group: Group) -> list[Handle]: ...
 
 
+class MovingScorer(Scorer, Protocol):
+    """One whose weights come from the learner."""
+
+    async def publish(self, weights: WeightsRef) -> Loaded:
+        """Load weights between two passes; every group is scored by one version, which its records name."""
+        ...
+
+
+class Relabeller(Scorer, Protocol):
+    """One that knows what it said under the contexts and the weights of before."""
+
+    async def relabel(self, group: Group) -> list[Handle]:
+        """Answers as of now to responses that were scored before, with how far they are from those; what has not moved
+        is as it was."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Follower:
+    """How the weights of a teacher follow the student's: θ_T ← decay · θ_T + (1 − decay) · θ."""
+
+    decay: float
+    every: int
+    """Updates."""
+    dtype: str
+    """In which its scorers run them."""
+
+
 class Context(Protocol):
     """What a teacher sees before a response, in place of the student's prompt."""
 
-    @property
-    def id(self) -> str:
-        """Recorded with every score."""
+    def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
+        """Raises NoContext where it cannot be had."""
         ...
 
-    def __call__(self, rollout: Rollout) -> Ints: ...
+    def close(self) -> None: ...
 
 
 class SamePrompt:
     """The teacher sees what the student saw."""
 
-    id = "prefix"
-
-    def __call__(self, rollout: Rollout) -> Ints:
+    def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
         return rollout.prompt.tokens
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 class Learner(Protocol):
@@ -176,8 +204,9 @@ class Learner(Protocol):
         """How far these weights are from what drew the tokens, and from the teacher; changes nothing."""
         ...
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        """The weights as they are, whose version is the number of the last update that was made."""
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        """The weights as they are, whose version is the number of the last update that was made; or those of a teacher
+        that follows them, moved first if this update is one after which it does, under the version of its last move."""
         ...
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 
 from slipstream.engines.base import Quote
 from slipstream.records import Header, Scored, version_runs
@@ -25,6 +26,10 @@ def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
         "finish": header.finish,
         "rewards": header.rewards,
         "teacher": header.teacher,
+        "teacher_version": sample.teacher_version,
+        "attempts": None if header.attempts is None else asdict(header.attempts),
+        "context_id": sample.context_id,
+        "context": None if sample.context is None else decode(sample.context.tolist()),
         "versions": version_runs(rollout.versions, trained),
         "tokens": [decode([token]) for token in rollout.tokens[trained].tolist()],
         "logp": rounded(rollout.logp[trained].tolist()),

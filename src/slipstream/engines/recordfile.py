@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from slipstream.durable import writing
 from slipstream.errors import RunDirError, first_line
-from slipstream.records import Group, Handle, Header, Kept, Prompt, Rollout, Scored, is_json
+from slipstream.records import Attempts, Group, Handle, Header, Kept, Prompt, Rollout, Scored, is_json
 
 ARRAYS, REST = "groups.safetensors", "groups.json"
 NESTED: dict[str, type[Any]] = {"rollout": Rollout, "kept": Kept}
@@ -107,4 +107,7 @@ def body(found: dict[str, Any] | None, arrays: dict[str, NDArray[Any]], prompts:
 
 
 def header(found: dict[str, Any]) -> Header:
-    return Header(**{**found, "versions": tuple((version, count) for version, count in found["versions"])})
+    found = {**found, "versions": tuple((version, count) for version, count in found["versions"])}
+    if found.get("attempts") is not None:
+        found["attempts"] = Attempts(**found["attempts"])
+    return Header(**found)

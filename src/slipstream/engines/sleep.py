@@ -257,7 +257,7 @@ class SleepLearner(Server):
     async def compare(self, batch: Batch) -> Metrics:
         return {}
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
         return WeightsRef((), None, self.steps), str(self.steps)
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:

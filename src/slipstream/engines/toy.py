@@ -9,9 +9,10 @@ Shapes: V vocabulary, N trained tokens, M draws.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.config.freshness import FreshnessConfig
-from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, TensorSpec, Weighed, WeightsRef
+from slipstream.engines.base import (
+    Fingerprint,
+    Follower,
+    Loaded,
+    Metrics,
+    Mode,
+    Quote,
+    Sampling,
+    TensorSpec,
+    Weighed,
+    WeightsRef,
+)
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.quotes import as_numbers, quote
 from slipstream.engines.recordfile import read_groups, write_groups
@@ -68,6 +80,10 @@ def random_table(vocab: int, seed: int, scale: float = 1.0) -> Tensor:
 
 def fingerprint(table_VV: Tensor) -> Fingerprint:
     return combined([checksum(table_VV.detach())])
+
+
+def table_of(weights: WeightsRef) -> Tensor:
+    return view_of(weights.manifest[0], torch.from_numpy(weights.body.copy()))
 
 
 def previous(rollout: Rollout) -> Tensor:
@@ -168,9 +184,7 @@ class ToySampler:
             for group in self.waiting | self.running:
                 thrown += sum(len(row.versions) for row in group.rows)
                 group.rows = [Response(row.place, int(group.prompt.tokens[-1])) for row in group.rows]
-        spec = weights.manifest[0]
-        self.table = view_of(spec, torch.from_numpy(weights.body.copy()))
-        self.version = weights.version
+        self.table, self.version = table_of(weights), weights.version
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
     def _write(self, row: Response, prompt: Prompt, sampling: Sampling) -> None:
@@ -205,17 +219,36 @@ def ended(row: Response, sampling: Sampling) -> bool:
 
 class ToyScorer:
     def __init__(self, table_VV: Tensor, *, cost: Cost = free) -> None:
-        self.logq_VV, self.cost = table_VV.log_softmax(-1), cost
+        self.table, self.cost, self.version = table_VV.clone(), cost, 0
+        self.kept = {0: self.table}
 
     async def score(self, group: Group) -> list[Handle]:
         await asyncio.sleep(self.cost(sum(handle.header.tokens for handle in group)))
         return [self._mark(handle) for handle in group]
 
-    def _mark(self, handle: Handle) -> Handle:
+    async def publish(self, weights: WeightsRef) -> Loaded:
+        self.table, self.version = table_of(weights), weights.version
+        self.kept[self.version] = self.table
+        return Loaded(fingerprint(self.table))
+
+    async def relabel(self, group: Group) -> list[Handle]:
+        await asyncio.sleep(self.cost(sum(handle.header.tokens for handle in group)))
+        return [self._mark(handle, supervision_kl=self._moved(handle.body)) for handle in group]
+
+    def _moved(self, old: Scored) -> NDArray[np.float64]:
+        state_N, then = previous(old.rollout), self.kept.get(old.teacher_version)
+        if then is None:
+            return np.full(len(state_N), np.nan)
+        now_NV, then_NV = (table.log_softmax(-1)[state_N] for table in (self.table, then))
+        return (now_NV.exp() * (now_NV - then_NV)).sum(-1).numpy()
+
+    def _mark(self, handle: Handle, **more: Any) -> Handle:
         rollout = graded(handle)
         actions_NM = torch.from_numpy(rollout.actions.astype(np.int64))
-        logq_NM = self.logq_VV[previous(rollout)].gather(1, actions_NM).numpy()
-        return scored(handle, teacher="toy", teacher_logp=logq_NM[:, 0], teacher_action_logp=logq_NM)
+        logq_NM = self.table.log_softmax(-1)[previous(rollout)].gather(1, actions_NM).numpy()
+        return scored(
+            handle, teacher="toy", version=self.version, teacher_logp=logq_NM[:, 0], teacher_action_logp=logq_NM, **more
+        )
 
 
 class ToyLearner:
@@ -227,6 +260,7 @@ class ToyLearner:
         *,
         lr: float = 1.0,
         cost: Cost = free,
+        follow: Mapping[str, Follower] | None = None,
         freshness: FreshnessConfig | None = None,
     ) -> None:
         self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
@@ -237,6 +271,9 @@ class ToyLearner:
         """The update in hand, and the last one of which a step was made."""
         self.samples: dict[tuple[int, int], Scored] = {}
         """Of the update in hand."""
+        self.follow = follow or {}
+        self.teachers = {name: (0, table_VV.clone()) for name in self.follow}
+        """Those that follow: the update after which each last moved, and what it is."""
 
     async def prepare(self, batch: Batch) -> list[Counts]:
         if batch.update != self.update:
@@ -322,19 +359,31 @@ class ToyLearner:
         ]
         return {"drift/kl": -torch.cat(gaps).mean().item()}
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        body = self.table.detach().numpy().copy().view(np.uint8).reshape(-1)
-        spec = TensorSpec("table", "float64", tuple(self.table.shape), 0, body.nbytes)
-        return WeightsRef((spec,), body, self.made), fingerprint(self.table)
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        version, table = self._moved(teacher) if teacher else (self.made, self.table.detach())
+        body = table.numpy().copy().view(np.uint8).reshape(-1)
+        spec = TensorSpec("table", "float64", tuple(table.shape), 0, body.nbytes)
+        return WeightsRef((spec,), body, version), fingerprint(table)
+
+    def _moved(self, teacher: str) -> tuple[int, Tensor]:
+        (version, table), how = self.teachers[teacher], self.follow[teacher]
+        if self.made > version and self.made % how.every == 0:
+            self.teachers[teacher] = self.made, table.lerp(self.table.detach(), 1 - how.decay)
+        return self.teachers[teacher]
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         np.save(path / "table.npy", self.table.detach().numpy())
         (path / "update").write_text(str(self.made))
+        for name, (version, table) in self.teachers.items():
+            np.savez(path / f"teacher-{name}.npz", version=version, table=table.numpy())
         write_groups(path, groups)
 
     async def restore(self, path: Path) -> Sequence[Group]:
         self.table = torch.from_numpy(np.load(path / "table.npy")).requires_grad_()
         self.made = int((path / "update").read_text())
+        for name in self.teachers:
+            saved = np.load(path / f"teacher-{name}.npz")
+            self.teachers[name] = int(saved["version"]), torch.from_numpy(saved["table"])
         return read_groups(path)
 
 

@@ -11,6 +11,7 @@ Shapes: N trained tokens, X numbers for each of them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.records import Handle, Rollout, Scored, graded, header_of
+from slipstream.records import Handle, Ints, Rollout, Scored, graded, header_of
 
 FLOOR = -100.0
 """Less likely than e^-100 is impossible enough; how impossible is a matter of rounding, and would rule the gradient."""
@@ -32,16 +33,31 @@ Found = Mapping[str, NDArray[Any]]
 """The fields of `Scored` that a teacher fills."""
 
 
-def scored(handle: Handle, *, teacher: str, context_id: str = "prefix", **found: NDArray[Any]) -> Handle:
-    """The response with what its teacher says of it, or a failed member with the cause."""
+def scored(
+    handle: Handle, *, teacher: str, version: int = 0, seen: Ints | None = None, **found: NDArray[Any]
+) -> Handle:
+    """The response with what its teacher, of that version, says of it behind the tokens that it has `seen`, or a failed
+    member with the cause."""
     rollout = graded(handle)
-    header = header_of(rollout, teacher=teacher)
+    header = replace(header_of(rollout, teacher=teacher), teacher_version=version, attempts=handle.header.attempts)
+    context = None if seen is None or seen is rollout.prompt.tokens else seen
     if problem := next(problems(rollout, found), ""):
-        return Handle(replace(header, finish="error", cause=f"teacher {teacher} gives {problem}"), rollout)
+        return failed(handle, f"teacher {teacher} gives {problem}", teacher=teacher)
     logps = {name: found[name] for name in IDS if name in found}
     low_N = np.any([(columns(logp) < FLOOR).any(1) for logp in logps.values()], axis=0)
     bounded = {name: np.clip(logp, FLOOR, 0.0) for name, logp in logps.items()}
-    body = Scored(rollout=rollout, teacher=teacher, context_id=context_id, **{**found, **bounded})
+    body = Scored(
+        rollout=rollout,
+        teacher=teacher,
+        teacher_version=version,
+        context_id=name_of(context),
+        context=context,
+        **{**found, **bounded},
+    )
+    if (kl_N := body.supervision_kl) is not None:
+        known_N = kl_N[~np.isnan(kl_N)]
+        aligned = len(known_N) / max(len(kl_N), 1)
+        header = replace(header, moved=float(known_N.mean()) if len(known_N) else 0.0, aligned=aligned)
     drawn_N = rollout.logp[rollout.loss_mask].astype(np.float64)
     header = replace(
         header,
@@ -50,6 +66,18 @@ def scored(handle: Handle, *, teacher: str, context_id: str = "prefix", **found:
         differs=apart(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
     )
     return Handle(header, body)
+
+
+def failed(handle: Handle, cause: str, *, teacher: str) -> Handle:
+    rollout = graded(handle)
+    return Handle(replace(header_of(rollout, teacher=teacher), finish="error", cause=cause), rollout)
+
+
+def name_of(context: Ints | None) -> str:
+    """What a teacher saw, by its tokens; none, where it was the student's prompt."""
+    if context is None:
+        return "prefix"
+    return f"context-{hashlib.blake2b(context.astype(np.int32).tobytes(), digest_size=8).hexdigest()}"
 
 
 IDS: dict[str, Callable[[Rollout, Found], Any]] = {

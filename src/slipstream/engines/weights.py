@@ -79,8 +79,10 @@ def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from [pair for pair in named if is_adapter(pair[0])] or named
 
 
-def export_weights(model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True) -> WeightsRef:
-    """All weights, once each, in the precision in which the sampler runs them.
+def export_weights(
+    model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True, others: Mapping[str, Tensor] | None = None
+) -> WeightsRef:
+    """All weights, once each, in the precision in which the sampler runs them; `others` in place of the model's own.
 
     Where several ranks share the model all must take part, and those that do not `keep` it get the manifest only.
     """
@@ -90,8 +92,8 @@ def export_weights(model: nn.Module, dtype: str, *, version: int = 0, keep: bool
         manifest.append(TensorSpec(name, dtype, tuple(tensor.shape), offset, nbytes))
         offset += nbytes
     flat = np.empty(offset if keep else 0, np.uint8)
-    for spec, (_, tensor) in zip(manifest, published(model), strict=True):
-        gathered = whole(tensor.to(kind))
+    for spec, (name, own) in zip(manifest, published(model), strict=True):
+        gathered = whole((others or {}).get(name, own).to(kind))
         if keep:
             view_of(spec, torch.from_numpy(flat)).copy_(gathered)
     return WeightsRef(tuple(manifest), flat, version)

@@ -40,7 +40,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Drifted:
-    """How far the student is at every trained token from what drew it, and where that can be known."""
+    """How far student or teacher is at every trained token from what it was, and where that can be known."""
 
     kl_N: Tensor
     known_N: Tensor
@@ -50,6 +50,21 @@ def drifted(sample: Scored, logp_NM: Tensor) -> Drifted:
     """By the student's log-probs of the draws that were recorded with it."""
     kl_N = rollout_kl_from_cache(logp_NM, torch.from_numpy(sample.rollout.action_logp).double())
     return Drifted(kl_N, torch.ones_like(kl_N, dtype=torch.bool))
+
+
+def supervision(sample: Scored) -> Drifted:
+    """Of its teacher, which stands still unless it was asked again."""
+    if sample.supervision_kl is None:
+        n = sample.rollout.trained_tokens
+        return Drifted(torch.zeros(n, dtype=torch.float64), torch.ones(n, dtype=torch.bool))
+    kl_N = torch.from_numpy(sample.supervision_kl).double()
+    return Drifted(kl_N, ~kl_N.isnan())
+
+
+def means(drift: Sequence[Drifted]) -> tuple[Tensor, list[float]]:
+    """Of each sample: over what is known, and which share that is."""
+    mean_B = aligned_mean(padded([each.kl_N for each in drift]), padded([each.known_N for each in drift]))
+    return mean_B, [float(each.known_N.sum()) / max(len(each.known_N), 1) for each in drift]
 
 
 class Judge:
@@ -75,7 +90,7 @@ class Judge:
             if found is not None:
                 self.drifted[key_of(sample)] = found[i]
             known_N = left_N if found is None else left_N & found[i].known_N
-            self.supervised[episode] += int(left_N.sum())
+            self.supervised[episode] += int((left_N & supervision(sample).known_N).sum())
             self.replayed[episode] += int(known_N.sum())
 
     def of(
@@ -99,22 +114,20 @@ class Judge:
     def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
         """What these would be worth now, whoever learns from them later."""
         freshness = self.freshness
-        roll_B = aligned_mean(padded([each.kl_N for each in drift]), padded([each.known_N for each in drift]))
-        sup_B = torch.zeros_like(roll_B)
+        (roll_B, rolls), (sup_B, sups) = means(drift), means([supervision(sample) for sample in samples])
         lag_B = torch.tensor([version - oldest(sample, version) for sample in samples], dtype=roll_B.dtype)
         f_B = score(lag_B if freshness.lag else 0 * lag_B, roll_B, sup_B, alpha=freshness.alpha, beta=freshness.beta)
         match freshness.weight:
             case "freshness":
                 w_B = weight(f_B, threshold=freshness.threshold)
             case "lag":
-                w_B = score(lag_B, 0 * roll_B, sup_B)
+                w_B = score(lag_B, torch.zeros_like(roll_B), torch.zeros_like(sup_B))
             case "none":
                 w_B = torch.ones_like(f_B)
-        covered_B = [float(each.known_N.sum()) / max(len(each.known_N), 1) for each in drift]
         columns = (x_B.tolist() for x_B in (lag_B, roll_B, sup_B, f_B, w_B))
         return [
-            Weighed(lag=int(lag), roll=roll, sup=sup, f=f, w=w, roll_coverage=covered, sup_coverage=1.0)
-            for lag, roll, sup, f, w, covered in zip(*columns, covered_B, strict=True)
+            Weighed(lag=int(lag), roll=roll, sup=sup, f=f, w=w, roll_coverage=of_roll, sup_coverage=of_sup)
+            for lag, roll, sup, f, w, of_roll, of_sup in zip(*columns, rolls, sups, strict=True)
         ]
 
     def _judge(self, samples: Sequence[Scored], frozen: Sequence[Frozen], version: int) -> list[Judged]:
@@ -133,7 +146,8 @@ class Judge:
             share_N = torch.tensor(share, dtype=torch.float64).repeat_interleave(torch.tensor(of_sample))
             return torch.split(share_N * aligned_N, of_sample)
 
-        distill = counted([each.w for each in weighed], left_N, self.supervised)
+        supervised_N = left_N & torch.cat([supervision(sample).known_N for sample in samples])
+        distill = counted([each.w for each in weighed], supervised_N, self.supervised)
         anchor = counted([freshness.anchor * each.w for each in weighed], known_N, self.replayed)
         return [Judged(*each) for each in zip(weighed, distill, anchor, strict=True)]
 

@@ -8,7 +8,7 @@ from itertools import islice
 from math import inf
 
 from slipstream.engines.base import Quote, Weighed
-from slipstream.metrics import Metrics, lag_metrics, mean_lag, sample_metrics, trust_metrics, usage
+from slipstream.metrics import Metrics, lag_metrics, mean_lag, relabel_metrics, sample_metrics, trust_metrics, usage
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
@@ -30,6 +30,10 @@ class Account:
         """Tokens of greedy answers, of which only the rewards are used."""
         self.publish: Metrics = {}
         """Of the publish since the last update."""
+        self.teachers: Metrics = {}
+        """Of those that follow the student: which weights they run."""
+        self.moves: Metrics = {}
+        """How long they took to move, since the last update."""
         self.unusable, self.told = 0, set[str]()
         """Responses since the last update whose scores cannot be used, and the teachers of whom that was said."""
         self.causes: dict[int, list[str]] = {}
@@ -52,6 +56,7 @@ class Account:
                 "end": "trained",
                 "update": update,
                 "version": version,
+                **({"teacher_version": versions} if any(versions := versions_of(group)) else {}),
                 "lag": [version - h.header.oldest if h.header.trained_tokens else 0 for h in group],
                 "mean_lag": [round(mean_lag(handle.header, version), 4) for handle in group],
                 "tokens": [handle.header.tokens for handle in group],
@@ -109,6 +114,11 @@ class Account:
         self.publish = numbers
         self.thrown += round(numbers.pop("thrown_tokens"))
 
+    def moved(self, teacher: str, version: int, seconds: float) -> None:
+        """All scorers of a teacher run the weights that follow the student after this update."""
+        self.teachers[f"teacher/{teacher}/version"] = float(version)
+        self.moves[f"teacher/{teacher}/seconds/publish"] = seconds
+
     def quoted(self, quotes: Sequence[Quote], *, update: int) -> None:
         if quotes:
             self.log.samples(quotes, update=update)
@@ -122,12 +132,15 @@ class Account:
             **numbers,
             **samples,
             **self._trust(batch),
+            **relabel_metrics(batch.headers),
             **lag_metrics(batch.headers, batch.update - 1),
             **{f"seconds/{name}": value for name, value in seconds.items()},
             "seconds/update": wall,
             "samples_per_s": samples["samples"] / wall,
             "tokens_per_s": samples["tokens"] / wall,
             **self.publish,
+            **self.teachers,
+            **self.moves,
             **usage(lately.busy, lately.stages, wall),
             **{f"tokens_per_s/{stage}": count / wall for stage, count in self._tokens_since().items()},
             **{f"groups/{place}": float(len(getattr(admission, place))) for place in places},
@@ -144,7 +157,7 @@ class Account:
             "time": self.trace.now(),
         }
         self.log.metrics("train", line, update=batch.update)
-        self.publish = {}
+        self.publish, self.moves = {}, {}
         return line
 
     def _trust(self, batch: Batch) -> Metrics:
@@ -173,6 +186,11 @@ def worth_of(weighed: Sequence[Weighed]) -> dict[str, list[float | None]]:
     names = ("f", "w", "roll", "sup", "roll_coverage", "sup_coverage")
     columns = {name: [getattr(each, name) for each in weighed] for name in names}
     return {name: [round(x, 6) if x < inf else None for x in column] for name, column in columns.items() if column}
+
+
+def versions_of(group: Group) -> list[int]:
+    """Of the weights that scored each member."""
+    return [handle.header.teacher_version for handle in group]
 
 
 def _missing(group: Group, size: int) -> list[int]:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from slipstream.durable import beside_of, damage, remove, remove_unfinished, seal, sync, writing
 from slipstream.engines.base import Learner
@@ -35,6 +36,8 @@ class Checkpoint:
     standing: Standing
     mark: Mark
     """Where the run's files stood."""
+    attempts: Mapping[str, Any]
+    """What was tried at each prompt, where that is remembered."""
 
 
 class Checkpoints:
@@ -59,10 +62,12 @@ class Checkpoints:
         groups: Sequence[Group],
         mark: Mark,
         *,
+        attempts: Mapping[str, Any] | None = None,
         stopping: bool = False,
         suspect: bool = False,
     ) -> Path:
-        """Nothing may happen between the standing, the groups, the mark and this call: they are of one moment.
+        """Nothing may happen between the standing, the groups, the attempts, the mark and this call: they are of one
+        moment.
 
         At a stop older ones stay, as these weights may be worse. No run goes on from suspect ones by itself.
         """
@@ -77,7 +82,7 @@ class Checkpoints:
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
-            state = {"admission": asdict(standing), "log": mark}
+            state = {"admission": asdict(standing), "log": mark, "attempts": attempts or {}}
             await save_whole(learner, path, {STANDING: json.dumps(state).encode()}, groups, optimizer=True)
         if not stopping:
             self._prune(standing.version)
@@ -186,7 +191,7 @@ def read(path: Path) -> Checkpoint:
     saved = state["admission"]
     for by_number in ("in_flight", "versions", "sources"):
         saved[by_number] = {int(number): value for number, value in saved.get(by_number, {}).items()}
-    return Checkpoint(path, Standing(**saved), state["log"])
+    return Checkpoint(path, Standing(**saved), state["log"], state.get("attempts", {}))
 
 
 def _wrong(path: Path) -> str | None:

@@ -22,18 +22,30 @@ from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled,
 from slipstream.metrics import Metrics
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
+from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.freshness import Buffer
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
-from slipstream.pipeline.publish import Samplers
+from slipstream.pipeline.publish import MovingTeacher, Samplers
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.scaling import asked
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.silence import Silence
-from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered_at_all, go_on, hand_over, learn, watch
+from slipstream.pipeline.stages import (
+    Flow,
+    Recheck,
+    Save,
+    Steps,
+    answered_at_all,
+    go_on,
+    hand_over,
+    learn,
+    move_teachers,
+    watch,
+)
 from slipstream.pipeline.trace import Trace
 from slipstream.records import Group, Handle, Prompt, unfinished
 from slipstream.runlog import Mark, RunLog
@@ -57,12 +69,13 @@ class Run:
         held_out: Mapping[str, Sequence[Prompt]] | None = None,
         standing: Standing | None = None,
         groups: Sequence[Group] = (),
+        attempts: Mapping[str, Any] | None = None,
         restarts: Restarts | None = None,
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """`standing` is where an earlier part of the run ended, with these `groups` on their way, and `restarts` what
-        its workers went through. `patience` is not for virtual clocks."""
+        """`standing` is where an earlier part of the run ended, with these `groups` on their way and these `attempts`
+        remembered, and `restarts` what its workers went through. `patience` is not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log = config, engines, prompts, log
         self.held_out = held_out or {}
         self.restarts = restarts or Restarts(config.runtime.restarts)
@@ -78,6 +91,7 @@ class Run:
             keep=config.checkpoint.keep,
             proof=config.health.updates,
         )
+        self.memory = Memory(next(iter(config.task.names), ""), before=attempts)
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
         self.task: asyncio.Task[Any] | None = None
@@ -108,6 +122,7 @@ class Run:
             watchdog = tasks.create_task(watch(flow, self.patience)) if self.patience else None
             weights, expected = await self.engines.learner.export()
             await flow.samplers.publish(weights, expected, version=self.admission.version, mode="drain")
+            await asyncio.gather(*await move_teachers(flow, first=True))
             await self._evaluate()
             self._resize(self.restarts.sizes)
             go_on(flow)
@@ -187,9 +202,13 @@ class Run:
         rewound, trace = self.restarts.began is not None, self._trace()
         these: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
         samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **these)
-        teachers = self.engines.scorers
+        teachers, follow = (
+            self.engines.scorers,
+            {name: each.follow.period for name, each in self.config.teachers.items() if each.follow is not None},
+        )
+        kinds: dict[bool, type[Pool[Any]]] = {True: MovingTeacher, False: Pool}
         scorers = {
-            teacher: Pool(
+            teacher: kinds[teacher in follow](
                 engines,
                 trace,
                 kind=f"teacher.{teacher}",
@@ -206,6 +225,10 @@ class Run:
         return Flow(
             samplers=samplers,
             scorers=scorers,
+            follow=follow,
+            shows={name: teacher.shows for name, teacher in self.config.teachers.items()},
+            relabel={name: teacher.relabel for name, teacher in self.config.teachers.items()},
+            memory=self.memory,
             learner=self.engines.learner,
             learning=learning,
             admission=self.admission,
@@ -303,11 +326,11 @@ class Run:
 
     def _checkpoint(self, mark: Mark | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
         groups = [self.held[number] for number in self.admission.live if self.held.get(number)]
-        standing, mark = self.admission.standing, mark or self._mark()
+        standing, attempts, mark = self.admission.standing, self.memory.state, mark or self._mark()
 
         async def save() -> Path:
             return await self.checkpoints.save(
-                self.engines.learner, standing, groups, mark, stopping=stopping, suspect=suspect
+                self.engines.learner, standing, groups, mark, attempts=attempts, stopping=stopping, suspect=suspect
             )
 
         return save

@@ -17,20 +17,32 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.engines.base import Learner, Sampler, Sampling, Scorer, Weighed, of_teacher
+from slipstream.engines.base import (
+    Fingerprint,
+    Learner,
+    Loaded,
+    Relabeller,
+    Sampler,
+    Sampling,
+    Scorer,
+    Weighed,
+    WeightsRef,
+    of_teacher,
+)
 from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.freshness import Buffer
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
-from slipstream.pipeline.publish import Samplers
+from slipstream.pipeline.publish import MovingTeacher, Samplers, told
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.tries import GivenUp
@@ -72,8 +84,15 @@ class Flow:
     """What the coroutines share."""
 
     samplers: Samplers
-    scorers: Mapping[str, Pool[Scorer]]
+    scorers: Mapping[str, Pool[Any]]
     """Of each teacher."""
+    follow: Mapping[str, int]
+    """How many updates lie between two moves of each teacher that follows the student."""
+    shows: Mapping[str, Sequence[str]]
+    """What each teacher is shown of the attempts at a prompt."""
+    relabel: Mapping[str, str]
+    """When each teacher is asked once more: never, stale or always."""
+    memory: Memory
     learner: Learner
     learning: Track
     admission: Admission
@@ -236,7 +255,7 @@ async def roll(flow: Flow, number: int) -> None:
     except GivenUp as failure:
         flow.drop(number, "rollout failed", str(failure))
     else:
-        flow.held[number] = group
+        flow.held[number] = flow.memory.note(group) if any(flow.shows.values()) else group
         trained = [handle.header.oldest for handle in group if handle.header.trained_tokens]
         flow.admission.rolled(number, min(trained, default=flow.admission.live[number].version))
     flow.running.pop(number, None)
@@ -292,6 +311,8 @@ def answered(group: Group) -> list[Handle]:
 async def mark(flow: Flow, number: int) -> None:
     teacher = flow.held[number][0].header.teacher
     scorers = of_teacher(flow.scorers, teacher)
+    if shows := shown_to(flow, teacher):
+        flow.held[number] = with_attempts(flow, flow.held[number], shows)
 
     async def score(worker: Worker[Scorer]) -> list[Handle]:
         with flow.silence[teacher].waiting() if teacher in flow.silence else nullcontext():
@@ -308,7 +329,8 @@ async def mark(flow: Flow, number: int) -> None:
         flow.held[number] = await scorers.call(number, first)
         if flow.recheck and (recheck := of_teacher(flow.recheck, teacher)).chooses(number):
             again = await scorers.call(number, score)
-            flow.account.scored_again(again, scorers.say, promised=recheck.promised)
+            if teacher_of(again) == teacher_of(flow.held[number]):  # else it has moved in between
+                flow.account.scored_again(again, scorers.say, promised=recheck.promised)
     except GivenUp as failure:
         flow.drop(number, "scoring failed", str(failure))
     except RecordsLost as error:
@@ -319,6 +341,22 @@ async def mark(flow: Flow, number: int) -> None:
         flow.admission.scored(number)
     flow.running.pop(number, None)
     flow.advance()
+
+
+def shown_to(flow: Flow, teacher: str) -> Sequence[str]:
+    return of_teacher(flow.shows, teacher) if flow.shows else ()
+
+
+def with_attempts(flow: Flow, group: Group, shows: Sequence[str]) -> Group:
+    """What is to be shown to its teacher now goes with every response."""
+    if not shows:
+        return group
+    return [Handle(replace(h.header, attempts=flow.memory.shown(h.header, shows)), h.body) for h in group]
+
+
+def teacher_of(group: Group) -> set[int]:
+    """The versions of the weights that scored it."""
+    return {handle.header.teacher_version for handle in group}
 
 
 # --- the learner ------------------------------------------------------------------------------------------------------
@@ -334,6 +372,8 @@ class Update:
     """Of the groups, after rejection."""
     ahead: deque[tuple[Batch, Counts]] = field(default_factory=deque)
     """Gradients that are still to be made, each for an optimizer step of its own."""
+    relabelled: set[int] = field(default_factory=set)
+    """Groups that were scored once more."""
     seconds: Metrics = field(default_factory=lambda: dict.fromkeys(("data", "turn", "learn", "weights"), 0.0))
 
 
@@ -348,9 +388,13 @@ async def learn(flow: Flow) -> None:
             )
             if admission.finished:
                 return
-            await gather(flow, update, admission.learn())
+            if stale := [number for number in admission.learnable() if to_relabel(flow, update, number)]:
+                await relabel(flow, update, stale)
+            else:
+                await gather(flow, update, admission.learn())
         update.seconds["weights"] += await flow.until("weights in the samplers", lambda: not admission.gated)
         await unbroken(flow, finish(flow, update))
+        moving = await move_teachers(flow)
         save = None
         if flow.due():
             await unbroken(flow, hand_over(flow))
@@ -361,7 +405,7 @@ async def learn(flow: Flow) -> None:
             publishing = flow.samplers.publish(
                 weights, expected, version=admission.version, mode=admission.schedule.publish
             )
-            flow.tasks.create_task(deliver(flow, publishing))
+            flow.tasks.create_task(deliver(flow, publishing, moving))
         else:
             go_on(flow)
             flow.advance()
@@ -380,6 +424,57 @@ async def until_enough(flow: Flow, update: Update) -> None:
         "weights in the samplers", lambda: admission.enough or admission.coming or not admission.gated
     )
     update.seconds["data"] += await flow.until("scored groups", lambda: admission.enough or admission.finished)
+
+
+def to_relabel(flow: Flow, update: Update, number: int) -> bool:
+    """Whether a group is to be scored once more before it is learned from."""
+    group = flow.held[number]
+    teacher = group[0].header.teacher
+    how = of_teacher(flow.relabel, teacher) if flow.relabel else "never"
+    if how == "never" or number in update.relabelled:
+        return False
+    scorers, shows = of_teacher(flow.scorers, teacher), shown_to(flow, teacher)
+    moved = isinstance(scorers, MovingTeacher) and teacher_of(group) != {scorers.version}
+    return (
+        how == "always"
+        or moved
+        or any(handle.header.attempts != flow.memory.shown(handle.header, shows) for handle in group if shows)
+    )
+
+
+async def relabel(flow: Flow, update: Update, numbers: Sequence[int]) -> None:
+    """What its teacher says now takes the place of what it said; a group of which it says nothing any more ends."""
+    began = flow.trace.now()
+    async with asyncio.TaskGroup() as tasks:
+        for number in numbers:
+            tasks.create_task(relabel_one(flow, update, number))
+    update.seconds["relabel"] = update.seconds.get("relabel", 0.0) + flow.trace.now() - began
+    flow.advance()
+
+
+async def relabel_one(flow: Flow, update: Update, number: int) -> None:
+    group = flow.held[number]
+    teacher = group[0].header.teacher
+    scorers, shows = of_teacher(flow.scorers, teacher), shown_to(flow, teacher)
+    asked = with_attempts(flow, group, shows)
+
+    async def again(worker: Worker[Relabeller]) -> list[Handle]:
+        return answered(await worker.engine.relabel(asked))
+
+    update.relabelled.add(number)
+    try:
+        found = await scorers.call(f"group {number} again", again)
+    except (GivenUp, RecordsLost) as failure:
+        if flow.held.get(number) is not group:  # it begins again already
+            return
+        if isinstance(failure, GivenUp):
+            flow.drop(number, "scoring failed", str(failure))
+        else:
+            scorers.say(f"group {number} begins again: {failure}")
+            flow.restart(number)
+    else:
+        if flow.held.get(number) is group:
+            flow.held[number] = found
 
 
 async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
@@ -480,11 +575,31 @@ def some(update: Update, count: int) -> Batch:
     return Batch(tuple([handles[i * len(handles) // count]] for i in range(count)), update.number)
 
 
-async def deliver(flow: Flow, publishing: Awaitable[Metrics]) -> None:
+async def move_teachers(flow: Flow, *, first: bool = False) -> list[asyncio.Task[None]]:
+    """Those whose turn it is follow the student, and are on their way to their scorers; at first, all of them."""
+    version, moving = flow.admission.version, list[asyncio.Task[None]]()
+    for name, every in flow.follow.items():
+        if first or version % every == 0:
+            with flow.learning.busy("export", "other"):
+                weights, expected = await flow.learner.export(name)
+            due = weights.version if first else version
+            moving.append(flow.tasks.create_task(teach(flow, name, weights, expected, due)))
+    return moving
+
+
+async def teach(flow: Flow, name: str, weights: WeightsRef, expected: Fingerprint, version: int) -> None:
+    began, teacher = flow.trace.now(), flow.scorers[name]
+    assert isinstance(teacher, MovingTeacher)
+    await teacher.publish(weights, expected, version=version, mode="drain")
+    flow.account.moved(name, version, flow.trace.now() - began)
+
+
+async def deliver(flow: Flow, publishing: Awaitable[list[Loaded]], moving: Sequence[asyncio.Task[None]]) -> None:
     """Publish, then open the gate: the credits of everything trained so far come back."""
     began = flow.trace.now()
-    numbers = await publishing
+    numbers = told(await publishing)
     flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
+    await asyncio.gather(*moving)
     await flow.after_publish()
     flow.admission.publish()
     go_on(flow)

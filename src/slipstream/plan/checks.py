@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,8 @@ from slipstream.config.schema import HealthConfig
 from slipstream.engines.base import Engines, Metrics, of_teacher
 from slipstream.errors import ModelError
 from slipstream.metrics import trust_metrics
-from slipstream.pipeline.pool import names
-from slipstream.pipeline.publish import load
+from slipstream.pipeline.pool import names, scorer_name
+from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.engines import EnginesPlan
 from slipstream.plan.plan import Plan
 from slipstream.records import Batch, Group, Header, Prompt
@@ -68,6 +69,8 @@ class Limits:
 async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, version: int) -> list[Finding]:
     """What `train` looks at before it begins: sampler against learner, and the teacher's rows."""
     await publish(engines)
+    for teacher in plan.engines.learner.follow:
+        await publish_to(engines, teacher)
     groups = await rolled(plan, engines, prompts)
     returned = [rewarding(groups)] if plan.engines.grader.rewards else []
     groups = await scored(engines, groups)
@@ -105,6 +108,14 @@ async def publish(engines: Engines) -> str:
     for name, sampler in zip(names("sampler", len(engines.samplers)), engines.samplers, strict=True):
         await load(sampler, name, weights, expected, mode="drain")
     return expected
+
+
+async def publish_to(engines: Engines, teacher: str) -> None:
+    """Of one that follows the student, every scorer runs what it should."""
+    weights, expected = await engines.learner.export(teacher)
+    scorers: Any = engines.scorers[teacher]
+    for name, scorer in zip(names(scorer_name(teacher, engines.scorers), len(scorers)), scorers, strict=True):
+        await load_teacher(scorer, name, weights, expected)
 
 
 async def rolled(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1) -> list[Group]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slipstream.config.base import at_first
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
 from slipstream.engines.asked import rollout_sampling
+from slipstream.engines.base import Follower
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.native.config import vocabulary_of, width_of
 from slipstream.engines.vllm.core import Settings
@@ -66,7 +67,11 @@ class ScorerPlan:
     vocabulary: int
     """The student's."""
     context: str | None
-    """Template of the prompt that it sees instead of the student's."""
+    """Template of the prompt that it sees instead of the student's, or the function that writes it, in so many
+    seconds."""
+    timeout: float
+    keep: int
+    """Versions of its weights by which it is known what it said before."""
     threads: int
     replicas: int
 
@@ -92,6 +97,8 @@ class LearnerPlan:
     teacher: ModelPlan | None
     """Whose head it applies to hidden states."""
     snapshots: int
+    follow: Mapping[str, Follower]
+    """The teachers whose weights come from it."""
     threads: int
     patience: float
     """Seconds that ranks wait for one another."""
@@ -102,6 +109,8 @@ class GraderPlan:
     rewards: tuple[str, ...]
     processes: int = 1
     timeout: float = 30.0
+    tells: bool = False
+    """Texts of responses, for teachers that are shown attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +136,12 @@ def engines_of(config: Config, method: Method) -> EnginesPlan:
         learner=learner_of(config, method),
         sampler=sampler_of(config),
         scorers={name: scorer_of(config, name) for name in config.teachers},
-        grader=GraderPlan(rewards=config.task.reward, processes=config.runtime.graders, timeout=config.task.timeout),
+        grader=GraderPlan(
+            rewards=config.task.reward,
+            processes=config.runtime.graders,
+            timeout=config.task.timeout,
+            tells=any(teacher.shows for teacher in config.teachers.values()),
+        ),
         runtime=config.runtime,
     )
 
@@ -163,6 +177,8 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
         packing=teacher.packing,
         vocabulary=vocabulary_of(config.student),
         context=teacher.context,
+        timeout=config.task.timeout,
+        keep=versions_in_flight(config, name),
         threads=config.runtime.threads,
         replicas=at_first(teacher.replicas),
     )
@@ -170,6 +186,8 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
 
 def teacher_of(config: Config, name: str) -> ModelPlan:
     teacher, device = config.teachers[name], config.runtime.device
+    if teacher.follow is not None:  # laid out as the student is, adapters and all
+        return replace(student_of(config, teacher.dtype), longest=teacher.longest)
     return ModelPlan(name=config.model_of(teacher), dtype=teacher.dtype, device=device, longest=teacher.longest)
 
 
@@ -199,9 +217,28 @@ def learner_of(config: Config, method: Method) -> LearnerPlan:
         export_dtype=config.sampler.dtype,
         teacher=None if head is None else teacher_of(config, head),
         snapshots=snapshots_of(config, method),
+        follow=followers_of(config),
         threads=config.learner.threads or config.runtime.threads,
         patience=config.runtime.patience,
     )
+
+
+def followers_of(config: Config) -> dict[str, Follower]:
+    """The teachers whose weights come from the student."""
+    return {
+        name: Follower(teacher.follow.decay, teacher.follow.period, teacher.dtype)
+        for name, teacher in config.teachers.items()
+        if teacher.follow is not None
+    }
+
+
+def versions_in_flight(config: Config, name: str) -> int:
+    """Of a teacher that moves and is asked again, which groups on their way may have been scored by."""
+    teacher = config.teachers[name]
+    if teacher.follow is None or teacher.relabel == "never":
+        return 0
+    schedule = schedule_of(config.schedule, config.groups_per_update)
+    return max(schedule.reach, schedule.max_lag or 0) // teacher.follow.period + 2
 
 
 def snapshots_of(config: Config, method: Method) -> int:

@@ -32,6 +32,7 @@ from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
 from slipstream.tasks import grading
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
+from slipstream.tasks.context import check_function
 from slipstream.tasks.data import Prompts, check_there, check_told, load_rows
 from slipstream.tasks.sources import has_splits
 
@@ -124,6 +125,9 @@ def at_a_glance(config: Config) -> None:
             check_installed(f"{where}.engine")
     method_of(config)
     grading.needs(config.task.reward)
+    for name, teacher in config.teachers.items():
+        if teacher.context is not None and teacher.own_context:
+            check_function(name, teacher.context, graded=bool(config.task.reward))
     if (config.learner.lora is not None or is_adapter(config.student)) and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
     for model in models_here(config):

@@ -61,6 +61,9 @@ def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> di
             continue
         model = config.model_of(teacher)
         check_embeddings(config.student, name, model)
+        if teacher.own_context:
+            found[name] = longest_written(config, name)
+            continue
         seen, max_tokens = seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
         rows, tokens = [row for row, _ in seen], [tokens for _, tokens in seen]
         check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
@@ -112,9 +115,20 @@ def seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -
 
 
 def longest_answer(config: Config, teacher: TeacherConfig) -> int:
-    """Twice, where its context holds the response, too."""
-    twice = teacher.context is not None and "{response}" in teacher.context
-    return config.sampler.max_tokens * (2 if twice else 1)
+    """With those that its context holds besides."""
+    held = teacher.context_fields & {"response", "best", "last"}
+    return config.sampler.max_tokens * (1 + len(held))
+
+
+def longest_written(config: Config, name: str) -> int:
+    """Where a function writes the context, only the user knows."""
+    teacher = config.teachers[name]
+    model, longest = config.model_of(teacher), teacher.longest
+    assert longest is not None
+    if longest > (room := context_length(load_config(model))):
+        raise ConfigError(f"teachers.{name}.longest = {longest} exceeds the context of {room} of {model}: lower it")
+    check_budget(f"teachers.{name}", teacher.token_budget, longest)
+    return longest
 
 
 def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:

@@ -21,7 +21,7 @@ from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.plan.engines import GraderPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
 from slipstream.tasks.chat import Tokenizer, stop_ids
-from slipstream.tasks.context import TemplateContext
+from slipstream.tasks.context import context_of
 from slipstream.tasks.grading import PoolGrader
 
 AnySampler = NativeSampler | VllmSampler
@@ -59,7 +59,9 @@ class SelfGrading(Graded):
 
 
 def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:
-    return PoolGrader(plan.rewards, decoder(tokenizer), processes=plan.processes, timeout=plan.timeout)
+    return PoolGrader(
+        plan.rewards, decoder(tokenizer), processes=plan.processes, timeout=plan.timeout, tells=plan.tells
+    )
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
@@ -71,7 +73,8 @@ def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
 
 def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> AnyScorer:
     """One replica of a teacher."""
-    context = None if plan.context is None else TemplateContext(plan.context, tokenizer)
+    longest = plan.runs.longest if isinstance(plan.runs, ModelPlan) else None
+    context = context_of(plan.context, tokenizer, longest=longest, timeout=plan.timeout)
     match plan.runs:
         case ModelPlan() as model:
             return NativeScorer(
@@ -84,6 +87,7 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> AnyScorer:
                 packing=plan.packing,
                 vocabulary=plan.vocabulary,
                 context=context,
+                keep=plan.keep,
                 threads=plan.threads,
             )
         case Settings() as settings:
@@ -133,6 +137,7 @@ def build_learner(
         tokenizer=tokenizer,
         teacher_head=head,
         snapshots=plan.snapshots,
+        follow=plan.follow,
         threads=plan.threads,
         ranks=ranks,
     )

@@ -53,6 +53,14 @@ class RemoteScorer(RemoteWorker):
         scored: list[Handle] = await self.call("score", group)
         return scored
 
+    async def relabel(self, group: Group) -> list[Handle]:
+        relabelled: list[Handle] = await self.call("relabel", group)
+        return relabelled
+
+    async def publish(self, weights: WeightsRef) -> Loaded:
+        loaded: Loaded = await self.call("publish", weights)
+        return loaded
+
 
 class RemoteLearner(RemoteWorker):
     async def prepare(self, batch: Batch) -> list[Counts]:
@@ -82,8 +90,8 @@ class RemoteLearner(RemoteWorker):
         metrics: Metrics = await self.call("compare", batch)
         return metrics
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        weights, fingerprint = await self.call("export")
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        weights, fingerprint = await self.call("export", teacher)
         return weights, fingerprint
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:

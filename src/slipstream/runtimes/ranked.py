@@ -72,8 +72,8 @@ class RankedLearner:
     async def compare(self, batch: Batch) -> Metrics:
         return (await self._all(lambda rank: self.ranks[rank].compare(batch)))[0]
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        return (await self._all(lambda rank: self.ranks[rank].export()))[0]
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        return (await self._all(lambda rank: self.ranks[rank].export(teacher)))[0]
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         """The first rank writes."""

@@ -27,7 +27,7 @@ from typing import Any
 from slipstream.errors import ConfigError, EngineError
 from slipstream.linux import wake_with_parent
 from slipstream.records import Group, Handle, Rollout, Ungraded
-from slipstream.tasks.rewards import Answer, Grades, check_installed, grade, is_own, reward_of
+from slipstream.tasks.rewards import MAKES, Answer, Grades, check_installed, grade, is_own, reward_of
 
 STARTED = 120.0
 """Seconds in which what rewards import must have been imported."""
@@ -39,15 +39,16 @@ GRACE = 5.0
 
 
 def serve(parent: Connection) -> None:
-    """First the names of all rewards, and then answers by their grades; as long as there is a parent."""
+    """First the names of all rewards, or of what else is to be made, and then answers by their grades; as long as there
+    is a parent."""
     wake_with_parent()
-    specs, timeout = parent.recv()
+    makes, specs, timeout = parent.recv()
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
     sys.dont_write_bytecode = True  # beside files that are not ours
     sys.path.insert(0, str(Path.cwd()))  # where a config's `module:function` is looked for first
     try:
-        rewards = [reward_of(spec) for spec in specs]
+        rewards = [MAKES[makes](spec) for spec in specs]
     except ConfigError as error:
         parent.send(error)
         return
@@ -70,7 +71,7 @@ def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
 class GradingProcess:
     """All that is asked of it is asked by one thread at a time."""
 
-    def __init__(self, specs: Sequence[str], timeout: float) -> None:
+    def __init__(self, specs: Sequence[str], timeout: float, makes: str = "reward") -> None:
         self.specs, self.timeout = tuple(specs), timeout
         self.connection, theirs = Pipe()
         self.needs: dict[str, tuple[str, ...]] = {}
@@ -84,7 +85,7 @@ class GradingProcess:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         with suppress(OSError):  # who cannot start is found out when it should be ready
-            self.connection.send((self.specs, timeout))
+            self.connection.send((makes, self.specs, timeout))
 
     @property
     def ended(self) -> bool:
@@ -105,7 +106,7 @@ class GradingProcess:
             raise said
         self.needs = said
 
-    def grades(self, answers: Sequence[Answer]) -> list[Grades]:
+    def grades(self, answers: Sequence[Any]) -> list[Grades]:
         """In turn, up to the first that ends the process."""
         found: list[Grades] = []
         self.ready()
@@ -157,10 +158,17 @@ class PoolGrader:
     """Grades whole groups by every reward; without any it hands them on."""
 
     def __init__(
-        self, rewards: Sequence[str], decode: Callable[[Any], str], *, processes: int = 1, timeout: float = 30.0
+        self,
+        rewards: Sequence[str],
+        decode: Callable[[Any], str],
+        *,
+        processes: int = 1,
+        timeout: float = 30.0,
+        tells: bool = False,
     ) -> None:
+        """`tells`: headers come with the text of their response."""
         check_installed(rewards)
-        self.rewards, self.decode, self.timeout = tuple(rewards), decode, timeout
+        self.rewards, self.decode, self.timeout, self.tells = tuple(rewards), decode, timeout, tells
         self.closed = False
         self.processes = [self._process() for _ in range(processes if rewards else 0)]  # they start while models load
         self.idle = SimpleQueue[int]()
@@ -172,6 +180,8 @@ class PoolGrader:
         return GradingProcess(self.rewards, self.timeout)
 
     async def grade(self, group: Group) -> list[Handle]:
+        if self.tells:
+            group = [Handle(replace(h.header, said=self.decode(h.body.tokens)), h.body) for h in group]
         if not self.rewards:
             return list(group)
         answers = [self._answer(handle.body) for handle in group]

@@ -28,7 +28,8 @@ from slipstream.records import Ungraded
 
 WHOLE = "reward"
 """Among several numbers by name, the one that is the reward; their sum is, where none has this name."""
-Grades = dict[str, float] | Ungraded
+Grades = dict[str, Any] | Ungraded
+"""Numbers by name; of a function that writes a context, its text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,28 @@ class Answer:
     """`eos`, or `length` where it was cut off."""
 
 
-ASKED = tuple(each.name for each in fields(Answer))
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a function that writes a teacher's context may ask for."""
+
+    prompt: str
+    """As the student saw it, special tokens and all."""
+    response: str
+    """Which is about to be scored, without special tokens."""
+    ground_truth: Any
+    meta: dict[str, Any]
+    """All other columns of the prompt's row."""
+    data_source: str
+    best: str
+    """The best attempt at the prompt so far, those of this group among them, and its reward."""
+    best_reward: float | None
+    last: str
+    """The newest attempt of another group, if there is any, and its reward."""
+    last_reward: float | None
+
+
+def asked_of(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))
 
 
 def exact(text: str, ground_truth: Any) -> float:
@@ -116,7 +138,7 @@ class Reward:
     def name(self) -> str:
         return self.spec.rpartition(":")[2]
 
-    def of(self, answer: Answer) -> dict[str, float]:
+    def of(self, answer: Any) -> dict[str, Any]:
         """The reward by its name, and what it is made of."""
         returned = self.function(**{name: getattr(answer, name) for name in self.asks})
         if not isinstance(returned, Mapping):
@@ -132,6 +154,17 @@ class Reward:
             self.name: sum(parts.values()) if whole is None else whole,
             **{f"{self.name}/{part}": value for part, value in parts.items()},
         }
+
+
+@dataclass(frozen=True)
+class ContextFunction(Reward):
+    """Returns a text, where a reward returns a number."""
+
+    def of(self, answer: Any) -> dict[str, Any]:
+        returned = self.function(**{name: getattr(answer, name) for name in self.asks})
+        if not isinstance(returned, str):
+            raise Unusable("type", f"returned {_brief(returned)}, which is no text")
+        return {"context": returned}
 
 
 class Unusable(Exception):
@@ -163,7 +196,7 @@ class OutOfTime(BaseException):
     """Not an Exception: verifiers catch those (math-verify at thirty places) and go on."""
 
 
-def grade(rewards: Sequence[Reward], answer: Answer, timeout: float) -> Grades:
+def grade(rewards: Sequence[Reward], answer: Any, timeout: float) -> Grades:
     """By every reward, each under this deadline; the first that gives none decides. For the main thread alone: the
     alarm interrupts whatever Python code is at work."""
     before = signal.signal(signal.SIGALRM, _out_of_time)
@@ -183,7 +216,7 @@ def grade(rewards: Sequence[Reward], answer: Answer, timeout: float) -> Grades:
         signal.signal(signal.SIGALRM, before)
 
 
-def _in_time(reward: Reward, answer: Answer, timeout: float) -> dict[str, float]:
+def _in_time(reward: Reward, answer: Any, timeout: float) -> dict[str, float]:
     try:
         signal.setitimer(signal.ITIMER_REAL, timeout)
         return reward.of(answer)
@@ -230,9 +263,21 @@ def reward_of(spec: str) -> Reward:
     """Its file or module is run, as Python imports it: for a process in which that may do what it likes."""
     try:
         function = _own(spec) if is_own(spec) else BUILT_IN[spec]
-        return Reward(spec, function, *_parameters(function))
+        return Reward(spec, function, *_parameters(function, asked_of(Answer)))
     except ConfigError as error:
         raise ConfigError(f"task.reward = {spec!r}: {error}") from None
+
+
+def context_function_of(spec: str) -> Reward:
+    try:
+        function = _own(spec)
+        return ContextFunction(spec, function, *_parameters(function, asked_of(Seen)))
+    except ConfigError as error:
+        raise ConfigError(f"context = {spec!r}: {error}") from None
+
+
+MAKES: dict[str, Callable[[str], Reward]] = {"reward": reward_of, "context": context_function_of}
+"""What a function of the user's own is, by what it makes."""
 
 
 def _own(spec: str) -> Callable[..., Any]:
@@ -280,8 +325,8 @@ def _run(load: Callable[[], Any], file: str) -> Any:
         raise ConfigError(f"cannot be imported: {told(error, file)}") from None
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which it asks for, and which of them it needs."""
+def _parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of those that are known it asks for, and which of them it needs."""
     if inspect.iscoroutinefunction(function):
         raise ConfigError("it is a coroutine function: write `def` in place of `async def`")
     try:
@@ -289,14 +334,14 @@ def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[st
     except (TypeError, ValueError):
         raise ConfigError("Python does not tell its parameters: wrap it in a function of your own") from None
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        asks = list(ASKED)
+        asks = list(known)
     else:
-        asks = [each.name for each in parameters if each.name in ASKED and each.kind is not each.POSITIONAL_ONLY]
+        asks = [each.name for each in parameters if each.name in known and each.kind is not each.POSITIONAL_ONLY]
     needs = []
     for each in parameters:
         if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) or each.default is not each.empty:
             continue
         if each.name not in asks:
-            raise ConfigError(f"nothing is known for its parameter {each.name!r}; known: {', '.join(ASKED)}")
+            raise ConfigError(f"nothing is known for its parameter {each.name!r}; known: {', '.join(known)}")
         needs.append(each.name)
     return tuple(asks), tuple(needs)

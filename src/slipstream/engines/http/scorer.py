@@ -53,7 +53,7 @@ class HttpScorer:
     async def _score(self, handle: Handle) -> Handle:
         rollout = graded(handle)
         try:
-            prefix = self.context(rollout)
+            prefix = self.context(rollout, handle.header.attempts)
             sent, places = [*prefix.tolist(), *rollout.tokens.tolist()], len(prefix) + np.flatnonzero(rollout.loss_mask)
             found = await log_probs(self.client, self.model, sent, places, k=self.k)
             if (found.ids_NK >= self.vocabulary).any():
@@ -69,7 +69,7 @@ class HttpScorer:
             if self.k
             else {"teacher_action_logp": found.logp_N[:, None]}
         )
-        return scored(handle, teacher=self.name, context_id=self.context.id, teacher_logp=found.logp_N, **cached)
+        return scored(handle, teacher=self.name, seen=prefix, teacher_logp=found.logp_N, **cached)
 
 
 async def log_probs(client: Client, model: str, sent: list[int], places: Ints, *, k: int) -> LogProbs:

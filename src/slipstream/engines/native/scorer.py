@@ -1,6 +1,7 @@
-"""A frozen teacher on any HF causal LM: one forward pass, then its head where the cache asks for it.
+"""A teacher on any HF causal LM: one forward pass, then its head where the cache asks for it.
 
-Calls that arrive while a pass runs are scored together in the next one.
+Calls that arrive while a pass runs are scored together in the next one. Its weights stay as they are unless others are
+published to it, which happens between two passes.
 
 Shapes: N trained tokens, C rows of a chunk, M cached actions, K top-k, D hidden, V vocabulary.
 """
@@ -9,30 +10,53 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.config.losses import Cache
-from slipstream.engines.base import Context, SamePrompt
+from slipstream.engines.base import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
-from slipstream.engines.trust import scored
-from slipstream.errors import ModelError
+from slipstream.engines.trust import failed, scored
+from slipstream.engines.weights import fingerprint, load_weights
+from slipstream.errors import ModelError, NoContext
+from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
+from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.numerics import joined
-from slipstream.records import Group, Handle, Ints, Rollout, graded
+from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded
 
 TOGETHER = 0.002
 """Seconds between calls that were made at the same time."""
 APART = 0.05
 """Seconds between two passes, if little waits."""
+
+
+Work = Callable[[Sequence[Handle]], list[Handle]]
+
+
+class Waiting(NamedTuple):
+    """A call, until a pass has it."""
+
+    group: Group
+    work: Work
+    answer: asyncio.Future[list[Handle]]
+
+
+class Then(NamedTuple):
+    """What makes of a response what was said of it before: hidden states, on the host, and the head they were for."""
+
+    hidden_ND: Tensor
+    head: Head
 
 
 class NativeScorer:
@@ -48,18 +72,24 @@ class NativeScorer:
         packing: bool = True,
         vocabulary: int | None = None,
         context: Context | None = None,
+        keep: int = 0,
         threads: int = 1,
     ) -> None:
-        """`vocabulary` is the student's, where the teacher's is padded to more: no id beyond it is ever sent."""
+        """`vocabulary` is the student's, where the teacher's is padded to more: no id beyond it is ever sent. `keep` is
+        how many published versions it has, by which it knows what it said before.
+        """
         self.vocabulary = vocabulary or lm.vocab_size
         if cache == "teacher_topk" and k > self.vocabulary:
             raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
+        self.version = 0
+        """Of the weights, where any were published."""
+        self.keep, self.kept = keep, dict[int, WeightsRef]()
         self.context = context or SamePrompt()
         self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
         use_rows(lm, packed=packing, field=f"teachers.{name}.packing")
         self.thread = ThreadPoolExecutor(1, "scorer", initializer=torch.set_num_threads, initargs=(threads,))
-        self.waiting: list[tuple[Group, asyncio.Future[list[Handle]]]] = []
+        self.waiting: list[Waiting] = []
         self.driver: asyncio.Task[None] | None = None
         self.ended = 0.0
         """When the last pass did."""
@@ -67,41 +97,57 @@ class NativeScorer:
         """Set when so much waits that a pass is not made better by more."""
 
     async def score(self, group: Group) -> list[Handle]:
+        return await self._call(group, self._score)
+
+    async def relabel(self, group: Group) -> list[Handle]:
+        return await self._call(group, self._relabel)
+
+    async def publish(self, weights: WeightsRef) -> Loaded:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self._load, weights)
+
+    def close(self) -> None:
+        self.thread.shutdown()
+        self.context.close()
+
+    # --- calls together --------------------------------------------------------------------------------------
+
+    async def _call(self, group: Group, work: Work) -> list[Handle]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[Handle]] = loop.create_future()
-        self.waiting.append((group, answer))
+        self.waiting.append(Waiting(group, work, answer))
         if self.driver is None or self.driver.done():
             self.enough = asyncio.Event()  # of this loop
             self.driver = loop.create_task(self._drive())
-        if sum(handle.header.tokens for group, _ in self.waiting for handle in group) > self.token_budget // 8:
+        if sum(handle.header.tokens for call in self.waiting for handle in call.group) > self.token_budget // 8:
             self.enough.set()
         return await answer
 
     async def _drive(self) -> None:
         while self.waiting:
             await self._gather()
-            taken, self.waiting = [call for call in self.waiting if not call[1].cancelled()], []
+            taken, self.waiting = [call for call in self.waiting if not call.answer.cancelled()], []
             self.enough.clear()
-            if taken:
-                await self._pass(taken)
+            for work in (self._score, self._relabel):
+                if calls := [call for call in taken if call.work == work]:
+                    await self._pass(calls)
             self.ended = asyncio.get_running_loop().time()
 
-    async def _pass(self, calls: Sequence[tuple[Group, asyncio.Future[list[Handle]]]]) -> None:
-        """Score these together; if that fails, one by one, so that each hears of its own fault only."""
-        handles = [handle for group, _ in calls for handle in group]
+    async def _pass(self, calls: Sequence[Waiting]) -> None:
+        """Do these together; if that fails, one by one, so that each hears of its own fault only."""
+        handles = [handle for call in calls for handle in call.group]
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self.thread, self._score, handles)
+            found = await asyncio.get_running_loop().run_in_executor(self.thread, calls[0].work, handles)
         except Exception as error:
             if len(calls) > 1:
                 for call in calls:
                     await self._pass([call])
-            elif not calls[0][1].done():
-                calls[0][1].set_exception(error)
+            elif not calls[0].answer.done():
+                calls[0].answer.set_exception(error)
             return
-        for group, answer in calls:
-            if not answer.done():
-                answer.set_result(found[: len(group)])
-            found = found[len(group) :]
+        for call in calls:
+            if not call.answer.done():
+                call.answer.set_result(found[: len(call.group)])
+            found = found[len(call.group) :]
 
     async def _gather(self) -> None:
         """Small passes cost hardly less than larger ones: calls that come close behind one another share one."""
@@ -109,23 +155,116 @@ class NativeScorer:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.enough.wait(), max(TOGETHER, self.ended + APART - now))
 
-    def close(self) -> None:
-        self.thread.shutdown()
+    # --- weights ---------------------------------------------------------------------------------------------
+
+    def _load(self, weights: WeightsRef) -> Loaded:
+        began = time.perf_counter()
+        load_weights(self.lm.model, weights)
+        self.version = weights.version
+        if self.keep:
+            self.kept[self.version] = weights
+            for old in sorted(self.kept)[: -self.keep]:
+                del self.kept[old]
+        found = fingerprint(self.lm.model, weights.manifest[0].dtype)
+        return Loaded(found, load=time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _under(self, version: int) -> Iterator[None]:
+        """The weights of a version that is kept."""
+        if version != self.version:
+            load_weights(self.lm.model, self.kept[version])
+        try:
+            yield
+        finally:
+            if version != self.version:
+                load_weights(self.lm.model, self.kept[self.version])
+
+    # --- scores ----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _score(self, handles: Sequence[Handle]) -> list[Handle]:
-        rollouts = [graded(handle) for handle in handles]
-        answers: dict[int, dict[str, Any]] = {}
-        seen = [with_prompt(rollout, self.context(rollout)) for rollout in rollouts]
-        batches = pack(seen, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing)
-        for batch in batches:
-            chosen = [rollouts[i] for i in batch.members]
-            hidden_ND = Rows(seen, batch, self.lm.device).hidden(self.lm.backbone)
-            answers.update(zip(batch.members, self._answers(hidden_ND, chosen), strict=True))
-        return [
-            scored(handle, teacher=self.name, context_id=self.context.id, **answers[i])
-            for i, handle in enumerate(handles)
+        seen, found = self._seen(handles)
+        answers = self._answered(handles, seen, {})
+        return [found[i] if i in found else self._scored(handles[i], seen[i], answers[i]) for i in range(len(handles))]
+
+    @torch.inference_mode()
+    def _relabel(self, handles: Sequence[Handle]) -> list[Handle]:
+        seen, found = self._seen(handles)
+        for i, tokens in list(seen.items()):
+            old: Scored = handles[i].body
+            same = np.array_equal(tokens, context_of(old)) and old.teacher_version == self.version
+            if same:
+                del seen[i]
+                found[i] = Handle(replace(handles[i].header, moved=handles[i].header.moved or 0.0), old)
+        then = self._then({i: handles[i].body for i in seen})
+        answers = self._answered(handles, seen, then)
+        for i, tokens in seen.items():
+            unknown_N = np.full(handles[i].body.rollout.trained_tokens, np.nan, np.float32)
+            found[i] = self._scored(handles[i], tokens, {"supervision_kl": unknown_N, **answers[i]})
+        return [found[i] for i in range(len(handles))]
+
+    def _scored(self, handle: Handle, tokens: Ints, answer: Mapping[str, Any]) -> Handle:
+        return scored(handle, teacher=self.name, version=self.version, seen=tokens, **answer)
+
+    def _seen(self, handles: Sequence[Handle]) -> tuple[dict[int, Ints], dict[int, Handle]]:
+        """What comes before each response, by its place; and those for which there is nothing."""
+        seen, none = dict[int, Ints](), dict[int, Handle]()
+        for i, handle in enumerate(handles):
+            try:
+                seen[i] = self.context(graded(handle), handle.header.attempts)
+            except NoContext as error:
+                none[i] = failed(handle, f"teacher {self.name} has no context for it: {error}", teacher=self.name)
+        return seen, none
+
+    def _then(self, said: Mapping[int, Scored]) -> dict[int, Then]:
+        """What says what was said before, as far as those weights are kept."""
+        found = dict[int, Then]()
+        for version in {each.teacher_version for each in said.values()}:
+            its = {i: old for i, old in said.items() if old.teacher_version == version}
+            if version != self.version and version not in self.kept:
+                continue
+            with self._under(version):
+                head = self.lm.head if version == self.version else copy.deepcopy(self.lm.head)
+                rollouts = {i: old.rollout for i, old in its.items()}
+                for members, hidden_ND in self._passes(rollouts, {i: context_of(old) for i, old in its.items()}):
+                    parts = by_sample(hidden_ND, [rollouts[i] for i in members])
+                    found |= {i: Then(part.cpu(), head) for i, part in zip(members, parts, strict=True)}
+        return found
+
+    def _passes(self, rollouts: Mapping[int, Rollout], seen: Mapping[int, Ints]) -> Iterator[tuple[list[int], Tensor]]:
+        """Hidden states of all responses behind what comes before them, those of a micro-batch in a row."""
+        places = list(seen)
+        rows = [with_prompt(rollouts[i], seen[i]) for i in places]
+        if not rows:
+            return
+        for batch in pack(rows, budget=self.token_budget, hidden=self.lm.head.weight.shape[1], packing=self.packing):
+            yield [places[i] for i in batch.members], Rows(rows, batch, self.lm.device).hidden(self.lm.backbone)
+
+    def _answered(
+        self, handles: Sequence[Handle], seen: Mapping[int, Ints], then: Mapping[int, Then]
+    ) -> dict[int, dict[str, Any]]:
+        """What the cache holds, for every response; and how far that is from what was said then, where it is known."""
+        rollouts, answers = {i: graded(handles[i]) for i in seen}, dict[int, dict[str, Any]]()
+        for members, hidden_ND in self._passes(rollouts, seen):
+            chosen = [rollouts[i] for i in members]
+            answers |= zip(members, self._answers(hidden_ND, chosen), strict=True)
+            for i, own_ND in zip(members, by_sample(hidden_ND, chosen), strict=True):
+                if i in then:
+                    answers[i]["supervision_kl"] = _numpy(self._moved(own_ND, then[i]))
+        return answers
+
+    def _moved(self, hidden_ND: Tensor, then: Then) -> Tensor:
+        """KL(now ‖ then) over the whole vocabulary, at every position."""
+        size = max(1, HELD // self.lm.vocab_size)
+        parts = [
+            dense(self._log_softmax(self.lm.head, now_CD), self._log_softmax(then.head, then_CD), kind="reverse")
+            for now_CD, then_CD in zip(torch.split(hidden_ND, size), torch.split(then.hidden_ND, size), strict=True)
         ]
+        return torch.cat(parts) if parts else hidden_ND.new_zeros(0)
+
+    def _log_softmax(self, head: Head, hidden_CD: Tensor) -> Tensor:
+        logits_CV = head(hidden_CD.to(self.lm.device))
+        return (logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self.temperature).log_softmax(-1)
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
         """What the cache holds, for every sample of a micro-batch."""
@@ -173,6 +312,10 @@ class NativeScorer:
             "teacher_ids": ids_NK,
             "teacher_topk_logp": torch.where(ids_NK == tokens_N[:, None], logp_N[:, None], logp_NK),
         }
+
+
+def context_of(old: Scored) -> Ints:
+    return old.rollout.prompt.tokens if old.context is None else old.context
 
 
 def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:

@@ -16,7 +16,7 @@ from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.trust import scored
 from slipstream.engines.vllm.core import Core, Settings
 from slipstream.errors import ModelError
-from slipstream.records import Group, Handle, Rollout, graded
+from slipstream.records import Group, Handle, Ints, Rollout, graded
 
 
 class VllmScorer:
@@ -53,13 +53,12 @@ class VllmScorer:
 
     async def _one(self, handle: Handle) -> Handle:
         rollout = graded(handle)
-        found = await self._caches(rollout)
-        return scored(handle, teacher=self.name, context_id=self.context.id, **found)
+        prefix = self.context(rollout, handle.header.attempts)
+        return scored(handle, teacher=self.name, seen=prefix, **await self._caches(rollout, prefix))
 
-    async def _caches(self, rollout: Rollout) -> dict[str, Any]:
+    async def _caches(self, rollout: Rollout, prefix: Ints) -> dict[str, Any]:
         from vllm.inputs import TokensPrompt
 
-        prefix = self.context(rollout)
         sent = [*prefix.tolist(), *rollout.tokens.tolist()]
         if len(sent) >= self.core.context:  # vLLM wants room for one more
             raise ModelError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Fingerprint, Metrics, Quote, Weighed, WeightsRef
+from slipstream.engines.base import Fingerprint, Follower, Metrics, Quote, Weighed, WeightsRef
 from slipstream.engines.native.learning.dummy_batch import nothing
 from slipstream.engines.native.learning.first_look import Distances, FirstLook
 from slipstream.engines.native.learning.optimizer import make_optimizer
@@ -61,9 +61,11 @@ class NativeLearner:
         tokenizer: Any = None,
         teacher_head: Head | None = None,
         snapshots: int = 0,
+        follow: Mapping[str, Follower] | None = None,
         threads: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
+        """`follow`: how those teachers move that come from here."""
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
         self.tokenizer, self.export_dtype = tokenizer, export_dtype or config.dtype
         self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
@@ -78,6 +80,11 @@ class NativeLearner:
             self.snapshots.take(REFERENCE, host=method.reference.host)
         if method.previous:
             self.snapshots.take(PREVIOUS, host=False)
+        self.follow = dict(follow or {})
+        self.followed = dict.fromkeys(self.follow, 0)
+        """The update after which each teacher last moved."""
+        for teacher in self.follow:
+            self.snapshots.take(snapshot_of(teacher))
         self.update = self.made = 0
         """The update in hand, and the last one whose first step was made."""
         self.beta = method.beta
@@ -93,8 +100,8 @@ class NativeLearner:
         """Metrics since the last step."""
         self.noted: list[tuple[int, Metrics]] = []
         """What `prepare` found out about so many samples of the update."""
-        self.still: dict[str, int] = {}
-        """Checksums of weights that are not trained."""
+        self.still: dict[str, dict[str, int]] = {}
+        """Checksums of weights that are not trained, in each precision."""
 
     # --- the protocol ----------------------------------------------------------------------------------------
 
@@ -122,8 +129,8 @@ class NativeLearner:
     async def compare(self, batch: Batch) -> Metrics:
         return await self._run(lambda: self._compare([scored(handle) for handle in batch.handles]))
 
-    async def export(self) -> tuple[WeightsRef, Fingerprint]:
-        return await self._run(self._export)
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        return await self._run((lambda: self._export_to(teacher)) if teacher else self._export)
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
         await self._run(lambda: self._save(path, groups, optimizer))
@@ -327,6 +334,7 @@ class NativeLearner:
             beta=beta,
             groups=groups,
             versions={version: self.snapshots.state(version) for version in asked if version in self.snapshots},
+            teachers={name: (self.followed[name], self.snapshots.state(snapshot_of(name))) for name in self.follow},
         )
 
     def _restore(self, path: Path) -> Sequence[Group]:
@@ -345,6 +353,14 @@ class NativeLearner:
                     "it was saved under, or begin a new run"
                 )
             self.beta, self.kl = found.beta, []
+        for name in self.follow:
+            if name not in found.teachers:
+                raise RunDirError(
+                    f"{path} does not hold the weights of teachers.{name}, which follow the student: write the follow "
+                    "it was saved under, or begin a new run"
+                )
+            self.followed[name], state = found.teachers[name]
+            self.snapshots.put(snapshot_of(name), state, host=True)
         self.update, self.made = 0, found.update
         if self.snapshots.keep:
             for version, state in found.versions.items():
@@ -354,9 +370,25 @@ class NativeLearner:
     def _export(self) -> tuple[WeightsRef, Fingerprint]:
         if self.snapshots.keep:
             self.snapshots.take(self.made)
-        model, dtype = self.lm.model, self.export_dtype
-        weights = export_weights(model, dtype, version=self.made, keep=self.ranks.index == 0)
-        return weights, fingerprint(model, dtype, exported=weights, still=self.still)
+        return self._exported(self.export_dtype, self.made)
+
+    def _export_to(self, teacher: str) -> tuple[WeightsRef, Fingerprint]:
+        follower, held = self.follow[teacher], snapshot_of(teacher)
+        if self.made > self.followed[teacher] and self.made % follower.every == 0:
+            self.snapshots.blend(held, follower.decay)
+            self.followed[teacher] = self.made
+        return self._exported(follower.dtype, self.followed[teacher], self.snapshots.state(held))
+
+    def _exported(
+        self, dtype: str, version: int, others: Mapping[str, Tensor] | None = None
+    ) -> tuple[WeightsRef, Fingerprint]:
+        model, keep = self.lm.model, self.ranks.index == 0
+        weights = export_weights(model, dtype, version=version, keep=keep, others=others)
+        return weights, fingerprint(model, dtype, exported=weights, still=self.still.setdefault(dtype, {}))
+
+
+def snapshot_of(teacher: str) -> str:
+    return f"teacher {teacher}"
 
 
 def key_of(header: Header) -> Key:

@@ -1,4 +1,5 @@
-"""Weights of other versions than the learner's own: the last few published, those before an update, and the reference.
+"""Weights of other versions than the learner's own: the last few published, those before an update, the reference, and
+teachers that follow.
 
 Only what is trained is kept, in host memory unless asked otherwise, each rank its own shard. A pass under one of them
 copies it over the weights and then back, so whatever holds the weights (shards, adapters) needs to know nothing of it.
@@ -37,6 +38,12 @@ class Snapshots:
         numbered = sorted(version for version in self.held if isinstance(version, int))
         for old in numbered[: max(0, len(numbered) - self.keep)]:
             del self.held[old]
+
+    @torch.no_grad()
+    def blend(self, version: Version, decay: float) -> None:
+        """decay · that version + (1 − decay) · the weights as they are."""
+        for held, own in zip(self.held[version], self.parameters, strict=True):
+            held.lerp_(own.to(held.device), 1 - decay)  # with 1, exactly the weights
 
     def state(self, version: Version) -> dict[str, Tensor]:
         """That version as a state dict, laid out over the ranks as the weights are."""

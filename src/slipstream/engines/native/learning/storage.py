@@ -1,7 +1,8 @@
 """The learner on disk: an ordinary model directory, and what it takes to go on, whatever the number of ranks then.
 
-Beside the model lie `learner.safetensors` (moments, adapters, the weights before the last update, and those of versions
-that drew what is on its way), `learner.json`, and the groups that are on their way (`recordfile`).
+Beside the model lie `learner.safetensors` (moments, adapters, the weights before the last update, those of versions
+that drew what is on its way, and those of teachers that follow), `learner.json`, and the groups that are on their way
+(`recordfile`).
 """
 
 from __future__ import annotations
@@ -43,18 +44,21 @@ def save(
     beta: float | None,
     groups: Sequence[Group] = (),
     versions: Mapping[int, Mapping[str, Tensor]],
+    teachers: Mapping[str, tuple[int, Mapping[str, Tensor]]],
 ) -> None:
     """The first rank writes; all take part. Without an optimizer, only the model; and its adapters by themselves, if it
     has any.
 
     `previous`: the weights before the last update, of what is trained, if the method compares with them. `beta`: what
     the KL to the reference will count, if it is steered. `versions`: weights that drew tokens of the `groups`, as far
-    as they are kept; the first rank has the groups.
+    as they are kept; the first rank has the groups. `teachers`: those that follow, each with the update after which it
+    last moved.
     """
     state = ranks.on_first(lm.model.state_dict(keep_vars=True))
     moments: Moments = ranks.on_first(optimizer.state_dict())["state"] if optimizer else {}
     before = ranks.on_first(dict(previous)) if optimizer else {}
     drew = {f"version {version}": ranks.on_first(dict(held)) for version, held in versions.items()}
+    following = {f"teacher {name}": ranks.on_first(dict(held)) for name, (_, held) in teachers.items()}
     if ranks.index > 0:
         return
     with said_by_libraries(path):
@@ -64,10 +68,11 @@ def save(
         if optimizer:
             adapters = {name: value for name, value in state.items() if is_adapter(name)}
             of_weights = {f"{index}.{name}": value for index, own in moments.items() for name, value in own.items()}
-            parts = {"moments": of_weights, "adapters": adapters, "previous": before, **drew}
+            parts = {"moments": of_weights, "adapters": adapters, "previous": before, **drew, **following}
             tensors = {f"{part}/{name}": value for part, held in parts.items() for name, value in held.items()}
             save_file({name: value.detach().contiguous() for name, value in tensors.items()}, path / TENSORS)
-            numbers = {"update": update, "beta": beta, "versions": list(versions)}
+            moved = {name: version for name, (version, _) in teachers.items()}
+            numbers = {"update": update, "beta": beta, "versions": list(versions), "teachers": moved}
             (path / NUMBERS).write_text(json.dumps(numbers))
         elif adapted(lm.model):
             write(path / ADAPTER, lm.model, state, base=lm.name)
@@ -90,6 +95,7 @@ class Restored(NamedTuple):
     previous: dict[str, Tensor]
     beta: float | None
     versions: dict[int, dict[str, Tensor]]
+    teachers: dict[str, tuple[int, dict[str, Tensor]]]
     groups: Sequence[Group]
 
 
@@ -109,6 +115,8 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
             moments.setdefault(int(index), {})[kind] = value
         previous = part("previous")
         versions = {version: part(f"version {version}") for version in saved["versions"]}
+        moved = saved.get("teachers", {})
+        teachers = {name: (version, part(f"teacher {name}")) for name, version in moved.items()}
     if not lora:
         dtype, device = str(lm.head.weight.dtype).removeprefix("torch."), "cpu" if ranks.size > 1 else str(lm.device)
         weights = load_model(str(path), dtype=dtype, device=device).model.state_dict()
@@ -117,7 +125,7 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
     lm.model.load_state_dict(weights, strict=not lora)
     restore_moments(optimizer, moments)
     groups = [] if ranks.index else read_groups(path)
-    return Restored(int(saved["update"]), previous, saved["beta"], versions, groups)
+    return Restored(int(saved["update"]), previous, saved["beta"], versions, teachers, groups)
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:

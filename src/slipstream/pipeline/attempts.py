@@ -1,0 +1,73 @@
+"""What was tried at every prompt so far, for teachers that are shown it.
+
+`best` is the best attempt of all, those of the group that is about to be scored among them; `last` is the newest one
+that another group has made. Bounded: prompts that were not tried for the longest time are forgotten first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from slipstream.records import Attempts, Group, Handle, Header
+
+LIMIT = 1 << 27
+"""Characters that are remembered."""
+
+
+@dataclass
+class Tried:
+    """At one prompt."""
+
+    best: str = ""
+    best_reward: float | None = None
+    newest: list[tuple[int, str, float | None]] = field(default_factory=list)
+    """Of each of the last two groups, by its number, the last attempt and its reward."""
+
+    @property
+    def size(self) -> int:
+        return len(self.best) + sum(len(text) for _, text, _ in self.newest)
+
+
+class Memory:
+    def __init__(self, reward: str = "", *, before: Mapping[str, Any] | None = None, limit: int = LIMIT) -> None:
+        """`reward` says which attempt is the best; `before` is the `state` that another one had."""
+        self.reward, self.limit = reward, limit
+        self.prompts = OrderedDict((prompt, Tried(**tried)) for prompt, tried in (before or {}).items())
+        self.size = sum(tried.size for tried in self.prompts.values())
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {prompt: asdict(tried) for prompt, tried in self.prompts.items()}
+
+    def note(self, group: Group) -> list[Handle]:
+        """A group was rolled out; it goes on without its texts."""
+        headers = [handle.header for handle in group]
+        tried = self.prompts.pop(headers[0].prompt, None) or Tried()
+        self.size -= tried.size
+        for header in headers:
+            self._compare(tried, header)
+        last = headers[-1]
+        others = [each for each in tried.newest if each[0] != last.number]
+        tried.newest = [*others[-1:], (last.number, last.said, last.rewards.get(self.reward))]
+        self.prompts[last.prompt] = tried
+        self.size += tried.size
+        while self.size > self.limit and len(self.prompts) > 1:
+            _, forgotten = self.prompts.popitem(last=False)
+            self.size -= forgotten.size
+        return [Handle(replace(handle.header, said=""), handle.body) for handle in group]
+
+    def shown(self, header: Header, names: Collection[str]) -> Attempts:
+        """To the teacher of this response: so much of it as these names say."""
+        tried = self.prompts.get(header.prompt, Tried())
+        others = [(text, reward) for number, text, reward in tried.newest if number != header.number]
+        last, last_reward = others[-1] if others else ("", None)
+        known = Attempts(tried.best, tried.best_reward, last, last_reward)
+        return Attempts(**{name: getattr(known, name) for name in names})
+
+    def _compare(self, tried: Tried, header: Header) -> None:
+        reward = header.rewards.get(self.reward)
+        if reward is not None and (tried.best_reward is None or reward > tried.best_reward):
+            tried.best, tried.best_reward = header.said, reward
