@@ -96,6 +96,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
         check_endpoints(config, tokenizer, prompts, notes.append)
     notes += [f"{kind}: one at first, up to {n} as the run needs them" for kind, n in config.most_workers.items()]
     notes += [*position_notes(config), *baseline_notes(config), *clip_notes(config), *draw_notes(config)]
+    notes += freshness_notes(config)
     notes += checkpoint_notes(config)
     engines = engines_of(config, method)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
@@ -407,6 +408,20 @@ def clip_notes(config: Config) -> list[str]:
         "ratios are 1 but for rounding"
         for name in given
     ]
+
+
+def freshness_notes(config: Config) -> list[str]:
+    """Of what cannot be stale, or is not known to be."""
+    if config.freshness is None:
+        return []
+    if schedule_of(config.schedule, config.groups_per_update).bound == 0:
+        return [
+            "[freshness] has next to nothing to do: every answer is drawn by the weights that learn from it, so that "
+            "its freshness is 1"
+        ]
+    if all(teacher.relabel == "never" for teacher in config.teachers.values()):
+        return ["freshness: no teacher is asked again (relabel), so that supervision drift is taken to be 0"]
+    return []
 
 
 def draw_notes(config: Config) -> list[str]:
