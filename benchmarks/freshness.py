@@ -24,7 +24,7 @@ import slipstream
 from slipstream.metrics import throughput
 
 BATCH = 32
-OFF = {"weight": "none", "anchor": 0.0, "refresh": "never"}
+OFF = {"weight": "equal", "anchor": 0.0, "refresh": "never"}
 SOON = {"cooldown": 20}
 """Updates are few: two refreshes may be so many steps apart, and not 200."""
 ARMS: dict[str, dict[str, Any] | None] = {

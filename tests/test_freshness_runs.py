@@ -37,9 +37,9 @@ ARMS = {
     "stronger": {"alpha": 2.0, "threshold": 0.15, "anchor": 1.0},
     "weight": {"anchor": 0.0, "refresh": "never"},
     "lag only": {"weight": "lag", "anchor": 0.0, "refresh": "never"},
-    "anchor only": {"weight": "none", "anchor": 0.5, "refresh": "never"},
-    "refresh only": {"weight": "none", "anchor": 0.0},
-    "fixed refresh": {"weight": "none", "anchor": 0.0, "refresh": "fixed"},
+    "anchor only": {"weight": "equal", "anchor": 0.5, "refresh": "never"},
+    "refresh only": {"weight": "equal", "anchor": 0.0},
+    "fixed refresh": {"weight": "equal", "anchor": 0.0, "refresh": "fixed"},
     "without lag": {"lag": False},
     "over samples": {"over": "samples", "anchor": 1.0},
     "supervision moved": {"beta": 1.5},
@@ -105,7 +105,7 @@ def written_out(
             loss_T = loss_T[known_T]
         drift = fresh.alpha * math.sqrt(float(kl_T.detach().mean())) + fresh.beta * math.sqrt(sup)
         f = math.exp(-drift) / ((lag if fresh.lag else 0) + 1)
-        w = {"freshness": max(0.0, f - fresh.threshold), "lag": 1 / (lag + 1), "none": 1.0}[fresh.weight]
+        w = {"freshness": max(0.0, f - fresh.threshold), "lag": 1 / (lag + 1), "equal": 1.0}[fresh.weight]
         mean = torch.sum if fresh.over == "tokens" else torch.mean
         parts.append(w * (mean(loss_T) + fresh.anchor * mean(kl_T)))
         weights.append(w)

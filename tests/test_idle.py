@@ -81,7 +81,7 @@ REFUSED = {
     "freshness.every=5": 'every is for refresh = "fixed": write that, or drop it',
     "freshness.refresh=never freshness.kappa_f=0.2": 'kappa_f is for refresh = "adaptive": write that, or drop it',
     "freshness.weight=lag freshness.threshold=0.1": 'threshold is for weight = "freshness": write that, or drop it',
-    "freshness.weight=none freshness.anchor=0 freshness.refresh=never": "leave nothing to do: drop [freshness], or one",
+    "freshness.weight=equal freshness.anchor=0 freshness.refresh=never": "leave nothing to do: drop [freshness], or one",
     "freshness.also=policy": 'freshness.also = "policy" weighs a policy loss, and there is none',
     f"{RL} freshness.anchor=0.2": "[freshness] weighs the distillation loss, and loss.weight = 0: write freshness.also",
     "freshness.drift=snapshots learner.snapshots=0": "learner.snapshots = 0 keeps none: leave it out",
@@ -89,7 +89,7 @@ REFUSED = {
     "loss.kind=forward_kl freshness.m=4 freshness.drift=snapshots freshness.anchor=0": (
         'freshness.m does nothing: drift = "snapshots" is exact, and anchor = 0: drop it'
     ),
-    "loss.kind=forward_kl freshness.anchor=0.2 sampler.top_p=0.9": "[freshness] estimates the KL by the ratio of a whole",
+    "loss.kind=forward_kl freshness.anchor=0.2 sampler.top_p=0.9": "[freshness] estimates the KL by the ratio of a",
     "policy.loss=vanilla task.reward=exact sampler.group=2 freshness.over=samples schedule.kind=periodic": (
         "the policy loss is divided by tokens and distillation by sequences, and schedule.kind = 'periodic' divides"
     ),
@@ -109,7 +109,7 @@ NOTED = {
     "loss.kind=k1 loss.as=reward loss.dual_clip=4.0 schedule.kind=periodic": f"loss.dual_clip {NOTHING}",
     f"{RL} policy.options={{clip_high=0.3}} schedule.kind=sync": f"policy.options.clip_high {NOTHING}",
     "freshness.anchor=0.2 schedule.kind=sync": "[freshness] has next to nothing to do: every answer is drawn by the",
-    "freshness.anchor=0.2": "freshness: no teacher is asked again (relabel), so that supervision drift is taken to be 0",
+    "freshness.anchor=0.2": "freshness: no teacher is asked again (relabel), so that supervision drift is",
     "loss.m=64": 'loss.m = 64 draws of 39 tokens: loss.kind = "reverse_kl" computes all of them',
 }
 QUIET = [

@@ -13,7 +13,7 @@ class FreshnessConfig(Section):
     """Weigh every sample by f = exp(−alpha·√D_roll − beta·√D_sup) / (lag + 1), hold the student near what drew, and
     begin anew when the buffer is stale."""
 
-    weight: Literal["freshness", "lag", "none"] = "freshness"
+    weight: Literal["freshness", "lag", "equal"] = "freshness"
     """What a sample counts: f less the threshold and never below 0, or 1 / (lag + 1), or 1."""
     alpha: float = Field(1.0, ge=0)
     """How much the drift of the student since it drew a sample takes off its freshness."""
@@ -70,9 +70,9 @@ class FreshnessConfig(Section):
         ):
             if getattr(self, needs) != value and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name} is for {needs} = "{value}": write that, or drop it')
-        if self.weight == "none" and not self.anchor and self.refresh == "never":
+        if self.weight == "equal" and not self.anchor and self.refresh == "never":
             raise ValueError(
-                'weight = "none", anchor = 0 and refresh = "never" leave nothing to do: drop [freshness], or one of '
+                'weight = "equal", anchor = 0 and refresh = "never" leave nothing to do: drop [freshness], or one of '
                 "them (learner.exact_drift only measures)"
             )
         return self

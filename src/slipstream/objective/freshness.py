@@ -122,7 +122,7 @@ class Judge:
                 w_B = weight(f_B, threshold=freshness.threshold)
             case "lag":
                 w_B = score(lag_B, torch.zeros_like(roll_B), torch.zeros_like(sup_B))
-            case "none":
+            case "equal":
                 w_B = torch.ones_like(f_B)
         columns = (x_B.tolist() for x_B in (lag_B, roll_B, sup_B, f_B, w_B))
         return [

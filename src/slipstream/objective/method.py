@@ -175,7 +175,7 @@ class Method:
 
 
 def weighed_by(fresh: FreshnessConfig) -> str:
-    return {"freshness": "freshness · ", "lag": "1/(lag + 1) · ", "none": ""}[fresh.weight]
+    return {"freshness": "freshness · ", "lag": "1/(lag + 1) · ", "equal": ""}[fresh.weight]
 
 
 def _times(weight: float) -> str:
