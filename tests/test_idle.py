@@ -81,7 +81,7 @@ REFUSED = {
     "freshness.every=5": 'every is for refresh = "fixed": write that, or drop it',
     "freshness.refresh=never freshness.kappa_f=0.2": 'kappa_f is for refresh = "adaptive": write that, or drop it',
     "freshness.weight=lag freshness.threshold=0.1": 'threshold is for weight = "freshness": write that, or drop it',
-    "freshness.weight=equal freshness.anchor=0 freshness.refresh=never": "leave nothing to do: drop [freshness], or one",
+    "freshness.weight=equal freshness.anchor=0 freshness.refresh=never": "leave nothing to do: drop [freshness], or",
     "freshness.also=policy": 'freshness.also = "policy" weighs a policy loss, and there is none',
     f"{RL} freshness.anchor=0.2": "[freshness] weighs the distillation loss, and loss.weight = 0: write freshness.also",
     "freshness.drift=snapshots learner.snapshots=0": "learner.snapshots = 0 keeps none: leave it out",
