@@ -498,13 +498,14 @@ def test_who_comes_gets_gpus_that_nobody_has(nursery: Nursery) -> None:
     places = [Place(RemoteSampler, f"sampler-{i}", 1, Environment) for i in range(2)]
 
     async def main(staff: Staff) -> list[str]:
-        (place,) = staff.kinds.values()
-        assert staff.room(place) == 1
-        worker = await staff.replace(staff.hire("sampler", "sampler-2"))
-        assert staff.room(place) == 0
+        assert staff.free() == {"GPU": 1}
+        hired = staff.hire("sampler", "sampler-2")
+        assert staff.free() == {"GPU": 0}, "as it is nobody else's any more"
+        worker = await staff.replace(hired)
+        assert staff.free() == {"GPU": 0}
         first = await worker.call("read", "CUDA_VISIBLE_DEVICES")
         await staff.dismiss(next(iter(staff.places)))
-        assert staff.room(place) == 1
+        assert staff.free() == {"GPU": 1}
         worker = await staff.replace(staff.hire("sampler", "sampler-3"))
         return [first, await worker.call("read", "CUDA_VISIBLE_DEVICES")]
 
