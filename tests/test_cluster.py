@@ -23,6 +23,8 @@ from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer
 from test_runtimes import SAMPLING, losses, prompts, settings, silent
 
+pytestmark = pytest.mark.processes
+
 SYSTEM = {
     "max_direct_call_object_size": 1,  # all records are as large ones, which lie where they were made
     "health_check_initial_delay_ms": 1000,
