@@ -2,8 +2,8 @@
 
 Every line that comes is a command, as JSON; it is forked from here, where everything is imported, and its pid is
 answered; one that begins with `nohup` does not hear of its terminal's end. An empty line waits for it: the answer is
-its exit status (of a signal: negative), and the names of all that it has left. Whatever loses its parent becomes a child
-of this process, so nothing can hide.
+its exit status (of a signal: negative), and the names of all that it has left. Whatever loses its parent becomes a
+child of this process, so nothing can hide.
 """
 
 from __future__ import annotations
