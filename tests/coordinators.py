@@ -1,8 +1,9 @@
 """Commands as processes of their own, and what is left of each when it has ended: `python coordinators.py`.
 
 Every line that comes is a command, as JSON; it is forked from here, where everything is imported, and its pid is
-answered. An empty line waits for it: the answer is its exit status (of a signal: negative), and the names of all that
-it has left. Whatever loses its parent becomes a child of this process, so nothing can hide.
+answered; one that begins with `nohup` does not hear of its terminal's end. An empty line waits for it: the answer is
+its exit status (of a signal: negative), and the names of all that it has left. Whatever loses its parent becomes a
+child of this process, so nothing can hide.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ def run(argv: list[str]) -> NoReturn:
     output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
+    if argv[0] == "nohup":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        del argv[0]
     code = main(argv)
     sys.stdout.flush()
     os._exit(code)
@@ -62,12 +66,15 @@ class Coordinators:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
+    def begin(self, *command: str) -> int:
+        return int(self.ask(json.dumps(command)))
+
     def train(self, *changes: str) -> int:
         subprocess.run(["rm", "-rf", str(self.home / "run")], check=True)
-        return int(self.ask(json.dumps(["train", "run.toml", "--skip-checks", *changes])))
+        return self.begin("train", "run.toml", "--skip-checks", *changes)
 
     def resume(self) -> int:
-        return int(self.ask(json.dumps(["resume", "run"])))
+        return self.begin("resume", "run")
 
     def trains(self, *changes: str) -> int:
         """A run that has begun."""
@@ -108,6 +115,14 @@ def below(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
+def open_files(pid: int) -> set[str]:
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the one by which we look
+            found.add(str(link.readlink()))
+    return found
+
+
 def semaphores(pid: int) -> set[str]:
     """Files in shared memory that a process has mapped."""
     words = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
@@ -115,7 +130,8 @@ def semaphores(pid: int) -> set[str]:
 
 
 if __name__ == "__main__":
-    import slipstream.commands.train  # noqa: F401
+    import slipstream.commands.train
+    import slipstream.runtimes.build  # noqa: F401
     from slipstream.linux import adopt_orphans
 
     adopt_orphans()
@@ -130,3 +146,4 @@ if __name__ == "__main__":
         print(json.dumps(answer), flush=True)
     if pid:  # whoever asked has failed
         os.kill(pid, signal.SIGKILL)
+    os._exit(0)  # libraries that were only imported have nothing to say at the end

@@ -272,7 +272,8 @@ async def opened(life: Life) -> Any:
             replace=staff.replace,
             hire=staff.hire,
             dismiss=staff.dismiss,
-            room=dict.fromkeys(staff.kinds, lambda: 5.0) if life.scaled else {},
+            takes={kind: {"CPU": 1.0} for kind in staff.kinds} if life.scaled else {},
+            free=lambda: {"CPU": 5.0},
         )
     finally:
         await asyncio.sleep(0)

@@ -12,6 +12,7 @@ from slipstream.config.schedule import Async, Sync
 from slipstream.errors import ConfigError
 from slipstream.pipeline.autoscale import MEMORY, SETTLING, WINDOW, Autoscale, Change, Seen
 from slipstream.pipeline.run import Run
+from slipstream.pipeline.scaling import Room
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from test_scale import scalable
@@ -19,7 +20,7 @@ from test_schedules import PROMPTS, config, long_tailed
 
 STEP = SETTLING + WINDOW + 1
 """Updates from one decision to the next."""
-PLENTY_OF_ROOM = {"sampler": 99.0, "teacher.main": 99.0}
+PLENTY_OF_ROOM = Room({}, {"sampler": {}, "teacher.main": {}})
 
 
 class Stages:
@@ -127,10 +128,23 @@ def test_who_never_comes_is_not_waited_for_again() -> None:
 
 def test_no_more_come_than_there_is_room_for() -> None:
     autoscale, seen = Autoscale({"sampler": 8}), Seen(2.0, 1.0, 1.0, {"sampler": 4.0}, {"sampler": 4})
-    found = [autoscale.look(seen, {"sampler": 1.0}) for _ in range(STEP)]
+    one, none = (Room({"GPU": free}, {"sampler": {"GPU": 1.0}}) for free in (1.0, 0.0))
+    found = [autoscale.look(seen, one) for _ in range(STEP)]
     assert found[-1] is not None and found[-1].sizes == {"sampler": 5}
     autoscale = Autoscale({"sampler": 8})
-    assert not any(autoscale.look(seen, {"sampler": 0.0}) for _ in range(3 * STEP))
+    assert not any(autoscale.look(seen, none) for _ in range(3 * STEP))
+
+
+def test_two_kinds_are_not_promised_the_same_gpu() -> None:
+    takes = {"sampler": {"GPU": 1.0}, "teacher.main": {"GPU": 1.0}}
+    busy, sizes = {"sampler": 4.0, "teacher.main": 2.0}, {"sampler": 4, "teacher.main": 2}
+    found = {}
+    for free in (2.0, 3.0):
+        autoscale = Autoscale({"sampler": 8, "teacher.main": 8})
+        seen, room = Seen(3.0, 1.0, 1.0, busy, sizes), Room({"GPU": free}, takes)
+        found[free] = [autoscale.look(seen, room) for _ in range(STEP)][-1]
+    assert found[2.0] is None, "more samplers alone bring nothing"
+    assert found[3.0] is not None and found[3.0].sizes == {"sampler": 6, "teacher.main": 3}
 
 
 # --- of a whole run ---------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ STORY = [
 ]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_run_cannot_be_lost(tmp_path: Path) -> None:

@@ -16,12 +16,14 @@ from ray.cluster_utils import Cluster
 import plain_engines
 from plain_engines import ToyRollouts, prompt, toy_learner, toy_scorer
 from slipstream.engines.base import Engines
-from slipstream.errors import RecordsLost
+from slipstream.errors import ConfigError, RecordsLost
 from slipstream.pipeline.run import Run
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer
 from test_runtimes import SAMPLING, losses, prompts, settings, silent
+
+pytestmark = pytest.mark.processes
 
 SYSTEM = {
     "max_direct_call_object_size": 1,  # all records are as large ones, which lie where they were made
@@ -72,7 +74,6 @@ def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster:
             say=silent,
         )
         workers: Any = {place.name: worker for worker, place in staff.places.items()}
-        room = {kind: lambda place=place: staff.room(place) for kind, place in staff.kinds.items()}
         engines = Engines(
             (workers["sampler"],),
             {"main": (workers["scorer"],)},
@@ -81,7 +82,8 @@ def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster:
             replace=staff.replace,
             hire=staff.hire,
             dismiss=staff.dismiss,
-            room=room,
+            takes={kind: staff.takes(place) for kind, place in staff.kinds.items()},
+            free=staff.free,
         )
 
         async def main() -> None:
@@ -90,7 +92,9 @@ def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster:
                 run.task = asyncio.create_task(run.train())
                 await until(lambda: run.admission.version > 2, run)
                 machine = cluster.add_node(num_cpus=2)
-                await until(lambda: room["sampler"]() >= 2, run)
+                await until(lambda: staff.free()["CPU"] >= 2, run)
+                with pytest.raises(ConfigError, match="teacher.main=3: there is room for 1 more"):
+                    run.scale(["sampler=+1", "teacher.main=+2"], lambda _: None)
                 run.scale(["sampler=+1", "teacher.main=+1"], lambda _: None)
                 await until(lambda: len([line for line in said if "is at work" in line]) == 2, run)
                 version = run.admission.version

@@ -44,11 +44,10 @@ from slipstream.pipeline.stages import Steps
 from slipstream.plan.engines import engines_of
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
 from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import local
-from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.places import cpu_seconds
 from slipstream.runtimes.ranked import RankedLearner, group_cost, number_of, shared_out
 from slipstream.tasks.data import Prompts, Row
+from test_runtimes import RUNTIMES
 from tiny import EOS, make_model, make_prompts, wrap
 
 M = 3
@@ -662,7 +661,7 @@ def test_every_step_is_balanced_and_gradients_are_made_where_the_groups_are() ->
 # --- in processes of their own ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("runtime", [local, on_ray], ids=["local", "ray"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_run_with_two_ranks(
     runtime: Any, models_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:

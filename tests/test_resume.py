@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from coordinators import Coordinators
 from slipstream.cli import main
 from slipstream.commands import train as command
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
@@ -230,20 +232,20 @@ def test_who_dies_while_a_run_goes_on_is_loaded_again(
     assert [line["update"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
-def started(path: Path, config: Path, first: str = "") -> subprocess.Popen[str]:
+@pytest.fixture(scope="module")
+def coordinators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinators]:
+    made = Coordinators(tmp_path_factory.mktemp("coordinators"))
+    yield made
+    made.close()
+
+
+def begun(coordinators: Coordinators, path: Path, *command: str) -> int:
     """A training run of which some updates are made."""
-    script = f"{first}\nimport sys; from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, "train", str(config)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    metrics = path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and len(read_lines(metrics)) >= 8):
+    pid, metrics, until = coordinators.begin(*command), path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and len(read_lines(metrics)) >= 8):
+        assert time.monotonic() < until, coordinators.output()
         time.sleep(0.02)
-    assert process.poll() is None
-    return process
+    return pid
 
 
 def finish(path: Path) -> None:
@@ -256,21 +258,19 @@ def finish(path: Path) -> None:
     assert updates == list(range(1, last + 6))
 
 
-def test_a_run_that_was_killed_goes_on(tmp_path: Path, models_dir: Path) -> None:
-    process = started(tmp_path, write_config(tmp_path, models_dir))
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
+def test_a_run_that_was_killed_goes_on(coordinators: Coordinators, tmp_path: Path, models_dir: Path) -> None:
+    os.kill(begun(coordinators, tmp_path, "train", str(write_config(tmp_path, models_dir))), signal.SIGKILL)
+    assert coordinators.end() == -signal.SIGKILL
     finish(tmp_path)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_run_that_is_told_to_stop_says_how_to_go_on(
-    tmp_path: Path, models_dir: Path, number: signal.Signals, code: int
+    coordinators: Coordinators, tmp_path: Path, models_dir: Path, number: signal.Signals, code: int
 ) -> None:
-    process = started(tmp_path, write_config(tmp_path, models_dir))
-    os.kill(process.pid, number)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == code
+    os.kill(begun(coordinators, tmp_path, "train", str(write_config(tmp_path, models_dir))), number)
+    assert coordinators.end() == code
+    output = coordinators.output()
     assert f"go on with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
     version = newest(tmp_path / "run").standing.version
     assert f"saved after update {version}; go on with" in output
@@ -298,23 +298,25 @@ def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path, models_dir:
     assert standing.in_flight and standing.version >= 4
 
 
-def test_a_run_that_is_not_to_care_for_its_terminal_goes_on(tmp_path: Path, models_dir: Path) -> None:
-    """As under nohup."""
-    process = started(
-        tmp_path, write_config(tmp_path, models_dir), "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    )
-    os.kill(process.pid, signal.SIGHUP)
-    os.kill(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143, output
+def test_a_run_that_is_not_to_care_for_its_terminal_goes_on(
+    coordinators: Coordinators, tmp_path: Path, models_dir: Path
+) -> None:
+    pid = begun(coordinators, tmp_path, "nohup", "train", str(write_config(tmp_path, models_dir)))
+    os.kill(pid, signal.SIGHUP)
+    os.kill(pid, signal.SIGTERM)
+    assert coordinators.end() == 143, coordinators.output()
 
 
-def test_a_stall_report_can_be_asked_for_and_stops_nothing(tmp_path: Path, models_dir: Path) -> None:
-    process = started(tmp_path, write_config(tmp_path, models_dir))
-    os.kill(process.pid, signal.SIGQUIT)
-    time.sleep(0.5)
-    os.kill(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 143
+def test_a_stall_report_can_be_asked_for_and_stops_nothing(
+    coordinators: Coordinators, tmp_path: Path, models_dir: Path
+) -> None:
+    pid = begun(coordinators, tmp_path, "train", str(write_config(tmp_path, models_dir)))
+    os.kill(pid, signal.SIGQUIT)
+    until = time.monotonic() + 60
+    while "learner " not in coordinators.output():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGTERM)
+    assert coordinators.end() == 143
     for part in ("after the last move, at version", "credits in use", "sampler ", "scorer ", "learner "):
-        assert part in output
+        assert part in coordinators.output()

@@ -4,7 +4,6 @@ breaks, and that nothing is left, however it ends."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import json
 import os
@@ -28,7 +27,7 @@ from ray._private.internal_api import node_stats
 from transformers import PreTrainedTokenizerFast
 
 import plain_engines
-from coordinators import Coordinators, below, semaphores
+from coordinators import open_files
 from plain_engines import (
     LARGE,
     VOCAB,
@@ -49,8 +48,6 @@ from plain_engines import (
     toy_learner,
     toy_scorer,
 )
-from slipstream.cli import main
-from slipstream.commands import train as command
 from slipstream.commands.planned import planned as planned_there
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
@@ -72,7 +69,7 @@ from slipstream.runtimes.worker import Birth
 from slipstream.tasks.data import Prompts, Row
 
 SAMPLING = Sampling(max_tokens=4)
-LINUX = sys.platform == "linux"
+RUNTIMES = [pytest.param(local, id="local"), pytest.param(on_ray, id="ray", marks=pytest.mark.processes)]
 
 
 def silent(_: str) -> None:
@@ -148,7 +145,7 @@ def real(models_dir: Path, tokenizer: PreTrainedTokenizerFast, tmp_path_factory:
         engines.close()
 
 
-@pytest.mark.parametrize("runtime", [local, on_ray], ids=["local", "ray"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_a_run_has_the_losses_of_one_process_and_all_its_processes_end(
     runtime: Any, real: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -195,34 +192,7 @@ class Fate:
         pass
 
 
-@pytest.mark.parametrize("kind", ["local", "ray"])
-def test_a_run_whose_learner_dies_goes_back_to_its_last_checkpoint(
-    kind: str, tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path, models_dir)
-    monkeypatch.chdir(tmp_path)
-    go, fates = command.go, {5: "learner"}
-
-    def with_a_fate(made: Any, engines: Engines, log: RunLog, *args: Any, **options: Any) -> None:
-        log.sinks.append(Fate(signal.SIGKILL, fates, lambda _: engines.learner.pid))  # type: ignore[attr-defined]
-        go(made, engines, log, *args, **options)
-
-    monkeypatch.setattr(command, "go", with_a_fate)
-    changes = ["--runtime.kind", kind, "--updates", "8", "--checkpoint.every", "3"]
-    assert main(["train", "run.toml", "--skip-checks", *changes]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"learner \(pid \d+\) is gone: .*; the run goes back to its last checkpoint", said)
-    assert "going on from run/checkpoints/3; " in said and "died and were started again: learner 1 ×" in said
-    lines, ledger = read_lines(tmp_path / "run" / "metrics.jsonl"), read_lines(tmp_path / "run" / "ledger.jsonl")
-    assert [line["update"] for line in lines] == list(range(1, 9))
-    assert [line.get("restarts/learner") for line in lines] == [None] * 3 + [1] * 5
-    assert sorted((entry["number"], entry["end"]) for entry in ledger) == [(number, "trained") for number in range(32)]
-    events = json.loads((tmp_path / "run" / "trace.json").read_text().rstrip(",\n") + "]")
-    (gap,) = [event for event in events if event["name"] == "gone"]
-    assert gap["ts"] == pytest.approx(lines[2]["time"] * 1e6, abs=1) and lines[3]["time"] * 1e6 > gap["ts"] + gap["dur"]
-
-
-@pytest.mark.parametrize("runtime", [local, on_ray], ids=["local", "ray"])
+@pytest.mark.parametrize("runtime", RUNTIMES)
 def test_what_cannot_start_takes_all_with_it(runtime: Any, tokenizer: PreTrainedTokenizerFast) -> None:
     before = children()
     with pytest.raises(ConfigError, match="3 engines need a GPU each, there are 0"):
@@ -288,7 +258,7 @@ class Processes:
         return left
 
 
-@pytest.fixture(params=["local", "ray"])
+@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.processes)])
 def opened(request: pytest.FixtureRequest) -> Iterator[Processes]:
     with ExitStack() as stack:
         if request.param == "local":
@@ -498,13 +468,14 @@ def test_who_comes_gets_gpus_that_nobody_has(nursery: Nursery) -> None:
     places = [Place(RemoteSampler, f"sampler-{i}", 1, Environment) for i in range(2)]
 
     async def main(staff: Staff) -> list[str]:
-        (place,) = staff.kinds.values()
-        assert staff.room(place) == 1
-        worker = await staff.replace(staff.hire("sampler", "sampler-2"))
-        assert staff.room(place) == 0
+        assert staff.free() == {"GPU": 1}
+        hired = staff.hire("sampler", "sampler-2")
+        assert staff.free() == {"GPU": 0}, "as it is nobody else's any more"
+        worker = await staff.replace(hired)
+        assert staff.free() == {"GPU": 0}
         first = await worker.call("read", "CUDA_VISIBLE_DEVICES")
         await staff.dismiss(next(iter(staff.places)))
-        assert staff.room(place) == 1
+        assert staff.free() == {"GPU": 1}
         worker = await staff.replace(staff.hire("sampler", "sampler-3"))
         return [first, await worker.call("read", "CUDA_VISIBLE_DEVICES")]
 
@@ -513,7 +484,7 @@ def test_who_comes_gets_gpus_that_nobody_has(nursery: Nursery) -> None:
         assert asyncio.run(main(staff)) == ["c", "a"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.processes)])
 def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
     opened: Processes, how: signal.Signals, tmp_path: Path
 ) -> None:
@@ -724,6 +695,7 @@ def test_gpus_are_shared_out_or_left_alone() -> None:
         gpus_each("cuda", 3, 0, silent)
 
 
+@pytest.mark.processes
 def test_what_ray_cannot_give_is_refused_at_once(cluster: None, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ConfigError, match="runtime.address = '127.0.0.1:9': no Ray cluster answers there"):
         on_ray.start_there("127.0.0.1:9")
@@ -792,197 +764,3 @@ def test_what_is_sent_to_nobody_is_dropped() -> None:
     ours.send("anything", [Packed(b"x" * 1_000_000)])
     assert not ours.unsent and not ours.read()
     ours.close()
-
-
-# --- every end of a run -----------------------------------------------------------------------------------------------
-
-RUN = """
-student = "{models}/student"
-updates = 100000
-output = "run"
-[data]
-train = "rows.jsonl"
-[teachers.main]
-model = "{models}/teacher"
-[sampler]
-max_tokens = 8
-slots = 8
-[loss]
-m = 2
-[learner]
-batch_size = 4
-[task]
-reward = "exact"
-"""
-
-
-def write_run(home: Path, models: Path) -> None:
-    (home / "run.toml").write_text(RUN.format(models=models))
-    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
-    (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def listening() -> set[str]:
-    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    return {f"socket:[{line.split()[9]}]" for table in tables for line in table if line.split()[3] == "0A"}
-
-
-def open_files(pid: int) -> set[str]:
-    found = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the one by which we look
-            found.add(str(link.readlink()))
-    return found
-
-
-@pytest.fixture(scope="module")
-def coordinators(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinators]:
-    home = tmp_path_factory.mktemp("ends")
-    write_run(home, models_dir)
-    made = Coordinators(home)
-    yield made
-    made.close()
-
-
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-def test_workers_come_and_go_while_a_run_goes_on(
-    coordinators: Coordinators, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def scale(*changes: str) -> str:
-        code = main(["scale", str(coordinators.home / "run"), *changes])
-        output = capsys.readouterr()
-        return output.out if code == 0 else output.err
-
-    def until(lines: str) -> None:
-        ends = time.monotonic() + 120
-        while scale() != lines:
-            assert time.monotonic() < ends, (scale(), coordinators.output())
-            time.sleep(0.1)
-
-    pids = coordinators.running("--updates", "1000000")
-    until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
-    assert "1 starting (sampler-1)" in scale("sampler=+1", "teacher.main=2")
-    until("sampler: 2 working (sampler, sampler-1)\nteacher.main: 2 working (scorer, scorer-1)\n")
-    assert scale("sampler=+1", "teacher.main=-2") == "error: teacher.main=-2: there are 2, and one must stay\n"
-    assert scale("sampler=99999").startswith("error: 100002 engines and 99999 processes that grade need ")
-    scale("sampler=-1", "teacher.main=1")
-    until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
-    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in below(pids["nursery"])]
-    assert sorted(names) == ["learner", "sampler", "scorer"]
-    os.kill(pids["coordinator"], signal.SIGINT)
-    assert coordinators.end() == 130
-    assert re.search(r"^sampler-1 is at work after .*^sampler-1 has left$", coordinators.output(), re.M | re.S)
-    assert scale("sampler=+1").endswith("goes on with one that was stopped\n")
-    assert not (coordinators.home / "run" / "scale.sock").exists()
-
-
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-def test_nothing_is_left_of_a_run_that_is_done_or_refused(coordinators: Coordinators) -> None:
-    coordinators.train("--updates", "2")
-    assert coordinators.end() == 0 and "done: student in" in coordinators.output()
-    coordinators.train("--student", "nowhere")
-    assert coordinators.end() == 2 and coordinators.output().startswith("error: ")
-
-
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-@pytest.mark.parametrize(
-    ("victim", "number", "status", "says"),
-    [
-        ("coordinator", signal.SIGINT, 130, "interrupted"),
-        ("coordinator", signal.SIGTERM, 143, "terminated"),
-        ("coordinator", signal.SIGHUP, 129, "hung up"),
-        ("coordinator", signal.SIGKILL, -signal.SIGKILL, ""),
-        ("nursery", signal.SIGKILL, 2, "is gone: the nursery, its parent process, was killed"),
-        ("learner", signal.SIGKILL, 2, "has no checkpoint to go on from: it was stopped before the first"),
-        ("sampler", signal.SIGKILL, 2, "the last sampler died: sampler (pid"),
-        ("scorer", signal.SIGTERM, 2, "is gone: killed by SIGTERM"),
-    ],
-)
-def test_nothing_is_left_however_a_run_ends(
-    coordinators: Coordinators, victim: str, number: int, status: int, says: str
-) -> None:
-    pids = coordinators.running("--runtime.restarts", "0")
-    assert pids.keys() == {"coordinator", "nursery", "learner", "sampler", "scorer", "grader"}
-    shared = set[str]().union(*map(semaphores, pids.values()))
-    assert not listening() & set[str]().union(*map(open_files, pids.values())), "nobody can connect to any of them"
-    # a terminal sends Ctrl-C and its end to the whole group of processes, and others to one of them
-    if number in (signal.SIGINT, signal.SIGHUP):
-        os.killpg(pids[victim], number)
-    else:
-        os.kill(pids[victim], number)
-    assert coordinators.end() == status, coordinators.output()
-    assert says in coordinators.output()
-    assert not [name for name in shared if Path(name).exists()]
-
-
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-def test_who_was_stopped_does_not_outlive_a_run_that_is_killed(coordinators: Coordinators) -> None:
-    pids = coordinators.running()
-    for victim in ("grader", "sampler", "nursery"):
-        os.kill(pids[victim], signal.SIGSTOP)
-    os.kill(pids["coordinator"], signal.SIGKILL)
-    assert coordinators.end() == -signal.SIGKILL
-
-
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
-def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinators, number: int, status: int) -> None:
-    coordinator = coordinators.trains("--runtime.kind", "ray")
-    commands = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in below(coordinator)]
-    (directory,) = [Path(words[3]) for words in commands if words[0] == "sh"]
-    assert list(directory.rglob("session_*")), "sockets and logs of Ray"
-    shared = semaphores(coordinator)
-    os.kill(coordinator, number)
-    assert coordinators.end() == status, coordinators.output()
-    assert not directory.exists() and not [name for name in shared if Path(name).exists()]
-    assert not (coordinators.home / ".ray").exists(), "a token that all may read"
-
-
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-def test_a_run_that_is_told_again_and_again_to_stop_ends_without_a_word_of_tasks(coordinators: Coordinators) -> None:
-    pids = coordinators.running()
-    for _ in range(3):
-        os.killpg(pids["coordinator"], signal.SIGINT)
-        time.sleep(0.01)  # signals that are pending are one
-    assert coordinators.end() == 130
-    said = coordinators.output()
-    assert "interrupted" in said and "Task" not in said and "Traceback" not in said
-
-
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", ["sampler", "scorer", "learner", "nursery"])
-def test_a_run_outlives_its_engines_and_nothing_is_left_of_any(
-    coordinators: Coordinators, victim: str, how: signal.Signals
-) -> None:
-    if (victim, how) == ("nursery", signal.SIGSTOP):
-        pytest.skip("nobody needs it until somebody dies")
-    pids, until = coordinators.running("--checkpoint.every", "2", "--runtime.heartbeat", "5"), time.monotonic() + 100
-    metrics, checkpoint = (coordinators.home / "run" / name for name in ("metrics.jsonl", "checkpoints/2"))
-    while not checkpoint.exists():
-        assert time.monotonic() < until, coordinators.output()
-        time.sleep(0.05)
-    os.kill(pids[victim], how)
-    again = "learner" if victim == "nursery" else victim
-    while not any(f"restarts/{again}" in line for line in read_lines(metrics)):
-        assert time.monotonic() < until, coordinators.output()
-        time.sleep(0.05)
-    os.kill(pids["coordinator"], signal.SIGTERM)
-    assert coordinators.end() == 143, coordinators.output()
-    lines, ledger = read_lines(metrics), read_lines(coordinators.home / "run" / "ledger.jsonl")
-    assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
-    assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger)))
-    assert sum(entry["end"] == "trained" for entry in ledger) == 4 * len(lines)
-
-
-@pytest.mark.skipif(not LINUX, reason="looks into /proc")
-def test_a_run_goes_on_when_a_grader_is_killed(coordinators: Coordinators) -> None:
-    pids = coordinators.running()
-    os.kill(pids["grader"], signal.SIGKILL)
-    metrics = coordinators.home / "run" / "metrics.jsonl"
-    seen, until = len(read_lines(metrics)), time.monotonic() + 60
-    while len(read_lines(metrics)) < seen + 5:
-        assert time.monotonic() < until, coordinators.output()
-        time.sleep(0.05)
-    os.kill(pids["coordinator"], signal.SIGTERM)
-    assert coordinators.end() == 143

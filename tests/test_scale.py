@@ -20,7 +20,7 @@ from slipstream.engines.base import Engines
 from slipstream.engines.sleep import SleepSampler
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.scaling import asked
+from slipstream.pipeline.scaling import Room, asked, check_room
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from test_restarts import mortal
@@ -51,6 +51,20 @@ def test_what_cannot_be_asked(change: str, line: str) -> None:
         asked([change], NOW)
     with pytest.raises(ConfigError, match="sampler is named twice"):
         asked(["sampler=1", "sampler=2"], NOW)
+
+
+def test_all_who_come_share_what_is_free() -> None:
+    """Two GPUs and five CPUs."""
+    takes = {"sampler": {"GPU": 1.0, "CPU": 0.0}, "teacher.main": {"GPU": 1.0, "CPU": 4.0}}
+    room = Room({"GPU": 2.0, "CPU": 5.0}, takes)
+    assert (room.of("sampler"), room.of("teacher.main")) == (2, 1)
+    check_room({"sampler": 3, "teacher.main": 2}, NOW, room)
+    check_room({"sampler": 4, "teacher.main": 1}, NOW, room)
+    with pytest.raises(ConfigError, match="teacher.main=2: there is room for 0 more, by the GPUs and CPUs that are fr"):
+        check_room({"sampler": 4, "teacher.main": 2}, NOW, room)
+    with pytest.raises(ConfigError, match="teacher.main=3: there is room for 1 more"):
+        check_room({"sampler": 1, "teacher.main": 3}, NOW, room)
+    assert Room({}, {"sampler": {}}).of("sampler") == float("inf"), "where nobody counts"
 
 
 # --- the socket -------------------------------------------------------------------------------------------------------
@@ -167,7 +181,8 @@ def scalable(length: Any = lambda *_: 10, *, most: float = 9, in_vain: bool = Fa
         replace=another,
         hire=hire,
         dismiss=dismiss,
-        room={"sampler": lambda: room[0]},
+        takes={"sampler": {"CPU": 1.0}},
+        free=lambda: {"CPU": room[0]},
     )
 
 
@@ -220,7 +235,7 @@ def test_who_cannot_be_started_leaves_room_for_another(tmp_path: Path) -> None:
             await asyncio.sleep(5.0)
             run.scale(["sampler=+1"], lambda _: None)
             await asyncio.sleep(60.0)
-            assert made.room["sampler"]() == 1
+            assert made.free() == {"CPU": 1}
             run.scale(["sampler=+1"], lambda _: None)
             await task
 
@@ -236,7 +251,7 @@ def test_who_died_and_is_not_back_goes_first(tmp_path: Path) -> None:
     async def dismiss(engine: Any) -> None:
         left.append(engine)
 
-    made = replace(mortal(1, samplers=2, load=1e6), dismiss=dismiss, room={"sampler": lambda: 0.0})
+    made = replace(mortal(1, samplers=2, load=1e6), dismiss=dismiss, takes={"sampler": {"CPU": 1.0}})
 
     async def main() -> dict[str, Any]:
         with RunLog(tmp_path, []) as log:

@@ -312,5 +312,7 @@ class Engines:
     as of one that died. None as for `replace`."""
     dismiss: Callable[[Any], Awaitable[None]] | None = None
     """End one, and its process, when it has answered all that it was asked; or give up its room."""
-    room: Mapping[str, Callable[[], float]] = field(default_factory=dict)
-    """How many more could be hired, of each kind of which any can."""
+    takes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What one of a kind takes of what is free, for each kind of which more could be hired."""
+    free: Callable[[], Mapping[str, float]] = dict
+    """GPUs and CPUs that nobody has, nor is about to get."""

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
+from slipstream.pipeline.scaling import Room
+
 WINDOW = 5
 """Updates that one decision looks at."""
 SETTLING = 2
@@ -78,8 +80,8 @@ class Autoscale:
         self.settling, self.update, self.memory = 0, 0, MEMORY
         self.trial: Trial | None = None
 
-    def look(self, seen: Seen, room: Mapping[str, float]) -> Change | None:
-        """After every update: what is to change, if anything. There is `room` for so many more of each kind."""
+    def look(self, seen: Seen, room: Room) -> Change | None:
+        """After every update: what is to change, if anything."""
         self.update += 1
         if self.update == self.memory:
             self.memory *= 2
@@ -96,7 +98,7 @@ class Autoscale:
     def _nothing(self) -> dict[str, Known]:
         return {kind: Known(high=number + 1) for kind, number in self.most.items()}
 
-    def _decide(self, room: Mapping[str, float]) -> Change | None:
+    def _decide(self, room: Room) -> Change | None:
         seconds = sum(each.seconds for each in self.window)
         waits = sum(each.waited for each in self.window) / seconds
         speed = sum(each.tokens for each in self.window) / seconds
@@ -108,12 +110,14 @@ class Autoscale:
             return self._more(waits, speed, busy, room)
         return self._fewer(busy) if waits < PLENTY else None
 
-    def _more(self, waits: float, speed: float, busy: Mapping[str, float], room: Mapping[str, float]) -> Change | None:
+    def _more(self, waits: float, speed: float, busy: Mapping[str, float], room: Room) -> Change | None:
         """As many as it takes to be as fast as the learner, but not more than twice as fast."""
         faster, after = 1 / (1 - min(waits, 0.5)), dict(self.sizes)
         for kind, known in self.known.items():
             size = self.sizes[kind]
-            after[kind] = max(size, min(ceil(busy[kind] * faster), known.high - 1, int(min(size + room[kind], 1e9))))
+            most = min(known.high - 1, size + room.of(kind))
+            after[kind] = max(size, int(min(ceil(busy[kind] * faster), most)))
+            room = room.beside(kind, after[kind] - size)
         faster = min(faster, *(after[kind] / max(busy[kind], 1e-9) for kind in after))
         changed = {kind: size for kind, size in after.items() if size > self.sizes[kind]}
         if not changed or faster < 1 + SHORT:

@@ -31,7 +31,7 @@ from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import MovingTeacher, Samplers
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.scaling import asked
+from slipstream.pipeline.scaling import Room, asked, check_room
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import (
@@ -147,7 +147,7 @@ class Run:
     ) -> dict[str, dict[str, list[str]]]:
         """Have more workers, or fewer, as `scaling.asked` reads it; returns who works here now. What cannot be is
         refused by a ConfigError, and nothing of it is done: `check` is of the machine."""
-        if not self.engines.room:
+        if not self.engines.takes:
             raise ConfigError('runtime.kind = "inline" has all workers in one process: write "local" or "ray"')
         if self.flow is None or self.flow.samplers.newest is None:
             raise ConfigError("the run is only starting: ask again when it has begun")
@@ -158,11 +158,7 @@ class Run:
         sizes = asked(changes, now)
         for kind in sizes.keys() & self.config.most_workers:
             raise ConfigError(f'{kind}: its replicas = "auto" leaves that to the run')
-        for kind, size in sizes.items():
-            if size - now[kind] > (room := self.engines.room[kind]()):
-                raise ConfigError(
-                    f"{kind}={size}: there is room for {room:.0f} more, by the GPUs and CPUs that are free"
-                )
+        check_room(sizes, now, self._room())
         check(now | sizes)
         self._resize(sizes)
         return {kind: pool.standing for kind, pool in pools.items()}
@@ -180,14 +176,17 @@ class Run:
             busy={kind: sum(1 - line.get(f"idle/{w.name}", 0.0) for w in pool.workers) for kind, pool in pools.items()},
             sizes={kind: pool.size for kind, pool in pools.items()} if settled else {},
         )
-        if change := self.autoscale.look(seen, {kind: self.engines.room[kind]() for kind in pools}):
+        if change := self.autoscale.look(seen, self._room()):
             told = ", ".join(f"{kind} from {pools[kind].size} to {size}" for kind, size in change.sizes.items())
             self.say(f"replicas: {told}, as {change.why}")
             self._resize(change.sizes)
 
     def _scalable(self) -> dict[str, Pool[Any]]:
         assert self.flow is not None
-        return {pool.kind: pool for pool in self.flow.pools if pool.kind in self.engines.room}
+        return {pool.kind: pool for pool in self.flow.pools if pool.kind in self.engines.takes}
+
+    def _room(self) -> Room:
+        return Room(self.engines.free(), self.engines.takes)
 
     def _resize(self, sizes: Mapping[str, int]) -> None:
         self.restarts.sizes |= sizes

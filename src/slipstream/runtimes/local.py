@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
-from math import inf
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -274,10 +273,10 @@ def start(
     def buried(place: Place) -> None:
         free.extend(own.pop(place.name, ()))
 
-    def room(place: Place) -> float:
-        return len(free) // place.computes if gpus else inf
+    def takes(place: Place) -> dict[str, float]:
+        return {"GPU": place.computes} if gpus else {}
 
-    staff = Staff(born, buried, room)
+    staff = Staff(born, buried, takes, lambda: {"GPU": len(free)})
     staff.begin(wanted, lambda _: where, say, still)
     return staff
 

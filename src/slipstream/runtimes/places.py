@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +190,9 @@ def gpus_each(device: str, engines: int, there: float, say: Say) -> int:
 
 
 class Vacancy:
-    """Nobody, so far."""
+    """Nobody, so far, or `coming`, who is being started there."""
+
+    coming: RemoteWorker | None = None
 
 
 class Staff:
@@ -201,11 +202,12 @@ class Staff:
         self,
         born: Callable[[Place], RemoteWorker],
         buried: Callable[[Place], None] = lambda _: None,
-        room: Callable[[Place], float] = lambda _: inf,
+        takes: Callable[[Place], Mapping[str, float]] = lambda _: {},
+        there: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`born` starts a process, which has no engine yet, on what the machine has for its place; `buried` gives that
-        back, and `room` says for how many more like this there is any."""
-        self.born, self.buried, self.room = born, buried, room
+        """`born` starts a process, which has no engine yet, on what its place `takes` of what is `there`, and `buried`
+        gives that back."""
+        self.born, self.buried, self.takes, self.there = born, buried, takes, there
         self.places = dict[Any, Place]()
         """Of each worker; of a `Vacancy`, where one is to come."""
         self.kinds = dict[str, Place]()
@@ -240,10 +242,22 @@ class Staff:
         if isinstance(worker, RemoteWorker):
             worker.end("another takes its place")
         place = self.places[worker]
-        other = await started(self.born(place), place)
+        other = self.born(place)
+        if isinstance(worker, Vacancy):
+            worker.coming = other
+        await started(other, place)
         del self.places[worker]
         self.places[other] = place
         return other
+
+    def free(self) -> dict[str, float]:
+        """What nobody has, nor gets as soon as its process is there."""
+        found = dict(self.there())
+        for worker, place in self.places.items():
+            if isinstance(worker, Vacancy) and not (worker.coming and worker.coming.pid):
+                for what, number in self.takes(place).items():
+                    found[what] = found.get(what, 0.0) - number
+        return found
 
     def hire(self, kind: str, name: str) -> Vacancy:
         """One more place like others, in which `replace` puts somebody."""
@@ -288,7 +302,8 @@ def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> 
         replace=staff.replace,
         hire=staff.hire,
         dismiss=staff.dismiss,
-        room={kind: partial(staff.room, place) for kind, place in staff.kinds.items()},
+        takes={kind: staff.takes(place) for kind, place in staff.kinds.items()},
+        free=staff.free,
     )
 
 

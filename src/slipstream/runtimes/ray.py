@@ -15,7 +15,6 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from math import inf
 from subprocess import PIPE, Popen
 from typing import Any
 
@@ -168,22 +167,20 @@ def start(
     links: list[RayLink] = []
     stack.callback(stop, links)
 
-    def born(place: Place) -> RemoteWorker:
-        threads, computes = place.threads, place.computes
-        links.append(RayLink(place.name, threads=threads, cpus=cpus * threads, gpus=gpus * computes))
-        return place.kind(place.name, links[-1], heartbeat)
+    def takes(place: Place) -> dict[str, float]:
+        return {"CPU": cpus * place.threads, "GPU": gpus * place.computes}
 
-    def room(place: Place) -> float:
-        asked = {"CPU": cpus * place.threads, "GPU": gpus * place.computes}
-        free: dict[str, float] = dict(ray.available_resources())
-        return min((free.get(what, 0.0) // each for what, each in asked.items() if each), default=inf)
+    def born(place: Place) -> RemoteWorker:
+        asked = takes(place)
+        links.append(RayLink(place.name, threads=place.threads, cpus=asked["CPU"], gpus=asked["GPU"]))
+        return place.kind(place.name, links[-1], heartbeat)
 
     def meeting(first: RemoteWorker) -> Any:
         """Ray hands on what it says, when it says it: ranks load at the same time."""
         assert isinstance(first.link, RayLink)
         return first.link.actor.meet.remote()
 
-    staff = Staff(born, room=room)
+    staff = Staff(born, takes=takes, there=ray.available_resources)
     staff.begin(wanted, meeting, say, still)
     return staff
 
