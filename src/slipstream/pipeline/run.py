@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from slipstream.card import card
+from slipstream.config.schedule import Async
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
@@ -25,12 +26,13 @@ from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
+from slipstream.pipeline.guards import Guards
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import Samplers
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.scaling import asked
-from slipstream.pipeline.schedules import schedule_of
+from slipstream.pipeline.schedules import credits_of, schedule_of
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import Flow, Recheck, Save, Steps, answered_at_all, go_on, hand_over, learn, watch
 from slipstream.pipeline.trace import Trace
@@ -79,6 +81,10 @@ class Run:
         )
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
+        self.guards = Guards(config.guards, tau=self.tau)
+        for line in log.updates():
+            self.guards.look(line)
+        self._steer()
         self.task: asyncio.Task[Any] | None = None
         """The one that `stop` cancels."""
         self.at_once = False
@@ -151,8 +157,31 @@ class Run:
         self._resize(sizes)
         return {kind: pool.standing for kind, pool in pools.items()}
 
+    @property
+    def tau(self) -> float:
+        """What the schedule has, where work in flight is counted by it."""
+        return self.config.schedule.tau if isinstance(self.config.schedule, Async) else 0.0
+
+    def _steer(self) -> None:
+        """As guards have it after the last update."""
+        schedule = self.config.schedule
+        if isinstance(schedule, Async):
+            self.admission.allow(credits_of(schedule, self.config.groups_per_update, self.tau - self.guards.lowered))
+        if self.flow is not None:
+            self.flow.lr = self.guards.lr
+
+    def _steered(self) -> Metrics:
+        return self.guards.metrics
+
     def _look(self, line: Metrics) -> None:
-        """At what an update says of itself: should there be more workers, or fewer?"""
+        """At what an update says of itself: should the next be made otherwise?"""
+        for said in self.guards.look(line):
+            self.say(said)
+        self._steer()
+        self._rescale(line)
+
+    def _rescale(self, line: Metrics) -> None:
+        """Should there be more workers, or fewer?"""
         if self.autoscale is None or self.admission.finished:
             return
         pools = self._scalable()
@@ -210,7 +239,7 @@ class Run:
             admission=self.admission,
             prompt=self.prompts.at,
             sampling=rollout_sampling(self.config),
-            account=Account(self.log, trace, self.admission, self.restarts),
+            account=Account(self.log, trace, self.admission, self.restarts, self._steered),
             trace=trace,
             tasks=tasks,
             health=Health(self.config.health, self.say),
@@ -226,6 +255,7 @@ class Run:
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
             quoted=self.config.log.samples,
             look=self._look,
+            lr=self.guards.lr,
             due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
             checkpoint=self._checkpoint,
             after_publish=self._evaluate,

@@ -92,6 +92,8 @@ class LearnerPlan:
     teacher: ModelPlan | None
     """Whose head it applies to hidden states."""
     snapshots: int
+    cosine_every: int
+    """Updates after which fresh and stale samples are compared; 0 for never."""
     threads: int
     patience: float
     """Seconds that ranks wait for one another."""
@@ -199,6 +201,7 @@ def learner_of(config: Config, method: Method) -> LearnerPlan:
         export_dtype=config.sampler.dtype,
         teacher=None if head is None else teacher_of(config, head),
         snapshots=snapshots_of(config, method),
+        cosine_every=config.guards.gac.every if config.guards.gac is not None else 0,
         threads=config.learner.threads or config.runtime.threads,
         patience=config.runtime.patience,
     )

@@ -133,6 +133,7 @@ def build_learner(
         tokenizer=tokenizer,
         teacher_head=head,
         snapshots=plan.snapshots,
+        cosine_every=plan.cosine_every,
         threads=plan.threads,
         ranks=ranks,
     )
