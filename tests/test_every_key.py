@@ -83,6 +83,7 @@ WITH = {
     "task.reward": "task.reward=none eval.every=0 eval.prompts=200 data.eval=none",
     "runtime.device": "runtime.device=auto",
     "schedule.on_old": "schedule.max_lag=4",
+    "schedule.tau_max": "schedule.tau=auto",
 }
 """What makes settings legal, by how their names begin."""
 ENDPOINT = "teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl"
@@ -206,6 +207,7 @@ READ_BY = {
     "log.project": "runlog.py",
     "log.samples": "pipeline/run.py",
     "log.trace": "runlog.py",
+    "schedule.drift": "pipeline/run.py",
     "runtime.kind": "commands/train.py",
     "runtime.address": "runtimes/ray.py",
     "runtime.heartbeat": "runtimes/local.py",

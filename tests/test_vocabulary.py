@@ -84,8 +84,8 @@ MINIATURES: dict[str, dict[str, Any]] = {
     },
     "guarded": {
         "guards": {"length_surge": {}, "ess": {}, "entropy": {}, "kl": {}, "gac": {"every": 1, "below": 0.0}},
-        "schedule": {"kind": "async", "tau": 2.0},
-        "updates": 3,
+        "schedule": {"kind": "async", "tau": 1.5},
+        "updates": 4,
     },
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},

@@ -236,6 +236,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term(
             "lag/mean", "updates between a token and the one that learns from it", "about tau or less", METRICS, "lag"
         ),
+        Term("tau", "what it was, where it may change in a run", "steady after a while", "pipeline/run.py"),
         Term("lag/max", "the oldest", "within the schedule's bound", METRICS),
         Term("lag/tokens_N", "trained tokens of this lag", "–", METRICS),
         Term("version", "of the weights, after the update", "–", ACCOUNT),

@@ -525,7 +525,9 @@ class Config(Section):
 
     def _check_guards(self) -> None:
         """Of guards that look at ages, or change them, the schedule must have different ones."""
-        guards, tau = self.guards, self.schedule.tau if isinstance(self.schedule, Async) else 0.0
+        guards, tau = self.guards, self.schedule.most if isinstance(self.schedule, Async) else 0.0
+        if guards.kl is not None and isinstance(self.schedule, Async) and self.schedule.tau == "auto":
+            raise ValueError('[guards.kl] lowers schedule.tau, and so does tau = "auto": drop one of them')
         if guards.kl is not None and tau < 1:
             raise ValueError(
                 '[guards.kl] lowers schedule.tau by one and more: write schedule.kind = "async" with tau = 1 or more, '

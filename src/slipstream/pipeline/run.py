@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from slipstream.card import card
-from slipstream.config.schedule import Async
+from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
@@ -23,6 +23,7 @@ from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled,
 from slipstream.metrics import Metrics
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
+from slipstream.pipeline.autopilot import Autopilot
 from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
@@ -81,9 +82,12 @@ class Run:
         )
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
-        self.guards = Guards(config.guards, tau=self.tau)
+        self.autopilot = autopilot_of(config.schedule)
+        self.most = config.schedule.most if isinstance(config.schedule, Async) else 0.0
+        """The largest tau."""
+        self.guards = Guards(config.guards, tau=self.most)
         for line in log.updates():
-            self.guards.look(line)
+            self._decide(line)
         self._steer()
         self.task: asyncio.Task[Any] | None = None
         """The one that `stop` cancels."""
@@ -159,23 +163,29 @@ class Run:
 
     @property
     def tau(self) -> float:
-        """What the schedule has, where work in flight is counted by it."""
-        return self.config.schedule.tau if isinstance(self.config.schedule, Async) else 0.0
+        """How much may be in flight now."""
+        return (self.autopilot.tau if self.autopilot else self.most) - self.guards.lowered
+
+    def _decide(self, line: Mapping[str, Any]) -> list[str]:
+        """At what an update says of itself: should the next be made otherwise? Returns what is new."""
+        told = self.guards.look(line)
+        if self.autopilot and (new := self.autopilot.look(line)):
+            told.append(f"schedule: {new}")
+        return told
 
     def _steer(self) -> None:
-        """As guards have it after the last update."""
-        schedule = self.config.schedule
-        if isinstance(schedule, Async):
-            self.admission.allow(credits_of(schedule, self.config.groups_per_update, self.tau - self.guards.lowered))
+        """As was decided after the last update."""
+        if isinstance(self.config.schedule, Async):
+            self.admission.allow(credits_of(self.config.schedule, self.config.groups_per_update, self.tau))
         if self.flow is not None:
             self.flow.lr = self.guards.lr
 
     def _steered(self) -> Metrics:
-        return self.guards.metrics
+        steers = self.autopilot or self.config.guards.kl
+        return self.guards.metrics | ({"tau": float(self.tau)} if steers else {})
 
     def _look(self, line: Metrics) -> None:
-        """At what an update says of itself: should the next be made otherwise?"""
-        for said in self.guards.look(line):
+        for said in self._decide(line):
             self.say(said)
         self._steer()
         self._rescale(line)
@@ -360,6 +370,12 @@ def admission_of(config: Config, prompts: Prompts, standing: Standing | None) ->
     """Updates keep the mixture of the teachers' prompts."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     return Admission(schedule, updates=config.updates, source=prompts.teacher, standing=standing)
+
+
+def autopilot_of(schedule: ScheduleConfig) -> Autopilot | None:
+    if isinstance(schedule, Async) and schedule.tau == "auto":
+        return Autopilot(schedule.tau_max, schedule.drift)
+    return None
 
 
 @contextmanager

@@ -93,7 +93,7 @@ def credits_of(knobs: Async, groups: int, tau: float) -> int:
 def asynchronous(groups: int, knobs: Async) -> Schedule:
     return Schedule(
         groups=groups,
-        credits=credits_of(knobs, groups, knobs.tau),
+        credits=credits_of(knobs, groups, knobs.most),
         submit="stream",
         stages="overlap",
         publish=knobs.on_publish,
