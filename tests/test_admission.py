@@ -65,6 +65,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
         choices += ["train"] if admission.full and not admission.gated else []
         choices += ["publish"] if admission.gated else []
         choices += ["renew"] if admission.outdated() else []
+        choices += ["allow"] if schedule.submit == "stream" else []
         choices += ["stop"] if admission.live and stops < 3 else []
         choices += ["refresh"] if admission.gated and refreshes < 2 else []
         on_the_way = [*admission.rolling, *admission.waiting, *admission.scoring]
@@ -77,6 +78,9 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
             case "rolled":
                 number = data.draw(st.sampled_from(list(admission.rolling)))
                 admission.rolled(number, versions[number])
+            case "allow":
+                least = schedule.groups * schedule.publish_every
+                admission.allow(data.draw(st.integers(least, schedule.credits)))
             case "stop":
                 admission = gone_on_with(admission, source)
                 consumed = [number for number in consumed if number not in admission.live]
@@ -123,6 +127,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
                 drops += 1
         assert admission.submitted - admission.dropped.total() - admission.published == admission.in_use
         assert admission.in_use <= schedule.credits
+        assert admission.quota() <= max(admission.credits - admission.in_use, 0) or schedule.submit == "batch"
         if admission.gated:
             assert admission.quota() == 0
     assert sorted(ended) == list(range(admission.submitted)), "each exactly once"
@@ -265,6 +270,24 @@ def test_waiting_for_a_straggler_keeps_the_bound() -> None:
     admission.rolled(0, 0)
     admission.scored(*admission.take())
     assert admission.learn() == [0, 5]
+
+
+def test_fewer_may_be_in_flight_from_now_on_and_more_again() -> None:
+    """τ of 2, then 0, then 1, of two groups each: what is there stays, and nothing starts until there is room."""
+    admission = Admission(asynchronous(2, Async(tau=2, order="submission")), updates=9)
+    assert admission.submit() == [0, 1, 2, 3, 4, 5]
+    admission.allow(2)
+    assert admission.quota() < 0 and admission.submit() == []
+    admit(admission, 6)
+    for expected in ([0, 1], [2, 3]):
+        assert update(admission) == expected and admission.submitted == 6
+    assert update(admission) == [4, 5] and list(admission.rolling) == [6, 7], "on-policy from here on"
+    admission.allow(4)
+    assert admission.submit() == [8, 9]
+    with pytest.raises(AssertionError):
+        admission.allow(7)
+    with pytest.raises(AssertionError):
+        admission.allow(1)
 
 
 def test_a_restart_is_under_the_published_weights_and_on_the_same_credit() -> None:

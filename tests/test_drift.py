@@ -57,8 +57,11 @@ BY_HAND = {
     "k3_kl": (2 + 0.5 + 2) / 3 - 1 - log(2) / 3,
     "chi2_token": (4 + 0.25 + 4) / 3 - 1,
     "chi2_seq": (1 + 4) / 2 - 1,  # products 1 and 2
+    "chi2_row_p95": 1.125 + 0.95 * (3 - 1.125),  # rows: (4 + ¼)/2 − 1 = 1.125 and 4 − 1 = 3, between which it lies
     "tv": (1 + 0.5 + 1) / 3 / 2,
     "ess": 1.5**2 / 2.75,  # mean 4.5/3, mean square 8.25/3
+    "ess_row": (1.25**2 / 2.125 + 1) / 2,
+    "ess_row_min": 1.25**2 / 2.125,
     # p = ½, ¼, ½ and q = ¼, ½, ¼ mirror each other
     "probs_pearson": -1.0,
     "probs_diff_mean": 0.25,
@@ -104,6 +107,13 @@ def test_bounds_and_identities(seed: int) -> None:
     assert found["k3_kl"] >= 0 and 0 < found["ess"] <= 1 + 1e-12 and abs(found["probs_pearson"]) <= 1 + 1e-12
     # E ρ² = E² ρ / ess
     assert found["chi2_token"] == pytest.approx(rho.mean().item() ** 2 / found["ess"] - 1)
+    rows = [one.exp()[at] for one, at in zip(old - rollout, mask, strict=True) if at.any()]
+    shares = [((row.sum() ** 2) / (len(row) * row.square().sum())).item() for row in rows]
+    assert found["ess_row"] == pytest.approx(sum(shares) / len(shares)) and found["ess_row_min"] == pytest.approx(
+        min(shares)
+    )
+    chi2 = torch.stack([row.square().mean() - 1 for row in rows])
+    assert found["chi2_row_p95"] == pytest.approx(torch.quantile(chi2, 0.95).item())
     assert found["log_ppl_diff_min"] <= found["log_ppl_diff"] <= found["log_ppl_diff_max"]
     if len(p) > 2:
         assert found["probs_pearson"] == pytest.approx(torch.corrcoef(torch.stack([p, q]))[0, 1].item())

@@ -77,6 +77,7 @@ WITH = {
     "loss.dual_clip": "loss.as=reward",
     "loss.k:jsd": "loss.cache=teacher_topk",
     "learner.lora.": "learner.lora.rank=2",
+    "guards.gac.every": "guards.gac.below=0.5",
     "data.teacher_key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
     "data.prompt": "data.train=rows.jsonl",
     "data.answer": "data.train=rows.jsonl",
@@ -90,6 +91,7 @@ WITH = {
     "task.reward": "task.reward=none eval.every=0 eval.prompts=200 data.eval=none",
     "runtime.device": "runtime.device=auto",
     "schedule.on_old": "schedule.max_lag=4",
+    "schedule.tau_max": "schedule.tau=auto",
 }
 """What makes settings legal, by how their names begin."""
 ENDPOINT = "teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl"
@@ -204,6 +206,15 @@ READ_BY = {
     "health.rise": "pipeline/health.py",
     "health.idle": "pipeline/health.py",
     "health.reward": "pipeline/health.py",
+    "guards.length_surge.ratio": "pipeline/guards.py",
+    "guards.length_surge.factor": "pipeline/guards.py",
+    "guards.ess.target": "pipeline/guards.py",
+    "guards.entropy.floor": "pipeline/guards.py",
+    "guards.entropy.factor": "pipeline/guards.py",
+    "guards.kl.high": "pipeline/guards.py",
+    "guards.kl.low": "pipeline/guards.py",
+    "guards.gac.below": "pipeline/guards.py",
+    "guards.gac.factor": "pipeline/guards.py",
     "teachers.NAME.recheck": "pipeline/run.py",
     "freshness.beta": "objective/freshness.py",
     "freshness.refresh": "pipeline/freshness.py",
@@ -218,6 +229,7 @@ READ_BY = {
     "log.project": "runlog.py",
     "log.samples": "pipeline/run.py",
     "log.trace": "runlog.py",
+    "schedule.drift": "pipeline/run.py",
     "runtime.kind": "commands/train.py",
     "runtime.address": "runtimes/ray.py",
     "runtime.heartbeat": "runtimes/local.py",
@@ -330,7 +342,7 @@ def graded(group: Sequence[Handle]) -> list[Handle]:
 
 def reads(path: str, name: str) -> bool:
     """Whether a file has `….section.key`."""
-    section, _, key = name.replace("teachers.NAME", "teacher").rpartition(".")
+    section, _, key = name.replace("teachers.NAME", "teacher").replace("guards.", "").rpartition(".")
     tree = ast.parse((SOURCE / path).read_text("utf-8"))
     found = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     return any(each.endswith(f"{section or 'config'}.{key}") for each in found)

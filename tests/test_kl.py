@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.estimators.control import CONTROLLERS, adaptive_beta, ess_lr, fixed_beta, length_surge
+from slipstream.estimators.control import CONTROLLERS, adaptive_beta, fixed_beta
 from slipstream.estimators.divergence import kl_estimate
 from slipstream.estimators.kl import SCOPE, kl_loss, kl_reward
 
@@ -208,22 +208,3 @@ def test_adaptive_beta_refuses_what_could_turn_its_sign() -> None:
         adaptive_beta(beta=0.3, kl=0.0, samples=50, target=0.1, horizon=10)
     with pytest.raises(ValueError, match="target 0"):
         adaptive_beta(beta=0.3, kl=0.0, samples=50, target=0, horizon=1000)
-
-
-def test_length_surge_fires_on_a_rise_over_the_window_and_then_waits_for_a_new_one() -> None:
-    flat, surge = [100.0] * 101, [100.0] * 100 + [121.0]
-    assert length_surge(flat) == 1 and length_surge(surge) == 0.5
-    assert length_surge([100.0] * 100 + [120.0]) == 1  # +20 % exactly is not above it
-    assert length_surge(surge[1:]) == 1 and length_surge([]) == 1  # 100 updates are not yet a window apart
-    assert length_surge([*surge, 130.0], fired=101) == 1
-    assert length_surge([*surge, *[130.0] * 99, 200.0], fired=101) == 1
-    assert length_surge([*surge, *[130.0] * 100, 160.0], fired=101) == 0.5
-    assert length_surge([10.0, 14.0, 19.0], window=2, rise=0.8, factor=0.1) == 0.1
-    assert length_surge([10.0, 14.0, 17.0], window=2, rise=0.8, factor=0.1) == 1
-
-
-def test_ess_scales_the_learning_rate() -> None:
-    assert ess_lr(ess=0.25) == 0.25 and ess_lr(ess=1.0) == 1 and ess_lr(ess=1.0000001) == 1
-    for bad in (-0.1, math.nan):
-        with pytest.raises(ValueError, match="share of the batch"):
-            ess_lr(ess=bad)

@@ -20,6 +20,7 @@ from slipstream.metrics import (
     sample_metrics,
     summary,
     throughput,
+    trend,
     usage,
 )
 from slipstream.pipeline.evaluate import correctness
@@ -45,6 +46,14 @@ def header(
         finish=finish,
         rewards=rewards or {},
     )
+
+
+def test_the_trend_of_lengths_is_that_of_a_hundred_updates_or_of_all() -> None:
+    assert trend([7.0] * 19) == {}
+    assert trend([10.0] * 10 + [12.0] * 10) == {"length/trend": pytest.approx(1.2)}
+    grown = [10.0] * 50 + [20.0 + i for i in range(10)] + [99.0] * 90 + [30.0] * 10
+    # the last ten, over the ten that came a hundred before: 20 … 29
+    assert trend(grown) == {"length/trend": pytest.approx(30 / 24.5)}
 
 
 def test_lag_is_counted_token_by_token() -> None:

@@ -142,8 +142,8 @@ class Rank:
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await self.call("accumulate", batch, counts)
 
-    async def step(self, counts: Counts = ONE) -> Metrics:
-        metrics: Metrics = await self.call("step", counts)
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+        metrics: Metrics = await self.call("step", counts, lr)
         return metrics
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
@@ -566,7 +566,7 @@ class Slow:
         self.heard: list[str] = []
         self.answer: asyncio.Future[Metrics] = asyncio.get_running_loop().create_future()
 
-    async def step(self, counts: Counts = ONE) -> Metrics:
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         self.heard.append("step")
         return await self.answer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -295,6 +295,47 @@ def test_scale_multiplies_the_gradient_before_clipping() -> None:
 
     one, other = run(work())
     assert one == pytest.approx(other, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("config", [{}, {"token_budget": 40}, {"shared_prompt": True}], ids=["", "parts", "shared"])
+@pytest.mark.parametrize("as_sums", [False, True])
+def test_noise_is_of_the_gradients_of_groups(config: dict[str, Any], as_sums: bool) -> None:
+    """Those of the last norm's bias, each made alone; whether they were divided before or at the step."""
+    batch = Batch(tuple(score(make_model("phi", seed=2), roll_out(make_model("phi", seed=0)))), 1)
+    learner = NativeLearner(
+        wrap(make_model("phi", seed=0)),
+        method=Method(loss=ReverseKLMC(m=3)),
+        config=LearnerConfig(clip_norm=1e9, **config),
+        updates=1,
+    )
+    bias: Any = learner.lm.model.get_parameter("model.final_layernorm.bias")
+
+    async def alone(group: Sequence[Handle]) -> Tensor:
+        counts = total(await learner.prepare(batch))
+        await learner.accumulate(Batch((group,), 1), counts)
+        gradient = bias.grad.double().clone()
+        learner._drop()
+        return gradient * len(batch.groups)
+
+    async def work() -> tuple[Tensor, dict[str, float]]:
+        gradients = torch.stack([await alone(group) for group in batch.groups])
+        counts = total(await learner.prepare(batch))
+        for part in batch.parts(len(batch.groups)):
+            await learner.accumulate(part, ONE if as_sums else counts)
+        return gradients, await learner.step(counts if as_sums else ONE)
+
+    gradients, found = run(work())
+    signal, power = gradients.mean(0).square().sum().item(), gradients.square().sum(1).mean().item()
+    assert found["gradient/signal"] == pytest.approx(signal, rel=1e-4)
+    assert found["gradient/power"] == pytest.approx(power, rel=1e-4)
+    assert found["gradient/noise"] == pytest.approx(gradients.var(0).sum().item() / len(gradients), rel=1e-4)
+    learner.close()
+
+
+def test_one_group_alone_tells_nothing_of_noise() -> None:
+    learner, batch = make_learner(), make_batch()
+    found = run(update(learner, Batch(batch.groups[:1], 1)))
+    assert not any(name.startswith("gradient/") for name in found)
 
 
 def test_not_finite_losses_and_gradients_stop_before_the_weights_change() -> None:

@@ -92,6 +92,11 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "freshness": {"kappa_f": 1.0, "cooldown": 0, "measure": 1},
         "schedule": {"kind": "step_off", "k": 1},
     },
+    "guarded": {
+        "guards": {"length_surge": {}, "ess": {}, "entropy": {}, "kl": {}, "gac": {"every": 1, "below": 0.0}},
+        "schedule": {"kind": "async", "tau": 1.5},
+        "updates": 4,
+    },
     "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
     "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
 }
@@ -114,7 +119,11 @@ def prompts(config: Config) -> Prompts:
 
 def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Sections are completed, and teachers replaced."""
-    both = {name: {**tree[name], **changes[name]} for name in changes if name in tree and name != "teachers"}
+    both = {
+        name: {**tree[name], **changes[name]}
+        for name in changes
+        if isinstance(tree.get(name), dict) and name != "teachers"
+    }
     if changes.get("loss", {}).get("kind"):
         both["loss"] = changes["loss"]
     return tree | changes | both
@@ -133,6 +142,7 @@ def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
         teacher_head=wrap(teacher).head if cache == "hidden" else None,
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
+        cosine_every=config.guards.gac.every if config.guards.gac else 0,
     )
     sampler = NativeSampler(student, slots=8, stop_ids={EOS})
     scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
@@ -177,7 +187,7 @@ class Failing(toy.ToySampler):
 
 def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old, and a sampler dies."""
-    tree = {**TREE, "updates": 8, "schedule": schedule, "task": {}}
+    tree = {**TREE, "updates": 20, "schedule": schedule, "task": {}}
     config, student = parse(tree), toy.random_table(TOY_VOCAB, seed=0)
     tokens = [np.array([1 + i % (TOY_VOCAB - 1)], np.int32) for i in range(8)]
 

@@ -16,6 +16,8 @@ Interval = tuple[float, float]
 Workers = dict[str, list[Interval]]
 """Of each worker of a stage."""
 WARMUP = 5
+TREND, ENDS = 100, 10
+"""Updates over which the trend of lengths is taken, and how many at either end are averaged."""
 
 
 def lag_metrics(headers: Iterable[Header], version: int) -> Metrics:
@@ -54,6 +56,15 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
     for name in sorted({name for header in episodes for name in header.rewards}):
         numbers[f"reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in episodes)
     return numbers
+
+
+def trend(lengths: Sequence[float]) -> Metrics:
+    """By what responses have grown in 100 updates, or in all there are, but for 20 at least: the mean of the last 10
+    over that of the first 10 of them."""
+    lengths = lengths[-TREND - ENDS :]
+    if len(lengths) < 2 * ENDS:
+        return {}
+    return {"length/trend": fmean(lengths[-ENDS:]) / fmean(lengths[:ENDS])}
 
 
 def trust_metrics(headers: Sequence[Header]) -> Metrics:

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -122,6 +122,11 @@ class RunLog:
         """Where the log stands, all of it on disk: what a checkpoint must know to go on from here."""
         ends = {name: file.end() for name, file in self.files.items()}
         return {"files": ends, "last": self.last, "evaluated": self.evaluated, "time": time}
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        """The metrics of every update so far: whoever decides by them goes through them again where a run goes on."""
+        with (self.path / METRICS).open() as lines:
+            yield from (line for line in map(json.loads, lines) if line["kind"] == "train")
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int, of: str = "") -> None:
         """Of an update, or of an evaluation after it: `of` this held-out set, where there are several."""

@@ -43,6 +43,7 @@ class Term:
 
 
 LEARNER, LOSS, FROZEN = "engines/native/learning/learner.py", "objective/loss.py", "objective/frozen.py"
+NOISE = "engines/native/learning/noise.py"
 PASSES, METRICS, ACCOUNT = "engines/native/learning/passes.py", "metrics.py", "pipeline/account.py"
 SURROGATE, POLICY, BATCH = "estimators/surrogate.py", "estimators/policy/__init__.py", "estimators/policy/batch.py"
 DRIFT, RATIO, CORRECTION = "estimators/drift.py", "estimators/ratio.py", "estimators/correction.py"
@@ -52,6 +53,9 @@ TRUST, STAGES, PUBLISH = "engines/trust.py", "pipeline/stages.py", "pipeline/pub
 
 def gap(name: str, meaning: str, healthy: str = "–") -> Term:
     return Term(f"drift/{name} mismatch/{name}", meaning, healthy, DRIFT)
+
+
+GUARDS = "pipeline/guards.py"
 
 
 VOCABULARY: dict[str, tuple[Term, ...]] = {
@@ -64,7 +68,27 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             LEARNER,
             "gradient norm",
         ),
-        Term("lr", "learning rate of the update", "–", LEARNER),
+        Term(
+            "gradient/signal",
+            "‖ḡ‖² of the gradient of a vector added to every last hidden state: ḡ is the mean of what each of the N "
+            "groups of a step would make of it",
+            "–",
+            NOISE,
+        ),
+        Term("gradient/power", "E‖g‖² of the same, by group: signal and noise", "–", NOISE),
+        Term(
+            "gradient/noise",
+            "(power − signal)/(N − 1), the variance of ḡ",
+            "below the signal, or larger batches; does not rise with corrections on",
+            NOISE,
+        ),
+        Term(
+            "gradient/cosine",
+            "of the gradients of the fresher and the staler half of the first step's samples, with [guards.gac]",
+            "as with a small tau",
+            "engines/native/learning/ages.py",
+        ),
+        Term("lr", "learning rate of the update, guards included", "–", LEARNER),
         Term("distill/loss", "distillation loss per trained token, without its weight", "falls", LOSS),
         Term("distill/loss_abs", "its size, whatever the sign", "–", LOSS),
         Term("distill/loss_min distill/loss_max", "its extremes over tokens", "no jumps", LOSS),
@@ -176,7 +200,10 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("drift/chi2_token/lag_LAGS", "chi2_token over the tokens of one lag", "as chi2_token", DRIFT),
         gap("chi2_token", "variance that token weights would have", "below 0.3; above 1 filter before weighing"),
         gap("chi2_seq", "variance that sequence weights would have", "bounded"),
+        gap("chi2_row_p95", "chi2_token of each response: what 95 % of them are below", "below 1"),
         gap("ess", "effective sample size of token weights, as a share", "above 0.5"),
+        gap("ess_row", "the same within each response, averaged", "above 0.5"),
+        gap("ess_row_min", "its least over responses", "no jumps"),
         gap("tv", "total variation, estimated: bounds the bias of token-wise losses"),
         gap("probs_pearson", "correlation of the two policies' probabilities", "above 0.99; below 0.95 engines differ"),
         gap("probs_diff_mean", "mean difference of the probabilities"),
@@ -225,6 +252,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term(
             "lag/mean", "updates between a token and the one that learns from it", "about tau or less", METRICS, "lag"
         ),
+        Term("tau", "what it was, where it may change in a run", "steady after a while", "pipeline/run.py"),
         Term("lag/max", "the oldest", "within the schedule's bound", METRICS),
         Term("lag/tokens_N", "trained tokens of this lag", "–", METRICS),
         Term("version", "of the weights, after the update", "–", ACCOUNT),
@@ -281,6 +309,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             METRICS,
             "length",
         ),
+        Term(
+            "length/trend",
+            "mean length of the last 10 updates over that of 10 that came 100 before, or at the start",
+            "below 1.2",
+            METRICS,
+        ),
         Term("truncated", "responses that ended at sampler.max_tokens", "below 0.1", METRICS, "cut off"),
         Term(
             "accuracy", "of held-out prompts: mean reward (eval)", "rises", "pipeline/evaluate.py", "held-out accuracy"
@@ -310,6 +344,15 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("publish/wait", "until running requests stood still", "a token, or with drain a response", PUBLISH),
         Term("publish/load", "copying weights, and their fingerprint", "–", PUBLISH),
         Term("publish/rebuild", "running prefixes through the new weights", "–", PUBLISH),
+    ),
+    "Guards": (
+        Term(
+            "guard/length_surge guard/ess guard/entropy guard/gac",
+            "what the guard multiplied the learning rate of the update by",
+            "1",
+            GUARDS,
+        ),
+        Term("guard/kl", "by how much tau was lowered", "0", GUARDS),
     ),
     "Where groups are, and what was lost": (
         Term("groups/rolling", "being rolled out", "most of them", ACCOUNT),

@@ -38,8 +38,13 @@ class Async(Section):
 
     kind: Literal["async"] = "async"
     """All stages overlap, with bounded work in flight."""
-    tau: float = Field(4.0, ge=0)
-    """Work in flight: (tau + 1) batches between submission and publish. More overlaps more and is staler."""
+    tau: Annotated[float, Field(ge=0)] | Literal["auto"] = 4.0
+    """Work in flight: (tau + 1) batches between submission and publish. More overlaps more and is staler. "auto" begins
+    with 1, raises it while the learner waits for groups, and lowers it when drift is above its budget."""
+    tau_max: int = Field(8, ge=1)
+    """The most that tau = "auto" comes to."""
+    drift: float = Field(0.02, gt=0)
+    """Drift (drift/k3_kl) that tau = "auto" stays within."""
     publish_every: int = Field(1, ge=1)
     """Updates between two publishes; work in flight grows with it."""
     on_publish: Literal["keep", "drain", "restart"] = "keep"
@@ -53,6 +58,18 @@ class Async(Section):
     """What keeps max_lag: hold the learner (wait, unless told otherwise), roll the group out again, or drop it, which
     favours short responses."""
 
+    @property
+    def most(self) -> float:
+        """The largest that tau may ever be."""
+        return self.tau_max if self.tau == "auto" else self.tau
+
+    @model_validator(mode="after")
+    def _left_to_the_run(self) -> Async:
+        for name in ("tau_max", "drift") if self.tau != "auto" else ():
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name} does nothing without tau = "auto": set that, or drop {name}')
+        return self
+
     @model_validator(mode="after")
     def _bounds(self) -> Async:
         if self.max_lag is None:
@@ -61,11 +78,12 @@ class Async(Section):
             return self
         if self.order == "submission":
             raise ValueError('order = "submission" bounds the lag by itself: drop max_lag, or the order')
-        reach = ceil((self.tau + 1) * self.publish_every) - 1
+        reach = ceil((self.most + 1) * self.publish_every) - 1
         if self.on_old in (None, "wait") and self.max_lag < reach:
             raise ValueError(
                 f"max_lag = {self.max_lag} cannot be kept by waiting with work for {reach} more updates in flight: "
-                f'write max_lag = {reach} or more, a smaller tau, or on_old = "restart"'
+                f"write max_lag = {reach} or more, a smaller {'tau_max' if self.tau == 'auto' else 'tau'}, or "
+                'on_old = "restart"'
             )
         if self.max_lag < self.publish_every - 1:
             raise ValueError(

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import GREEDY, OWN, Beta, Dtype, Replicas, Section, Temperature, as_tuple
 from slipstream.config.freshness import FreshnessConfig
+from slipstream.config.guards import GuardsConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Async, ScheduleConfig
@@ -375,6 +376,7 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     health: HealthConfig = HealthConfig()
+    guards: GuardsConfig = GuardsConfig()
     log: LogConfig = LogConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
@@ -393,6 +395,7 @@ class Config(Section):
             raise ValueError(f"learner.batch_size = {batch} is not a multiple of sampler.group = {group}")
         self._check_objective()
         self._check_learner()
+        self._check_guards()
         if self.sampler.engine_args and self.sampler.engine != "vllm":
             raise ValueError('sampler.engine_args are for sampler.engine = "vllm": drop one of them')
         if self.sampler.keep_mask and self.sampler.engine == "vllm":
@@ -559,6 +562,22 @@ class Config(Section):
             raise ValueError(
                 '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
                 'sampler.engine = "native", or drop [learner.lora]'
+            )
+
+    def _check_guards(self) -> None:
+        """Of guards that look at ages, or change them, the schedule must have different ones."""
+        guards, tau = self.guards, self.schedule.most if isinstance(self.schedule, Async) else 0.0
+        if guards.kl is not None and isinstance(self.schedule, Async) and self.schedule.tau == "auto":
+            raise ValueError('[guards.kl] lowers schedule.tau, and so does tau = "auto": drop one of them')
+        if guards.kl is not None and tau < 1:
+            raise ValueError(
+                '[guards.kl] lowers schedule.tau by one and more: write schedule.kind = "async" with tau = 1 or more, '
+                "or drop it"
+            )
+        if guards.gac is not None and not tau:
+            raise ValueError(
+                "[guards.gac] compares fresh samples with stale ones, and here all of an update are of one age: write "
+                'schedule.kind = "async" with a tau above 0, or drop it'
             )
 
     def model_of(self, teacher: TeacherConfig) -> str:

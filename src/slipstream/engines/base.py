@@ -181,9 +181,10 @@ class Learner(Protocol):
         """Add the gradient of groups that were prepared (their bodies may be gone): sums divided by the counts."""
         ...
 
-    async def step(self, counts: Counts = ONE) -> Metrics:
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         """Divide what was accumulated as plain sums, clip, optimise; returns the metrics of all since the last step.
 
+        `lr` is what the learning rate that is due is multiplied by.
         Raises NonFiniteError before a bad gradient touches the weights.
         """
         ...

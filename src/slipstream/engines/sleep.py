@@ -240,7 +240,7 @@ class SleepLearner(Server):
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await self.work(sum(header.tokens for header in batch.headers))
 
-    async def step(self, counts: Counts = ONE) -> Metrics:
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         await asyncio.sleep(0)
         self.steps += 1
         return {}

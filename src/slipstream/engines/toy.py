@@ -326,15 +326,15 @@ class ToyLearner:
         over_samples = self.judge is not None and self.judge.freshness.over == "samples"
         return counts.n_sequences if over_samples else counts.n_tokens
 
-    async def step(self, counts: Counts = ONE) -> Metrics:
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         assert self.table.grad is not None
         scale, loss, self.loss = 1 / max(self._units(counts), 1), self.loss, 0.0
         self.made = self.update
         with torch.no_grad():
-            self.table -= self.lr * scale * self.table.grad
+            self.table -= lr * self.lr * scale * self.table.grad
         norm = self.table.grad.norm().item() * scale
         self.table.grad = None
-        return {"loss": loss * scale, "grad_norm": norm, "lr": self.lr}
+        return {"loss": loss * scale, "grad_norm": norm, "lr": lr * self.lr}
 
     async def quote(self, batch: Batch) -> list[Quote]:
         return [quote(h, self.samples[h.number, h.index], self.update, as_numbers) for h in batch.headers]

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from math import inf
 
 from slipstream.engines.base import Quote, Weighed
-from slipstream.metrics import Metrics, lag_metrics, mean_lag, relabel_metrics, sample_metrics, trust_metrics, usage
+from slipstream.metrics import (
+    ENDS,
+    TREND,
+    Metrics,
+    lag_metrics,
+    mean_lag,
+    relabel_metrics,
+    sample_metrics,
+    trend,
+    trust_metrics,
+    usage,
+)
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
@@ -17,8 +28,12 @@ from slipstream.runlog import RunLog
 
 
 class Account:
-    def __init__(self, log: RunLog, trace: Trace, admission: Admission, restarts: Restarts) -> None:
+    def __init__(
+        self, log: RunLog, trace: Trace, admission: Admission, restarts: Restarts, steered: Callable[[], Metrics]
+    ) -> None:
+        """`steered` is what guards and the like do to the update in hand."""
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
+        self.steered = steered
         self.thrown = round(log.last.get("thrown_tokens", 0))
         """Tokens of responses that were rolled out and not learned from."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
@@ -28,6 +43,8 @@ class Account:
         """Members whose reward could not be had, by the cause; they are not learned from."""
         self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
         """Tokens of greedy answers, of which only the rewards are used."""
+        self.lengths = deque((line["length/mean"] for line in log.updates()), maxlen=TREND + ENDS)
+        """Mean lengths of the last updates."""
         self.publish: Metrics = {}
         """Of the publish since the last update."""
         self.teachers: Metrics = {}
@@ -127,10 +144,12 @@ class Account:
         """At the end of an update: its metrics, and what everybody did since the end of the one before."""
         admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
         wall = max(lately.seconds, 1e-9)
+        self.lengths.append(samples["length/mean"])
         places = ("rolling", "waiting", "scoring", "ready")
         line = {
             **numbers,
             **samples,
+            **trend(list(self.lengths)),
             **self._trust(batch),
             **relabel_metrics(batch.headers),
             **lag_metrics(batch.headers, batch.update - 1),
@@ -153,6 +172,7 @@ class Account:
             **{f"ungraded/{cause}": float(count) for cause, count in sorted(self.unrewarded.items())},
             **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
             **self.restarts.metrics,
+            **self.steered(),
             "version": float(batch.update),
             "time": self.trace.now(),
         }

@@ -75,7 +75,8 @@ class Admission:
         standing: Standing | None = None,
     ) -> None:
         """`source` tells of which a group is, by its number."""
-        self.schedule, self.updates = schedule, updates
+        self.schedule, self.updates, self.credits = schedule, updates, schedule.credits
+        """`credits` are how many groups may be in flight now: what the schedule has, or fewer."""
         self.source = source if schedule.order == "mixture" else lambda _: ""
         self.version = self.published_version = standing.version if standing else 0
         """Updates made, and those whose weights are in every sampler."""
@@ -134,11 +135,11 @@ class Admission:
         return self.remaining == 0 and self.in_use == 0
 
     def quota(self) -> int:
-        """How many groups may be submitted now."""
+        """How many groups may be submitted now, if any."""
         if self.gated:
             return 0
         if self.schedule.submit == "stream":
-            return min(self.schedule.credits - self.in_use, self.remaining)
+            return min(self.credits - self.in_use, self.remaining)
         # whole batches, however many of their groups were dropped: each is an update by which those behind it age
         room = len(self.batches) < self.schedule.credits // self.schedule.groups
         return min(self.schedule.groups, self.remaining) if room else 0
@@ -216,6 +217,13 @@ class Admission:
             self.batches[batch] = count
             self.submitted += count
         return list(range(first, self.submitted))
+
+    def allow(self, credits: int) -> None:
+        """From now on so many groups may be in flight. If there are more, none starts until enough are published: what
+        is there stays, so order and bounds hold as before."""
+        assert self.schedule.groups * self.schedule.publish_every <= credits <= self.schedule.credits
+        assert self.schedule.submit == "stream"
+        self.credits = credits
 
     def rolled(self, number: int, version: int) -> None:
         """A group has come back; its oldest token is of this version."""

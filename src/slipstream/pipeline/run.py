@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from slipstream.card import card
+from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
 from slipstream.engines.base import Engines, Sampler, Sampling
@@ -23,16 +24,18 @@ from slipstream.metrics import Metrics
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.attempts import Memory
+from slipstream.pipeline.autopilot import Autopilot
 from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.freshness import Buffer
+from slipstream.pipeline.guards import Guards
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import MovingTeacher, Samplers
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.scaling import Room, asked, check_room
-from slipstream.pipeline.schedules import schedule_of
+from slipstream.pipeline.schedules import credits_of, schedule_of
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import (
     Flow,
@@ -94,6 +97,13 @@ class Run:
         self.memory = Memory(next(iter(config.task.names), ""), before=attempts)
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
+        self.autopilot = autopilot_of(config.schedule)
+        self.most = config.schedule.most if isinstance(config.schedule, Async) else 0.0
+        """The largest tau."""
+        self.guards = Guards(config.guards, tau=self.most)
+        for line in log.updates():
+            self._decide(line)
+        self._steer()
         self.task: asyncio.Task[Any] | None = None
         """The one that `stop` cancels."""
         self.at_once = False
@@ -163,8 +173,37 @@ class Run:
         self._resize(sizes)
         return {kind: pool.standing for kind, pool in pools.items()}
 
+    @property
+    def tau(self) -> float:
+        """How much may be in flight now."""
+        return (self.autopilot.tau if self.autopilot else self.most) - self.guards.lowered
+
+    def _decide(self, line: Mapping[str, Any]) -> list[str]:
+        """At what an update says of itself: should the next be made otherwise? Returns what is new."""
+        told = self.guards.look(line)
+        if self.autopilot and (new := self.autopilot.look(line)):
+            told.append(f"schedule: {new}")
+        return told
+
+    def _steer(self) -> None:
+        """As was decided after the last update."""
+        if isinstance(self.config.schedule, Async):
+            self.admission.allow(credits_of(self.config.schedule, self.config.groups_per_update, self.tau))
+        if self.flow is not None:
+            self.flow.lr = self.guards.lr
+
+    def _steered(self) -> Metrics:
+        steers = self.autopilot or self.config.guards.kl
+        return self.guards.metrics | ({"tau": float(self.tau)} if steers else {})
+
     def _look(self, line: Metrics) -> None:
-        """At what an update says of itself: should there be more workers, or fewer?"""
+        for said in self._decide(line):
+            self.say(said)
+        self._steer()
+        self._rescale(line)
+
+    def _rescale(self, line: Metrics) -> None:
+        """Should there be more workers, or fewer?"""
         if self.autoscale is None or self.admission.finished:
             return
         pools = self._scalable()
@@ -233,7 +272,7 @@ class Run:
             admission=self.admission,
             prompt=self.prompts.at,
             sampling=rollout_sampling(self.config),
-            account=Account(self.log, trace, self.admission, self.restarts),
+            account=Account(self.log, trace, self.admission, self.restarts, self._steered),
             trace=trace,
             tasks=tasks,
             health=Health(self.config.health, self.say),
@@ -250,6 +289,7 @@ class Run:
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
             quoted=self.config.log.samples,
             look=self._look,
+            lr=self.guards.lr,
             due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
             checkpoint=self._checkpoint,
             after_publish=self._evaluate,
@@ -361,6 +401,12 @@ def admission_of(config: Config, prompts: Prompts, standing: Standing | None) ->
     """Updates keep the mixture of the teachers' prompts."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     return Admission(schedule, updates=config.updates, source=prompts.teacher, standing=standing)
+
+
+def autopilot_of(schedule: ScheduleConfig) -> Autopilot | None:
+    if isinstance(schedule, Async) and schedule.tau == "auto":
+        return Autopilot(schedule.tau_max, schedule.drift)
+    return None
 
 
 @contextmanager

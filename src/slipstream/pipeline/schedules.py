@@ -85,10 +85,15 @@ def periodic(groups: int) -> Schedule:
     return Schedule(groups=groups, credits=groups, submit="stream", stages="overlap", learn="ready", publish="drain")
 
 
+def credits_of(knobs: Async, groups: int, tau: float) -> int:
+    """So many groups may be in flight with this tau."""
+    return floor((tau + 1) * knobs.publish_every * groups)
+
+
 def asynchronous(groups: int, knobs: Async) -> Schedule:
     return Schedule(
         groups=groups,
-        credits=floor((knobs.tau + 1) * knobs.publish_every * groups),
+        credits=credits_of(knobs, groups, knobs.most),
         submit="stream",
         stages="overlap",
         publish=knobs.on_publish,

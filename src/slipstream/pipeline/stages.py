@@ -128,6 +128,8 @@ class Flow:
     """Nothing rolls out until `go_on`."""
     ending: bool = False
     """Nor ever again."""
+    lr: float = 1.0
+    """What the learning rate of the next update is multiplied by."""
     moved: float = 0.0
     """When something last changed."""
     torn: bool = False
@@ -202,7 +204,7 @@ class Flow:
         counts = ", ".join(f"{len(getattr(a, place))} {place}" for place in places)
         return "\n".join([
             f"after {now:.1f} s, {now - self.moved:.1f} s after the last move, at version {a.version}",
-            f"groups: {counts}; {a.in_use} of {a.schedule.credits} credits in use" + (", gate shut" if a.gated else ""),
+            f"groups: {counts}; {a.in_use} of {a.credits} credits in use" + (", gate shut" if a.gated else ""),
             *(f"learner waits for {name}, for {now - since:.1f} s" for name, since in self.waits.items()),
             *(line for pool in self.pools for line in pool.report()),
             *self.trace.report(),
@@ -511,13 +513,13 @@ async def finish(flow: Flow, update: Update) -> None:
     with flow.learning.busy(f"update {update.number}"):
         try:
             flow.torn = True
-            steps = [await flow.learner.step(ONE if flow.admission.schedule.learn == "batch" else counts)]
+            steps = [await flow.learner.step(ONE if flow.admission.schedule.learn == "batch" else counts, flow.lr)]
         except NonFiniteError:
             flow.torn = False
             raise
         while update.ahead:
             await flow.learner.accumulate(*update.ahead.popleft())
-            steps.append(await flow.learner.step())
+            steps.append(await flow.learner.step(ONE, flow.lr))
     update.seconds["learn"] += flow.trace.now() - began
     batch, numbers = Batch(tuple(update.groups), update.number), over_steps(steps)
     weighed, why = await freshness_of(flow, flow.buffer, batch, numbers) if flow.buffer is not None else ([], None)

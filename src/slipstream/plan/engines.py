@@ -99,6 +99,8 @@ class LearnerPlan:
     snapshots: int
     follow: Mapping[str, Follower]
     """The teachers whose weights come from it."""
+    cosine_every: int
+    """Updates after which fresh and stale samples are compared; 0 for never."""
     threads: int
     patience: float
     """Seconds that ranks wait for one another."""
@@ -218,6 +220,7 @@ def learner_of(config: Config, method: Method) -> LearnerPlan:
         teacher=None if head is None else teacher_of(config, head),
         snapshots=snapshots_of(config, method),
         follow=followers_of(config),
+        cosine_every=config.guards.gac.every if config.guards.gac is not None else 0,
         threads=config.learner.threads or config.runtime.threads,
         patience=config.runtime.patience,
     )

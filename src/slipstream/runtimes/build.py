@@ -138,6 +138,7 @@ def build_learner(
         teacher_head=head,
         snapshots=plan.snapshots,
         follow=plan.follow,
+        cosine_every=plan.cosine_every,
         threads=plan.threads,
         ranks=ranks,
     )

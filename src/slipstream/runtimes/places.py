@@ -69,8 +69,8 @@ class RemoteLearner(RemoteWorker):
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await self.call("accumulate", without_bodies(batch), counts)
 
-    async def step(self, counts: Counts = ONE) -> Metrics:
-        metrics: Metrics = await self.call("step", counts)
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+        metrics: Metrics = await self.call("step", counts, lr)
         return metrics
 
     async def quote(self, batch: Batch) -> list[Quote]:

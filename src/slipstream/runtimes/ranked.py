@@ -54,8 +54,8 @@ class RankedLearner:
         parts = self._split(batch)
         await self._all(lambda rank: self.ranks[rank].accumulate(parts[rank], counts))
 
-    async def step(self, counts: Counts = ONE) -> Metrics:
-        return (await self._all(lambda rank: self.ranks[rank].step(counts)))[0]
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+        return (await self._all(lambda rank: self.ranks[rank].step(counts, lr)))[0]
 
     async def quote(self, batch: Batch) -> list[Quote]:
         parts = self._split(batch)

@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
 from slipstream.engines.base import Fingerprint, Follower, Metrics, Quote, Weighed, WeightsRef
+from slipstream.engines.native.learning.ages import Key, cosine, halves
 from slipstream.engines.native.learning.dummy_batch import nothing
 from slipstream.engines.native.learning.first_look import Distances, FirstLook
+from slipstream.engines.native.learning.noise import Noise
 from slipstream.engines.native.learning.optimizer import make_optimizer
 from slipstream.engines.native.learning.passes import Passes, at_draws
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots, local
@@ -43,8 +46,6 @@ from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored
 from slipstream.vocabulary import extreme
 
 T = TypeVar("T")
-Key = tuple[int, int]
-"""Number of the group, index in it."""
 PER_STEP = ("policy/loss", "loss")
 """Metrics that are divided as the loss is; all others are divided by tokens."""
 
@@ -62,11 +63,14 @@ class NativeLearner:
         teacher_head: Head | None = None,
         snapshots: int = 0,
         follow: Mapping[str, Follower] | None = None,
+        cosine_every: int = 0,
         threads: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
-        """`follow`: how those teachers move that come from here."""
+        """`follow`: how those teachers move that come from here. After `cosine_every` updates, unless that is 0, fresh
+        and stale samples are compared."""
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
+        self.cosine_every = cosine_every
         self.tokenizer, self.export_dtype = tokenizer, export_dtype or config.dtype
         self.thread = ThreadPoolExecutor(1, "learner", initializer=torch.set_num_threads, initargs=(threads,))
         self.ranks = ranks or Ranks()
@@ -76,6 +80,7 @@ class NativeLearner:
         self.optimizer = make_optimizer([p for p in lm.model.parameters() if p.requires_grad], config)
         self.snapshots = Snapshots(lm.model, keep=snapshots)
         self.look = FirstLook(method, self.passes, self.snapshots, self.ranks)
+        self.noise = Noise(self.ranks)
         if method.reference is not None:  # before anything is restored: the student as it was given
             self.snapshots.take(REFERENCE, host=method.reference.host)
         if method.previous:
@@ -98,6 +103,8 @@ class NativeLearner:
         self.seen: list[Seen] = []
         self.sums: dict[str, Tensor] = {}
         """Metrics since the last step."""
+        self.aged: Metrics = {}
+        """What fresh and stale samples had in common, since the last step."""
         self.noted: list[tuple[int, Metrics]] = []
         """What `prepare` found out about so many samples of the update."""
         self.still: dict[str, dict[str, int]] = {}
@@ -111,8 +118,8 @@ class NativeLearner:
     async def accumulate(self, batch: Batch, counts: Counts) -> None:
         await self._run(lambda: self._accumulate([key_of(header) for header in batch.headers], counts))
 
-    async def step(self, counts: Counts = ONE) -> Metrics:
-        return await self._run(lambda: self._step(counts))
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+        return await self._run(lambda: self._step(counts, lr))
 
     async def quote(self, batch: Batch) -> list[Quote]:
         return await self._run(
@@ -224,6 +231,26 @@ class NativeLearner:
     # --- gradients and steps ---------------------------------------------------------------------------------
 
     def _accumulate(self, keys: Sequence[Key], counts: Counts) -> None:
+        due = self.cosine_every and self.update % self.cosine_every == 0 and self.made < self.update
+        if due and (cut := halves({key: self.samples[key] for key in keys}, self.ranks)):
+            total = self._backward(cut[0], counts)
+            fresh = [None if gradient is None else gradient.clone() for gradient in self._gradients()]
+            total += self._backward(cut[1], counts)
+            self.aged = cosine(fresh, self._gradients(), self.ranks)
+        else:
+            total = self._backward(keys, counts)
+        loss_of_all = sum(self.ranks.gathered(total.item()))
+        if not math.isfinite(loss_of_all):
+            self._drop()
+            raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
+
+    def _gradients(self) -> list[Tensor | None]:
+        """The parts of them that lie here; of weights that took no part, none."""
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [None if p.grad is None else local(p.grad) for p in parameters]
+
+    def _backward(self, keys: Sequence[Key], counts: Counts) -> Tensor:
+        """Adds the gradient of these samples; returns the part of their loss that is made here."""
         samples, frozen = [self.samples[key] for key in keys], [self.frozen[key] for key in keys]
         total = torch.zeros((), dtype=torch.float64, device=self.lm.device)
         for rows, members in self.passes.micro_batches(samples):
@@ -234,22 +261,18 @@ class NativeLearner:
                 continue
             chosen, theirs = [samples[i] for i in members], [frozen[i] for i in members]
             with self.passes.precision():
-                loss, metrics, logp_N = self.passes.student(
-                    rows, lambda h, head, c=chosen, f=theirs: self._objective(h, head, c, f, counts)
-                )
+                loss, metrics, logp_N = self.passes.student(rows, partial(self._loss, chosen, theirs, counts))
             loss.backward()
             total += loss.detach()
             merge_metrics(self.sums, metrics)
             self._note(chosen, theirs, logp_N)
-        loss_of_all = sum(self.ranks.gathered(total.item()))
-        if not math.isfinite(loss_of_all):
-            self._drop()
-            raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
+        return total
 
-    def _objective(
-        self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
+    def _loss(
+        self, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts, hidden_NH: Tensor, head: Head
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """What a sample is worth for its freshness follows from what this very pass thinks of its draws."""
+        self.noise.watch(hidden_NH, samples)
         if self.judge is None:
             return self.objective(hidden_NH, head, samples, frozen, counts)
 
@@ -267,9 +290,9 @@ class NativeLearner:
         for sample, each, logp_T in zip(samples, frozen, found, strict=True):
             self.seen.append(Seen.of(sample, each, logp_T))
 
-    def _step(self, counts: Counts) -> Metrics:
+    def _step(self, counts: Counts, factor: float) -> Metrics:
         groups = self.optimizer.param_groups
-        grads = [local(p.grad) for group in groups for p in group["params"] if p.grad is not None]
+        grads = [gradient for gradient in self._gradients() if gradient is not None]
         loss_scale = 1 / max(counts.n_sequences if self.method.over_sequences else counts.n_tokens, 1)
         if loss_scale != 1.0:
             torch._foreach_mul_(grads, loss_scale)
@@ -279,7 +302,7 @@ class NativeLearner:
             raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
         if (shrink := self.config.clip_norm / (norm + 1e-6)) < 1:  # as torch has it
             torch._foreach_mul_(grads, shrink)
-        lr = learning_rate(self.config, self.update - 1, self.updates)
+        lr = factor * learning_rate(self.config, self.update - 1, self.updates)
         for group in groups:
             group["lr"] = lr
         if self.method.previous and self.made < self.update:
@@ -306,14 +329,14 @@ class NativeLearner:
             found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # of its own tokens
         if "distill/overlap_any" in found:
             found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # where anything is shared
-        found |= self.passes.economy()
+        found |= self.passes.economy() | self.noise.metrics(loss_scale) | self.aged
         self._drop()
         return found | averaged(self.noted) | drift_metrics(seen, version=self.update - 1)
 
     def _drop(self) -> None:
         """Gradients and metrics since the last step."""
         self.optimizer.zero_grad()
-        self.sums, self.seen = {}, []
+        self.sums, self.seen, self.noise.sums, self.aged = {}, [], {}, {}
 
     # --- weights ---------------------------------------------------------------------------------------------
 

@@ -1,0 +1,262 @@
+"""tau = "auto": as fast as the best fixed tau within the drift that is allowed, found in a few steps, and kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from slipstream.config.file import parse
+from slipstream.config.schedule import Async
+from slipstream.engines.base import Metrics
+from slipstream.engines.sleep import SleepLearner
+from slipstream.errors import ConfigError
+from slipstream.pipeline.autopilot import LONGEST, MEMORY, Autopilot
+from slipstream.pipeline.run import Run
+from slipstream.records import Batch, Counts, Prompt
+from slipstream.runlog import RunLog, read_lines
+from slipstream.runtimes import virtual
+from test_schedules import PROMPTS, config, engines
+
+BUDGET, MOST = 0.02, 8
+
+
+def line(tau: float, waited: float, drift: float, ess: float = 1.0) -> dict[str, float]:
+    return {
+        "tau": tau,
+        "seconds/update": 1.0,
+        "seconds/data": waited,
+        "seconds/turn": 0.0,
+        "drift/k3_kl": drift,
+        "drift/ess": ess,
+    }
+
+
+class Model:
+    """Rollouts that take `need` updates of the learner, samplers that reach `cap` of its speed, and a drift that grows
+    with a power of the lag, which follows tau."""
+
+    def __init__(self, need: float, cap: float, slope: float, power: float, noise: float, seed: int = 0) -> None:
+        self.need, self.cap, self.slope, self.power, self.noise = need, cap, slope, power, noise
+        self.random, self.lag = random.Random(seed), 0.0
+
+    def pace(self, tau: float) -> float:
+        return min(1.0, self.cap, (tau + 1) / (self.need + 1))
+
+    @property
+    def best(self) -> float:
+        """Of what stays within the budget."""
+        return max(self.pace(tau) for tau in range(MOST + 1) if self.slope * tau**self.power <= BUDGET)
+
+    def update(self, tau: float) -> dict[str, float]:
+        self.lag += (tau - self.lag) / (max(tau, 1) if tau > self.lag else 2)
+        pace = min(1.0, self.pace(tau) * self.random.lognormvariate(0, self.noise))
+        drift = self.slope * self.lag**self.power * self.random.lognormvariate(-2 * self.noise**2, 2 * self.noise)
+        return line(tau, 1 - pace, drift)
+
+
+def go(autopilot: Autopilot, model: Model, updates: int) -> list[dict[str, float]]:
+    lines = []
+    for _ in range(updates):
+        lines.append(model.update(autopilot.tau))
+        autopilot.look(lines[-1])
+    return lines
+
+
+def taus(lines: list[dict[str, float]]) -> list[float]:
+    return [each["tau"] for each in lines]
+
+
+def changes(values: list[float]) -> int:
+    return sum(a != b for a, b in pairwise(values))
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("drift", [(0.001, 1.0), (0.003, 1.0), (0.006, 1.0), (0.0006, 2.0), (0.002, 2.0), (0.05, 1.0)])
+@pytest.mark.parametrize(("need", "cap"), [(0.7, 1.2), (2, 0.6), (4, 1.2), (7, 0.6), (7, 1.2)])
+def test_as_fast_as_the_best_tau_that_is_fresh_enough(
+    need: float, cap: float, drift: tuple[float, float], noise: float
+) -> None:
+    for seed in range(3):
+        model = Model(need, cap, *drift, noise, seed)
+        lines = go(Autopilot(MOST, BUDGET), model, 400)
+        late = lines[50:]
+        # the same noise at the speed of the best
+        chance, fixed = random.Random(seed), list[float]()
+        for _ in range(400):
+            fixed.append(min(1.0, model.best * chance.lognormvariate(0, noise)))
+            chance.random()
+        reached = fmean(1 / pace for pace in fixed[50:]) / fmean(1 / (1 - each["seconds/data"]) for each in late)
+        assert reached >= (0.95 if noise < 0.2 else 0.93)
+        assert fmean(each["drift/k3_kl"] for each in late) <= (1 + noise / 4) * BUDGET
+        assert changes(taus(lines)) <= 14 and changes(taus(lines[200:])) <= 4, "a try or two each time all is forgotten"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_no_tau_is_gone_back_to_until_all_is_forgotten(seed: int) -> None:
+    """But for those that a trial is taken back to, and after these nothing more is tried."""
+    chance, autopilot = random.Random(seed), Autopilot(MOST, BUDGET)
+    left, settled = set[int](), False
+    for update in range(1, 8 * MEMORY):
+        if update in (MEMORY, 2 * MEMORY, 4 * MEMORY):
+            left, settled = set(), False
+        before = autopilot.tau
+        drift = BUDGET * chance.choice([0.1, 0.5, 1.5]) * chance.lognormvariate(0, 0.3)
+        told = autopilot.look(line(before, chance.choice([0.0, 0.5, chance.random()]), drift))
+        assert 0 <= autopilot.tau <= MOST and bool(told) == (autopilot.tau != before)
+        if autopilot.tau > before:
+            assert not settled and autopilot.tau not in left
+        if told:
+            left.add(before)
+            settled |= "brought nothing" in told
+    assert autopilot.update == 8 * MEMORY - 1
+
+
+def test_it_begins_small_and_grows_boldly_where_drift_is_far_away() -> None:
+    lines = go(Autopilot(MOST, BUDGET), Model(7, 1.0, 0.0005, 1.0, 0.0), 60)
+    assert sorted(set(taus(lines))) == [1, 4, 8] and taus(lines).index(8) < 25
+
+
+def test_it_takes_a_step_where_a_square_would_not_fit() -> None:
+    lines = go(Autopilot(MOST, BUDGET), Model(7, 1.0, 0.006, 1.0, 0.0), 60)
+    assert sorted(set(taus(lines))) == [1, 2, 3]
+
+
+def test_more_in_flight_that_brings_nothing_is_taken_back_and_not_tried_again_soon() -> None:
+    """The samplers are busy: the learner waits whatever is in flight."""
+    lines = go(Autopilot(MOST, BUDGET), Model(1, 0.5, 0.0, 1.0, 0.0), MEMORY - 1)
+    assert sorted(set(taus(lines))) == [1, 4] and changes(taus(lines)) == 2 and lines[-1]["tau"] == 1
+
+
+def test_a_learner_that_does_not_wait_gets_no_staler_samples() -> None:
+    assert set(taus(go(Autopilot(MOST, BUDGET), Model(1, 2.0, 0.001, 1.0, 0.0), 300))) == {1}
+
+
+def test_it_gives_way_when_drift_or_few_samples_outweigh() -> None:
+    model = Model(7, 1.0, 0.001, 1.0, 0.1)
+    autopilot = Autopilot(MOST, BUDGET)
+    assert go(autopilot, model, 60)[-1]["tau"] == MOST
+    model.slope = 0.005
+    assert go(autopilot, model, 30)[-1]["tau"] in (3, 4), "a learning rate that rises, say"
+    for _ in range(3 * LONGEST):
+        autopilot.look(line(autopilot.tau, 0.0, 0.001, ess=0.3))
+    assert autopilot.tau == 0
+
+
+def test_drift_that_is_there_on_policy_leaves_the_smallest_tau() -> None:
+    """Engines that disagree: nothing in flight mends that."""
+    autopilot = Autopilot(MOST, BUDGET)
+    for _ in range(MEMORY - 1):
+        autopilot.look(line(autopilot.tau, 0.5, 0.1))
+    assert autopilot.tau == 0
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_whoever_goes_on_shows_it_the_lines_again_and_it_stands_where_it_stood(noise: float) -> None:
+    autopilot, model = Autopilot(MOST, BUDGET), Model(4, 0.9, 0.002, 1.0, noise)
+    before = go(autopilot, model, 130)
+    again = Autopilot(MOST, BUDGET)
+    for each in before:
+        again.look(each)
+    assert vars(again) == vars(autopilot)
+
+
+def test_a_tau_that_was_another_in_an_earlier_part_is_gone_on_with() -> None:
+    autopilot = Autopilot(MOST, BUDGET)
+    for _ in range(3):
+        autopilot.look(line(6, 0.0, 0.001))
+    assert autopilot.tau == 6
+
+
+# --- of a whole run ---------------------------------------------------------------------------------------------------
+
+
+class Drifting(SleepLearner):
+    """Its drift grows with the lag of what it learns from, and is noisy."""
+
+    def __init__(self, cost: Callable[[int], float], slope: float, seed: int = 0) -> None:
+        super().__init__(cost)
+        self.slope, self.random = slope, random.Random(seed)
+
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        lags = [(batch.update - 1 - version, n) for header in batch.headers for version, n in header.versions]
+        self.lag = sum(lag * n for lag, n in lags) / sum(n for _, n in lags)
+        return await super().prepare(batch)
+
+    async def step(self, *args: Any) -> Metrics:
+        drift = self.slope * self.lag * self.random.lognormvariate(-0.02, 0.2)
+        return await super().step(*args) | {"drift/k3_kl": drift}
+
+
+def lengths(sigma: float) -> Callable[[Prompt, int], int]:
+    return lambda prompt, _: 1 + int(random.Random(prompt.number).lognormvariate(4, sigma))
+
+
+def run(path: Path, schedule: Any, *, learn: float, sigma: float, slope: float, updates: int) -> list[dict[str, Any]]:
+    """`learn` is how long an update takes beside a response."""
+    token, groups = 0.02, 6
+    made = replace(
+        engines(lengths(sigma), token=token, score=1e-3),
+        learner=Drifting(lambda tokens: learn * token * tokens / groups, slope),
+    )
+    path.mkdir()
+    with RunLog(path, []) as log:
+        settings = config(schedule, updates=updates, groups=groups)
+        virtual.run(Run(settings, made, PROMPTS, log, say=lambda _: None).train())
+    return read_lines(path / "metrics.jsonl")
+
+
+def speed(lines: list[dict[str, Any]]) -> float:
+    return sum(each["tokens"] for each in lines) / sum(each["seconds/update"] for each in lines)
+
+
+@pytest.mark.parametrize("slope", [0.001, 0.008])
+@pytest.mark.parametrize("sigma", [0.0, 0.7])
+@pytest.mark.parametrize("learn", [0.2, 0.5, 2.0])
+def test_a_run_is_as_fast_as_with_the_best_tau_that_stays_within_its_drift(
+    tmp_path: Path, learn: float, sigma: float, slope: float
+) -> None:
+    costs: Any = {"learn": learn, "sigma": sigma, "slope": slope}
+    fixed = {tau: run(tmp_path / str(tau), Async(tau=tau), updates=80, **costs)[20:] for tau in (0, 1, 2, 4, 8)}
+    fresh = [lines for lines in fixed.values() if fmean(each["drift/k3_kl"] for each in lines) <= BUDGET]
+    lines = run(tmp_path / "auto", Async(tau="auto"), updates=160, **costs)
+    late = lines[60:]
+    assert speed(late) >= 0.95 * max(map(speed, fresh))
+    assert fmean(each["drift/k3_kl"] for each in late) <= 1.05 * BUDGET
+    assert changes([each["tau"] for each in late]) <= 5
+    assert all(each["credits"] <= 6 * 9 for each in lines)
+
+
+def test_a_run_that_is_gone_on_with_has_the_tau_that_it_had(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    lines = run(path, Async(tau="auto"), learn=0.2, sigma=0.0, slope=0.004, updates=40)
+    assert lines[0]["tau"] == 1 and lines[-1]["tau"] > 1
+    with RunLog(path, []) as log:
+        again = Run(config(Async(tau="auto"), updates=80, groups=6), engines(), PROMPTS, log)
+    assert again.tau == lines[-1]["tau"] and again.admission.credits == 6 * (again.tau + 1)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+BASE: dict[str, Any] = {"student": "s", "teachers": {"main": {"model": "t"}}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"schedule": {"kind": "async", "tau": 4, "tau_max": 9}}, 'tau_max does nothing without tau = "auto"'),
+        ({"schedule": {"kind": "async", "drift": 0.1}}, 'drift does nothing without tau = "auto"'),
+        ({"schedule": {"kind": "async", "tau": "auto", "max_lag": 3}}, "a smaller tau_max"),
+        ({"schedule": {"kind": "async", "tau": "auto"}, "guards": {"kl": {}}}, 'so does tau = "auto"'),
+        ({"schedule": {"kind": "async", "tau": "much"}}, "schedule.tau"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(tree: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse(BASE | tree)
