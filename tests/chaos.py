@@ -60,6 +60,7 @@ order = "submission"
 m = 32
 [learner]
 batch_size = {GROUPS}
+ranks = {{ranks}}
 lr = 1e-3
 warmup = 10
 decay = "cosine"
@@ -107,11 +108,13 @@ class Chaos:
         say: Callable[[str], None],
         prompts: int = PROMPTS,
         kind: str = "local",
+        ranks: int = 1,
     ) -> None:
         """`prompts` are held out, to measure the student."""
         self.home, self.run, self.updates, self.say = home, home / "run", updates, say
         home.mkdir(parents=True, exist_ok=True)
-        (home / "run.toml").write_text(CONFIG.format(updates=updates, seed=seed, prompts=prompts, kind=kind))
+        made = {"updates": updates, "seed": seed, "prompts": prompts, "kind": kind, "ranks": ranks}
+        (home / "run.toml").write_text(CONFIG.format(**made))
         self.coordinators, self.pid = Coordinators(home), 0
         self.shared, self.said, self.left = set[str](), "", list[str]()
         self.parts = 0
@@ -281,6 +284,7 @@ def main() -> int:
     options.add_argument("--faults", type=int, default=100)
     options.add_argument("--updates", type=int, help="of the run: three for every fault, unless told otherwise")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--ranks", type=int, default=1, help="of the learner")
     options.add_argument("--runtime", choices=VICTIMS, default="local")
     options.add_argument("--only", nargs="+", metavar="VICTIM", help=f"who is struck: {VICTIMS}")
     options.add_argument("--keep", action="store_true", help="the run directories")
@@ -288,10 +292,11 @@ def main() -> int:
     updates = given.updates or max(30, 3 * given.faults)
     story = drawn(given.seed, given.faults, updates, given.only or VICTIMS[given.runtime])
     again = f"python tests/chaos.py --faults {given.faults} --updates {updates} --seed {given.seed}"
-    again += f" --runtime {given.runtime}" + (f" --only {' '.join(given.only)}" if given.only else "")
+    again += f" --runtime {given.runtime} --ranks {given.ranks}"
+    again += f" --only {' '.join(given.only)}" if given.only else ""
     try:
         with somewhere(given.keep) as place:
-            made = {"seed": given.seed, "updates": updates, "kind": given.runtime}
+            made = {"seed": given.seed, "updates": updates, "kind": given.runtime, "ranks": given.ranks}
             peace = Chaos(place / "peace", **made, say=print)
             assert peace.live([]) == 0, peace.said
             began = time.monotonic()

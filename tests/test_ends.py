@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,30 @@ def write_run(home: Path, models: Path) -> None:
     (home / "run.toml").write_text(RUN.format(models=models))
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
     (home / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def updates_of(coordinators: Coordinators) -> list[dict[str, Any]]:
+    return read_lines(coordinators.home / "run" / "metrics.jsonl")
+
+
+def wait_for(coordinators: Coordinators, what: Callable[[], bool], seconds: float = 100) -> None:
+    until = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < until, coordinators.output()
+        time.sleep(0.05)
+
+
+def check_exact(run: Path) -> None:
+    """Every update is made once, and every group ends once."""
+    lines, ledger = read_lines(run / "metrics.jsonl"), read_lines(run / "ledger.jsonl")
+    assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
+    assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger)))
+    assert sum(entry["end"] == "trained" for entry in ledger) == 4 * len(lines)
+
+
+def daemons(coordinator: int) -> dict[str, int]:
+    """Of its Ray."""
+    return {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(coordinator)}
 
 
 def listening() -> set[str]:
@@ -180,6 +204,34 @@ def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinato
     assert not (coordinators.home / ".ray").exists(), "a token that all may read"
 
 
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_a_daemon_of_ray_that_hangs_holds_up_no_end(coordinators: Coordinators, daemon: str) -> None:
+    coordinator = coordinators.trains("--runtime.kind", "ray")
+    os.kill(daemons(coordinator)[daemon], signal.SIGSTOP)
+    os.kill(coordinator, signal.SIGTERM)
+    assert coordinators.end() == 143, coordinators.output()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
+def test_a_daemon_of_ray_that_dies_costs_the_updates_since_the_last_checkpoint(
+    coordinators: Coordinators, daemon: str
+) -> None:
+    coordinator = coordinators.trains("--runtime.kind", "ray", "--checkpoint.every", "2", "--runtime.heartbeat", "6")
+    wait_for(coordinators, (coordinators.home / "run" / "checkpoints" / "2").exists)
+    os.kill(daemons(coordinator)[daemon], signal.SIGKILL)
+    wait_for(coordinators, lambda: any("restarts/learner" in line for line in updates_of(coordinators)), 200)
+    os.kill(coordinator, signal.SIGTERM)
+    assert coordinators.end() == 143, coordinators.output()
+    check_exact(coordinators.home / "run")
+    said = coordinators.output()
+    assert f"{daemon}, a daemon of Ray, has ended; the run goes back to its last checkpoint\n" in said
+    assert said.count("starting Ray\n") == 2 and "Traceback" not in said and "(raylet)" not in said
+
+
 def test_a_run_that_is_told_again_and_again_to_stop_ends_without_a_word_of_tasks(coordinators: Coordinators) -> None:
     pids = coordinators.running()
     for _ in range(3):
@@ -197,31 +249,20 @@ def test_a_run_outlives_its_engines_and_nothing_is_left_of_any(
 ) -> None:
     if (victim, how) == ("nursery", signal.SIGSTOP):
         pytest.skip("nobody needs it until somebody dies")
-    pids, until = coordinators.running("--checkpoint.every", "2", "--runtime.heartbeat", "5"), time.monotonic() + 100
-    metrics, checkpoint = (coordinators.home / "run" / name for name in ("metrics.jsonl", "checkpoints/2"))
-    while not checkpoint.exists():
-        assert time.monotonic() < until, coordinators.output()
-        time.sleep(0.05)
+    pids = coordinators.running("--checkpoint.every", "2", "--runtime.heartbeat", "5")
+    wait_for(coordinators, (coordinators.home / "run" / "checkpoints" / "2").exists)
     os.kill(pids[victim], how)
     again = "learner" if victim == "nursery" else victim
-    while not any(f"restarts/{again}" in line for line in read_lines(metrics)):
-        assert time.monotonic() < until, coordinators.output()
-        time.sleep(0.05)
+    wait_for(coordinators, lambda: any(f"restarts/{again}" in line for line in updates_of(coordinators)))
     os.kill(pids["coordinator"], signal.SIGTERM)
     assert coordinators.end() == 143, coordinators.output()
-    lines, ledger = read_lines(metrics), read_lines(coordinators.home / "run" / "ledger.jsonl")
-    assert [line["update"] for line in lines] == list(range(1, len(lines) + 1))
-    assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger)))
-    assert sum(entry["end"] == "trained" for entry in ledger) == 4 * len(lines)
+    check_exact(coordinators.home / "run")
 
 
 def test_a_run_goes_on_when_a_grader_is_killed(coordinators: Coordinators) -> None:
     pids = coordinators.running()
     os.kill(pids["grader"], signal.SIGKILL)
-    metrics = coordinators.home / "run" / "metrics.jsonl"
-    seen, until = len(read_lines(metrics)), time.monotonic() + 60
-    while len(read_lines(metrics)) < seen + 5:
-        assert time.monotonic() < until, coordinators.output()
-        time.sleep(0.05)
+    seen = len(updates_of(coordinators))
+    wait_for(coordinators, lambda: len(updates_of(coordinators)) >= seen + 5)
     os.kill(pids["coordinator"], signal.SIGTERM)
     assert coordinators.end() == 143

@@ -42,7 +42,7 @@ def acts(lines: Iterable[Line], **guards: Any) -> tuple[list[float], list[int], 
     watched, said = Guards(GuardsConfig(**guards), tau=TAU), list[str]()
     factors, lowered = list[float](), list[int]()
     for line in lines:
-        said += watched.look(line)
+        said += watched.look({**line, **watched.metrics})  # as a run writes it
         factors.append(watched.lr)
         lowered.append(watched.lowered)
     return factors, lowered, said
@@ -152,15 +152,26 @@ def test_whoever_goes_on_shows_them_the_lines_again_and_they_stand_where_they_st
         "kl": KLBrake(),
         "gac": GradientCosine(below=0.2),
     }
-    one = Guards(GuardsConfig(**every), tau=TAU)
+    one, written = Guards(GuardsConfig(**every), tau=TAU), list[Line]()
     for at, line in enumerate(lines):
-        one.look(line)
+        written.append({**line, **one.metrics})
+        one.look(written[-1])
         if at % 97 == 0:
             other = Guards(GuardsConfig(**every), tau=TAU)
-            for before in lines[: at + 1]:
+            for before in written:
                 other.look(before)
             assert (other.metrics, other.lr, other.lowered) == (one.metrics, one.lr, one.lowered)
             one = other
+
+
+def test_a_brake_that_comes_later_begins_there_and_one_with_other_thresholds_where_it_stood() -> None:
+    old = of("drift/k3_kl", [0.2] * 50)
+    guards = Guards(GuardsConfig(kl=KLBrake()), tau=TAU)
+    for each in old:
+        guards.look(each)
+    assert guards.lowered == 0, "they were made without it"
+    guards.look({"drift/k3_kl": 0.03, "guard/kl": 2.0})
+    assert guards.lowered == 2
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

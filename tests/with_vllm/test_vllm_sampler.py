@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +24,7 @@ from slipstream.engines.base import Mode, Sampling
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.weights import export_weights, fingerprint
-from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError
+from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError, WorkerDied
 from slipstream.records import Handle, Rollout, unfinished
 from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts
 
@@ -57,6 +59,26 @@ def sampler(engine: VllmSampler) -> VllmSampler:
     engine.stop_ids = [EOS]
     asyncio.run(engine.publish(WEIGHTS[0], "keep"))
     return engine
+
+
+def test_an_engine_process_that_hangs_behind_a_live_host_is_found_and_killed(tmp_path: Path) -> None:
+    MODELS[0].save_pretrained(tmp_path)
+    sampler = VllmSampler(Settings(str(tmp_path), "float32", 4, heartbeat=3.0), stop_ids={0}, draws=1)
+    (process,) = sampler.core.llm.engine_core.resources.engine_manager.processes
+
+    async def main() -> None:
+        calls = [asyncio.create_task(sampler.generate(prompt, Sampling(max_tokens=100))) for prompt in make_prompts(3)]
+        await asyncio.sleep(0)
+        os.kill(process.pid, signal.SIGSTOP)
+        for found in await asyncio.gather(*calls, return_exceptions=True):
+            assert type(found) is WorkerDied
+            assert str(found) == "vLLM's engine process has ended: it has not answered for 3 s (runtime.heartbeat)"
+
+    try:
+        asyncio.run(main())
+        assert not process.is_alive()
+    finally:
+        sampler.close()
 
 
 # --- what is drawn ---------------------------------------------------------------------------------------------------

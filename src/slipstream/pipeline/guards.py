@@ -170,6 +170,10 @@ class Brake:
         self.lowered = self.settling = self.calm = 0
 
     def look(self, line: Line) -> Act:
+        if (lowered := line.get("guard/kl")) is None:
+            return Act()  # before there was this guard
+        if lowered != self.lowered:  # by other thresholds
+            self._set(round(lowered))
         if self.settling:
             self.settling -= 1
         elif (drift := line.get("drift/k3_kl")) is not None:
@@ -181,13 +185,13 @@ class Brake:
     def _decided(self, drift: float) -> Act:
         self.calm = self.calm + 1 if drift < self.kl.low else 0
         if drift > self.kl.high and self.lowered < self.most:
-            return self._by(1, f"drift is {drift:.2g}: ")
+            return self._set(self.lowered + 1, f"drift is {drift:.2g}")
         if self.lowered and self.calm >= CALM:
-            return self._by(-1, f"drift has been below {self.kl.low:g} for {CALM} updates: ")
+            return self._set(self.lowered - 1, f"drift has been below {self.kl.low:g} for {CALM} updates")
         return Act(lowered=self.lowered)
 
-    def _by(self, step: int, why: str) -> Act:
-        self.lowered += step
+    def _set(self, lowered: int, why: str = "") -> Act:
+        self.lowered = min(lowered, self.most)
         self.settling, self.calm = self.most + 1, 0
         self.recent.clear()
-        return Act(lowered=self.lowered, said=f"{why}tau is {self.lowered} less than it was set to")
+        return Act(lowered=self.lowered, said=f"{why}: tau is {self.lowered} less than it was set to")

@@ -179,9 +179,10 @@ class Run:
         return (self.autopilot.tau if self.autopilot else self.most) - self.guards.lowered
 
     def _decide(self, line: Mapping[str, Any]) -> list[str]:
-        """At what an update says of itself: should the next be made otherwise? Returns what is new."""
+        """At what an update says of itself: should the next be made otherwise? Returns what is new. Updates that were
+        made with a fixed tau say nothing of other ones."""
         told = self.guards.look(line)
-        if self.autopilot and (new := self.autopilot.look(line)):
+        if self.autopilot and "tau" in line and (new := self.autopilot.look(line)):
             told.append(f"schedule: {new}")
         return told
 

@@ -27,6 +27,7 @@ def sampler_settings(config: Config) -> Settings:
         threads=config.runtime.threads,
         device=config.runtime.device,
         seed=config.seed,
+        heartbeat=config.runtime.heartbeat,
     )
 
 
@@ -44,6 +45,7 @@ def scorer_settings(config: Config, name: str) -> Settings:
         where=f"teachers.{name}",
         threads=config.runtime.threads,
         device=config.runtime.device,
+        heartbeat=config.runtime.heartbeat,
     )
 
 

@@ -110,11 +110,12 @@ class Actor:
 
 
 class RayLink:
-    def __init__(self, name: str, *, threads: int, cpus: float, gpus: float) -> None:
+    def __init__(self, name: str, *, threads: int, cpus: float, gpus: float, ended: Callable[[], str] = str) -> None:
+        """`ended` names a daemon without which this is of no use, if it has."""
         actor: Any = ray.remote(Actor)
         actor = actor.options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
         self.actor, self.pid = actor.remote(name, threads, str(Path.cwd())), 0
-        self.turn = 0
+        self.ended, self.turn = ended, 0
         self.sent, self.delayed = 0.0, False
         """When the last exchange left, and whether the next one waits for its time."""
         self.receiving: set[asyncio.Task[None]] = set()
@@ -147,6 +148,8 @@ class RayLink:
 
     def send(self) -> None:
         loop, worker = asyncio.get_running_loop(), self.worker
+        if daemon := self.ended():
+            worker.bury(f"{daemon}, a daemon of Ray, has ended")
         to_wait = worker.waiting and not self.receiving
         if worker.gone or len(self.receiving) == 2 or not (worker.outbox or to_wait):
             return
@@ -213,4 +216,4 @@ def body_of(bodies: Any, answer: int, place: int) -> Body:
 def reason(error: RayError) -> str:
     """The one telling sentence among many, where there is one."""
     detail = str(error).partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
-    return detail or first_line(error)
+    return (detail or first_line(error)).removesuffix(".")

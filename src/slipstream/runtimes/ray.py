@@ -23,7 +23,7 @@ from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
 
 from slipstream.engines.base import Engines
-from slipstream.errors import ConfigError, first_line
+from slipstream.errors import AllDied, ConfigError, first_line
 from slipstream.plan.engines import EnginesPlan
 from slipstream.runtimes.actor import RayLink
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, RemoteWorker
@@ -47,6 +47,8 @@ test "$now" || for more in 1 2 3 4 5; do sleep 1; sweep; done
 """When the coordinator has said so, or was killed: some of Ray's agents would stay for ever, and write."""
 OURS = "slipstream"
 """What a Ray that was started here has: as much room as whoever comes later asks for."""
+VITAL = ("gcs_server", "raylet")
+"""Daemons of Ray."""
 KNOCK = 10.0
 """Seconds in which a cluster must accept a connection."""
 
@@ -68,7 +70,10 @@ def open_engines(
 def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say: Say) -> None:
     """Use the Ray of this process, connect to a cluster, or start one here that always has room for them all."""
     cpus = sum(place.threads for place in wanted)
+    if ray.is_initialized() and lost():
+        stack.close()
     if not ray.is_initialized():
+        ray_worker._worker_logs_enabled = False  # what it says of its daemons is said in our words
         here = stack.enter_context(directory()) if address is None else ""
         stack.callback(shut_down)
         if address is None:
@@ -125,14 +130,30 @@ def start_here(cpus: int, path: str) -> None:
 
 def shut_down() -> None:
     """Ray itself waits for ever for a daemon of its own that is stopped."""
-    node = ray_worker._global_node
-    daemons = [info.process for infos in node.all_processes.values() for info in infos] if node else []
-    impatient = threading.Timer(GOODBYE, lambda: [daemon.kill() for daemon in daemons])
+    ours = daemons()
+    impatient = threading.Timer(GOODBYE, lambda: [daemon.kill() for daemon in ours])
     impatient.start()
     try:
         ray.shutdown()
     finally:
         impatient.cancel()
+
+
+def daemons() -> list[Any]:
+    """Of the Ray that was started here, if one was."""
+    node = ray_worker._global_node
+    return [info.process for infos in node.all_processes.values() for info in infos] if node else []
+
+
+def ended() -> str:
+    """Which of those has ended that no actor can do without: Ray itself would end this process a minute later."""
+    node = ray_worker._global_node
+    return next((kind for kind, _ in node.dead_processes() if kind in VITAL), "") if node else ""
+
+
+def lost() -> bool:
+    """Whether the Ray that was started here is of no more use: it may have given up a daemon that hangs."""
+    return bool(ended()) or (bool(daemons()) and not has(OURS))
 
 
 def start_there(address: str) -> None:
@@ -171,8 +192,10 @@ def start(
         return {"CPU": cpus * place.threads, "GPU": gpus * place.computes}
 
     def born(place: Place) -> RemoteWorker:
+        if daemon := ended():
+            raise AllDied(f"{place.name} cannot start: {daemon}, a daemon of Ray, has ended")
         asked = takes(place)
-        links.append(RayLink(place.name, threads=place.threads, cpus=asked["CPU"], gpus=asked["GPU"]))
+        links.append(RayLink(place.name, threads=place.threads, cpus=asked["CPU"], gpus=asked["GPU"], ended=ended))
         return place.kind(place.name, links[-1], heartbeat)
 
     def meeting(first: RemoteWorker) -> Any:
@@ -186,6 +209,8 @@ def start(
 
 
 def stop(links: Sequence[RayLink]) -> None:
+    if ended():
+        return
     closing = [link.actor.close.remote() for link in links if link.pid]
     if closing:
         ray.wait(closing, num_returns=len(closing), timeout=GOODBYE)

@@ -51,6 +51,8 @@ BLOCK = 128
 IMPLIED = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
 COLDEST = 0.01
 """vLLM raises temperatures below this to it."""
+BEATS = 6
+"""How often within a heartbeat vLLM's engine process is looked after."""
 GRACE = 8.0
 """Seconds that vLLM's processes have to end by themselves: it takes them some four."""
 
@@ -88,6 +90,7 @@ class Settings:
     threads: int = 1
     device: str = "auto"
     seed: int = 0
+    heartbeat: float = 60.0
 
     @property
     def named(self) -> str:
@@ -105,7 +108,8 @@ class Core:
     ) -> None:
         """`own` are the arguments that its use asks for."""
         check_args(settings)
-        self.report = Report()
+        self.report, self.hangs, self.loading = Report(), "", 0
+        """`loading` counts what may keep vLLM's engine process from answering for as long as it takes."""
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
         self.thread.start()
@@ -115,6 +119,7 @@ class Core:
             self._stop()
             raise
         self.context = int(self.llm.model_config.max_model_len)
+        self.watch = self.wait(_begun(self._watch(settings.heartbeat)))
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -134,8 +139,41 @@ class Core:
         answers: list[Any] = await self.llm.collective_rpc(method, kwargs=kwargs)
         return answers
 
+    async def _watch(self, heartbeat: float) -> None:
+        """It answers between two steps, or it hangs and is killed, which vLLM tells whoever waits for it.
+
+        Seconds are counted in beats of this loop: a process that was stopped itself blames nobody.
+        """
+        from vllm.utils.system_utils import kill_process_tree
+
+        while True:
+            await asyncio.sleep(heartbeat / BEATS)
+            answer, silent = asyncio.ensure_future(self.llm.is_sleeping()), 0
+            while not answer.done() and silent < BEATS:
+                await asyncio.wait([answer], timeout=heartbeat / BEATS)
+                silent = 0 if self.loading else silent + 1
+            if not answer.done():
+                answer.cancel()
+                self.hangs = f"it has not answered for {heartbeat:g} s (runtime.heartbeat)"
+                for process in self.llm.engine_core.resources.engine_manager.processes:
+                    kill_process_tree(process.pid)
+                return
+            if answer.exception():  # it is dead, and whoever waits is told so
+                return
+
+    @contextmanager
+    def load(self) -> Iterator[None]:
+        """While weights are on their way no answer is expected."""
+        self.loading += 1
+        try:
+            yield
+        finally:
+            self.loading -= 1
+
     def close(self) -> None:
         async def shut() -> None:
+            self.watch.cancel()
+            await asyncio.wait([self.watch])
             self.llm.shutdown(timeout=GRACE)
 
         self.wait(shut())
@@ -154,13 +192,17 @@ class Core:
 
         match error:
             case EngineDeadError():
-                return WorkerDied(f"vLLM's engine process has ended: {self.report.cause()}")
+                return WorkerDied(f"vLLM's engine process has ended: {self.hangs or self.report.cause()}")
             case VLLMClientError():
                 return EngineError(f"vLLM refuses a request: {first_line(error)}")
             case EngineGenerateError(__cause__=Exception() as cause):
                 return cause
             case _:
                 return error
+
+
+async def _begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    return asyncio.create_task(work)
 
 
 def failed(settings: Settings, report: Report, error: Exception) -> EngineError:

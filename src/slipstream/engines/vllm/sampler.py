@@ -246,7 +246,8 @@ class VllmSampler:
                 thrown = sum(group.tokens for group in self.open if group.aborted)
                 still = time.perf_counter()
                 # once begun it goes to its end, whether or not anybody still waits for it
-                found = await finished(asyncio.ensure_future(self._load(weights)))
+                with self.core.load():
+                    found = await finished(asyncio.ensure_future(self._load(weights)))
                 loaded = time.perf_counter()
             finally:
                 self.counted.set()

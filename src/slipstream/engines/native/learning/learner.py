@@ -11,7 +11,6 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -261,15 +260,17 @@ class NativeLearner:
                 continue
             chosen, theirs = [samples[i] for i in members], [frozen[i] for i in members]
             with self.passes.precision():
-                loss, metrics, logp_N = self.passes.student(rows, partial(self._loss, chosen, theirs, counts))
+                loss, metrics, logp_N = self.passes.student(
+                    rows, lambda h, head, c=chosen, f=theirs: self._objective(h, head, c, f, counts)
+                )
             loss.backward()
             total += loss.detach()
             merge_metrics(self.sums, metrics)
             self._note(chosen, theirs, logp_N)
         return total
 
-    def _loss(
-        self, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts, hidden_NH: Tensor, head: Head
+    def _objective(
+        self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """What a sample is worth for its freshness follows from what this very pass thinks of its draws."""
         self.noise.watch(hidden_NH, samples)
