@@ -21,6 +21,7 @@ from slipstream.config.schedule import Async, Periodic, Sync
 from slipstream.config.schema import (
     CheckpointConfig,
     Config,
+    HealthConfig,
     LearnerConfig,
     LoraConfig,
     SamplerConfig,
@@ -558,7 +559,8 @@ def test_who_says_nothing_any_more_is_not_learned_from(tmp_path: Path) -> None:
 
     settings = config(Async(tau=2), FollowConfig(copy_every=1))
     teachers = {"me": settings.teachers["me"].model_copy(update={"relabel": "always", "recheck": 0.0})}
-    go(tmp_path, settings.model_copy(update={"teachers": teachers}), scorer=Silent)
+    lenient = {"teachers": teachers, "health": HealthConfig(stop=False)}
+    go(tmp_path, settings.model_copy(update=lenient), scorer=Silent)
     ledger = read_lines(tmp_path / "ledger.jsonl")
     assert {entry["number"] % 4 == 1 for entry in ledger if entry["end"] == "trained"} == {False}
     dropped = [entry for entry in ledger if entry["end"] == "dropped"]

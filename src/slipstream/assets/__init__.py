@@ -1,4 +1,4 @@
-"""A tiny teacher and student that ship with the package, and what `builtin:` names mean."""
+"""Tiny models that ship with the package, and what `builtin:` names mean."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.errors import ModelError, did_you_mean
 
 HERE = Path(__file__).parent
 DEMO = HERE / "demo.toml"
-MODELS = ("student", "teacher")
+MODELS = ("student", "teacher", "reader")
 
 
 def model_path(name: str) -> str:

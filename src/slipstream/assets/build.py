@@ -1,9 +1,10 @@
-"""Build the bundled teacher, student and tokenizer from nothing: ``python -m slipstream.assets.build``.
+"""Build the bundled models and their tokenizer from nothing: ``python -m slipstream.assets.build``.
 
-Both models are fine-tuned on the arithmetic task.  The teacher hardly errs.  The student, which is less
-than half its size, learns from careless answers: it copies well and carries badly, and that is what
-distillation is to mend.  On one machine the same command gives the same bytes, so whoever doubts the
-shipped weights can make them again.
+All are fine-tuned on the arithmetic task.  The teacher hardly errs.  The student, which is less than half its size,
+learns from careless answers: it copies well and carries badly, and that is what distillation is to mend.  The reader is
+the student that has also learned to repeat an answer that stands before the question, right or wrong: what it reads
+there makes it better than it is, and so it can teach itself.  On one machine the same command gives the same bytes, so
+whoever doubts the shipped weights can make them again.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ class Recipe:
     learning_rate: float
     slips: float
     seed: int
+    begins: str = ""
+    """The model whose weights it begins with; with random ones without it."""
+    hints: float = 0.0
+    """The share of problems before which an answer stands, which is then to be repeated."""
+    positions: int = MAX_LENGTH
+    dtype: torch.dtype = torch.float32
+    """In which it is saved."""
 
 
 RECIPES = {
@@ -54,10 +62,15 @@ RECIPES = {
         layers=2, width=64, heads=4, head_width=32, mlp_width=192, rope_theta=50.0,
         steps=800, learning_rate=5e-3, slips=0.6, seed=4,
     ),
+    "reader": Recipe(
+        layers=2, width=64, heads=4, head_width=32, mlp_width=192, rope_theta=50.0,
+        steps=700, learning_rate=3e-3, slips=0.6, seed=7,
+        begins="student", hints=0.6, positions=224, dtype=torch.bfloat16,
+    ),
 }  # fmt: skip
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(positions: int = MAX_LENGTH) -> PreTrainedTokenizerFast:
     """One token per character.  There is no unknown token: a foreign character is an error."""
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *ALPHABET])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
@@ -68,7 +81,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD,
         eos_token=EOS,
         padding_side="left",  # what generation needs; training pads for itself
-        model_max_length=MAX_LENGTH,
+        model_max_length=positions,
         clean_up_tokenization_spaces=False,
     )
 
@@ -85,7 +98,7 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForC
         num_key_value_heads=recipe.heads,
         head_dim=recipe.head_width,
         rope_parameters={"rope_type": "default", "rope_theta": recipe.rope_theta},
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=recipe.positions,
         tie_word_embeddings=True,
         initializer_range=0.05,
         bos_token_id=None,
@@ -127,6 +140,14 @@ def answer_with_slips(prompt: str, slips: float, rng: random.Random) -> str:
     return answer
 
 
+def example(prompt: str, recipe: Recipe, rng: random.Random) -> tuple[str, str]:
+    """What is read, and what is to be said."""
+    if recipe.hints and rng.random() < recipe.hints:
+        answer = answer_with_slips(prompt, recipe.slips / 2, rng)
+        return answer + prompt, answer
+    return prompt, answer_with_slips(prompt, recipe.slips, rng)
+
+
 def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, torch.Tensor]]:
     """Training batches of similar lengths and nearly equal tokens, in an order that mixes lengths.
 
@@ -134,7 +155,7 @@ def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[dict
     """
     rng = random.Random(recipe.seed)
     prompts = (prompt for prompt, _ in problems("train", recipe.steps * BATCH_TOKENS))
-    pairs = ((prompt, answer_with_slips(prompt, recipe.slips, rng)) for prompt in prompts)
+    pairs = (example(prompt, recipe, rng) for prompt in prompts)
     while group := sorted(islice(pairs, GROUP), key=lambda pair: len(pair[0])):
         cuts: list[list[tuple[list[int], list[int]]]] = [[]]
         for pair in group:
@@ -164,10 +185,14 @@ def train(model: Qwen3ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenize
 
 
 @torch.no_grad()
-def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 500) -> float:
-    """The share of held-out problems that greedy decoding answers exactly."""
+def accuracy(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int = 500, *, told: bool = False
+) -> float:
+    """The share of held-out problems that greedy decoding answers exactly; `told` the answer before the question."""
     model.eval()
     prompts, answers = zip(*problems("eval", count), strict=True)
+    if told:
+        prompts = tuple(answer + prompt for prompt, answer in zip(prompts, answers, strict=True))
     batch = tokenizer(list(prompts), padding=True, return_tensors="pt", return_token_type_ids=False)
     output = model.generate(**batch, do_sample=False, max_new_tokens=80)
     texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -178,15 +203,22 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="default: this folder")
-    out = parser.parse_args().out
+    parser.add_argument("--model", choices=RECIPES, nargs="*", default=list(RECIPES), help="default: all")
+    args = parser.parse_args()
+    out = args.out
     torch.set_num_threads(1)  # the fastest for models this small, and the same sums in the same order
-    tokenizer = build_tokenizer()
-    for name, recipe in RECIPES.items():
+    for name in args.model:
+        recipe = RECIPES[name]
+        tokenizer = build_tokenizer(recipe.positions)
         model = build_model(recipe, tokenizer)
+        if recipe.begins:
+            model.load_state_dict(Qwen3ForCausalLM.from_pretrained(out / recipe.begins).state_dict())
         print(f"{name}: {model.num_parameters():,} parameters")
         train(model, recipe, tokenizer)
         print(f"  exact match {accuracy(model, tokenizer):.1%} (greedy, held out)")
-        model.save_pretrained(out / name)
+        if recipe.hints:
+            print(f"  told the answer {accuracy(model, tokenizer, told=True):.1%}")
+        model.to(recipe.dtype).save_pretrained(out / name)
         (out / name / "model.safetensors").chmod(0o644)  # it is written for its owner alone
         tokenizer.save_pretrained(out / name)
 

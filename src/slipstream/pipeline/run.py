@@ -241,10 +241,8 @@ class Run:
         rewound, trace = self.restarts.began is not None, self._trace()
         these: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
         samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **these)
-        teachers, follow = (
-            self.engines.scorers,
-            {name: each.follow.period for name, each in self.config.teachers.items() if each.follow is not None},
-        )
+        teachers, configured = self.engines.scorers, self.config.teachers
+        follow = {name: each.follow.period for name, each in configured.items() if each.follow is not None}
         kinds: dict[bool, type[Pool[Any]]] = {True: MovingTeacher, False: Pool}
         scorers = {
             teacher: kinds[teacher in follow](
@@ -265,8 +263,8 @@ class Run:
             samplers=samplers,
             scorers=scorers,
             follow=follow,
-            shows={name: teacher.shows for name, teacher in self.config.teachers.items()},
-            relabel={name: teacher.relabel for name, teacher in self.config.teachers.items()},
+            shows={name: teacher.shows for name, teacher in configured.items()},
+            relabel={name: teacher.relabel for name, teacher in configured.items()},
             memory=self.memory,
             learner=self.engines.learner,
             learning=learning,

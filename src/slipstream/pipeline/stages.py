@@ -390,7 +390,7 @@ async def learn(flow: Flow) -> None:
             )
             if admission.finished:
                 return
-            if stale := [number for number in admission.learnable() if to_relabel(flow, update, number)]:
+            if stale := to_relabel(flow, update):
                 await relabel(flow, update, stale)
             else:
                 await gather(flow, update, admission.learn())
@@ -428,28 +428,37 @@ async def until_enough(flow: Flow, update: Update) -> None:
     update.seconds["data"] += await flow.until("scored groups", lambda: admission.enough or admission.finished)
 
 
-def to_relabel(flow: Flow, update: Update, number: int) -> bool:
-    """Whether a group is to be scored once more before it is learned from."""
-    group = flow.held[number]
+def to_relabel(flow: Flow, update: Update) -> list[int]:
+    """Of what may be learned from now, the groups that are to be scored once more before."""
+    if all(how == "never" for how in flow.relabel.values()):
+        return []
+    return [
+        number
+        for number in flow.admission.learnable()
+        if number not in update.relabelled and has_aged(flow, flow.held[number])
+    ]
+
+
+def has_aged(flow: Flow, group: Group) -> bool:
+    """Whether its teacher would say something else now."""
     teacher = group[0].header.teacher
-    how = of_teacher(flow.relabel, teacher) if flow.relabel else "never"
-    if how == "never" or number in update.relabelled:
-        return False
+    if (how := of_teacher(flow.relabel, teacher)) != "stale":
+        return how == "always"
     scorers, shows = of_teacher(flow.scorers, teacher), shown_to(flow, teacher)
-    moved = isinstance(scorers, MovingTeacher) and teacher_of(group) != {scorers.version}
-    return (
-        how == "always"
-        or moved
-        or any(handle.header.attempts != flow.memory.shown(handle.header, shows) for handle in group if shows)
-    )
+    if isinstance(scorers, MovingTeacher) and teacher_of(group) != {scorers.version}:
+        return True
+    return [h.header.attempts for h in with_attempts(flow, group, shows)] != [h.header.attempts for h in group]
 
 
 async def relabel(flow: Flow, update: Update, numbers: Sequence[int]) -> None:
     """What its teacher says now takes the place of what it said; a group of which it says nothing any more ends."""
-    began = flow.trace.now()
-    async with asyncio.TaskGroup() as tasks:
-        for number in numbers:
-            tasks.create_task(relabel_one(flow, update, number))
+    began = flow.waits["teachers that are asked once more"] = flow.trace.now()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for number in numbers:
+                tasks.create_task(relabel_one(flow, update, number))
+    finally:
+        del flow.waits["teachers that are asked once more"]
     update.seconds["relabel"] = update.seconds.get("relabel", 0.0) + flow.trace.now() - began
     flow.advance()
 
@@ -461,7 +470,9 @@ async def relabel_one(flow: Flow, update: Update, number: int) -> None:
     asked = with_attempts(flow, group, shows)
 
     async def again(worker: Worker[Relabeller]) -> list[Handle]:
-        return answered(await worker.engine.relabel(asked))
+        found = await worker.engine.relabel(asked)
+        flow.account.scored(found, scorers.say)
+        return answered(found)
 
     update.relabelled.add(number)
     try:
