@@ -40,7 +40,10 @@ def test_every_example_is_tried_or_needs_a_download() -> None:
 
 
 @pytest.mark.parametrize("name", TELLS)
-def test_an_example_trains_and_its_metrics_say_what_ran(name: str, tmp_path: Path) -> None:
+def test_an_example_trains_and_its_metrics_say_what_ran(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CONFIGS.parent)  # as the examples say
     config = load(CONFIGS / f"{name}.toml", [*SHORT.items(), ("output", str(tmp_path / "run"))], say=str)
     path = launch.train(config, Console(quiet=True), name=name)
     lines = [line for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"]

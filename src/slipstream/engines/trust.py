@@ -40,7 +40,7 @@ def scored(
     member with the cause."""
     rollout = graded(handle)
     header = replace(header_of(rollout, teacher=teacher), teacher_version=version, attempts=handle.header.attempts)
-    context = None if seen is None or seen is rollout.prompt.tokens else seen
+    context = None if seen is None or np.array_equal(seen, rollout.prompt.tokens) else seen
     if problem := next(problems(rollout, found), ""):
         return failed(handle, f"teacher {teacher} gives {problem}", teacher=teacher)
     logps = {name: found[name] for name in IDS if name in found}
