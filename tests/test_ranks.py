@@ -82,15 +82,15 @@ class Spec:
     method: Method = OPD
     options: dict[str, Any] = field(default_factory=dict)
     follow: dict[str, Follower] = field(default_factory=dict)
+    cosine_every: int = 0
 
     def make(self, ranks: Ranks | None = None) -> NativeLearner:
         config = LearnerConfig(**({"lr": 1e-3, "dtype": "float64", "token_budget": 120} | self.options))
         lm = wrap(make_model(self.model, dtype=getattr(torch, config.dtype)))
         if config.lora is not None:
             lm = with_adapters(lm, config.lora, seed=0)
-        return NativeLearner(
-            lm, method=self.method, config=config, updates=20, snapshots=2, follow=self.follow, ranks=ranks
-        )
+        given: Any = {"snapshots": 2, "follow": self.follow, "cosine_every": self.cosine_every, "ranks": ranks}
+        return NativeLearner(lm, method=self.method, config=config, updates=20, **given)
 
 
 # --- ranks in processes of their own ----------------------------------------------------------------------------------
@@ -278,10 +278,11 @@ def trained(
         (Spec(method=OPOB), 5, False),
         (Spec(method=FRESH), 5, False),
         (Spec(method=REPLAYED), 5, True),
+        (Spec(cosine_every=1), 5, False),
     ],
     ids=[
         *("opd", "opd in parts, padded", "by row", "by row in parts", "by batch, twice", "lora", "steered", "energy"),
-        *("by freshness", "by freshness, replayed, in parts"),
+        *("by freshness", "by freshness, replayed, in parts", "ages"),
     ],
 )
 def test_any_number_of_ranks_learns_the_same(make: Any, spec: Spec, updates: int, parts: bool) -> None:

@@ -1,13 +1,13 @@
 """How much is in flight where `tau = "auto"` leaves it to the run. Pure: no task, no clock.
 
-    drift is above its budget, or few samples outweigh the others     less, as much as it takes
+    drift is above its budget, or samples no longer count             less, as much as it takes
     it is not, and the learner waits for groups                       more, as far as drift leaves room
     the learner does not wait for them                                nothing changes
 
 More in flight is an experiment: it stays if the learner waits less for it. A tau that was too stale, or brought
 nothing, is not gone back to, nor one that was too small, so what is still possible only narrows: noise can end that at
-a wrong tau, but never makes it swing. What was learned is forgotten after 100 updates, 200, 400 …, for lengths and
-drift change as a student learns. Who goes on with a run shows all its lines again.
+a wrong tau, but never makes it swing. What was learned is forgotten after 25 updates, 50, 100 …, for lengths and
+drift change as a student learns, and most at the start. Who goes on with a run shows all its lines again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ WORTH = 0.02
 """By how much the learner must be busier for a larger tau to stay."""
 CHANCE = 2.0
 """Standard errors that are no longer chance."""
-LEAST = 0.5
-"""Effective sample size of token weights, as a share, below which samples are too stale whatever the drift."""
-MEMORY = 100
+LEAST, GATED = 0.5, 0.25
+"""Samples are too stale, whatever the drift, where the effective sample size of token weights, as a share, is below the
+one, or the share of those that freshness lets count nothing is above the other."""
+MEMORY = 25
 """Updates until what was learned is forgotten for the first time."""
 
 
@@ -50,12 +51,13 @@ class Seen:
     """The share of it in which the learner waited for groups."""
     drift: float
     ess: float
+    gated: float
 
 
 def seen(line: Line) -> Seen:
-    """Without a number for drift there is none."""
+    """What nobody measures is as it should be."""
     waited = (line["seconds/data"] + line["seconds/turn"]) / line["seconds/update"]
-    return Seen(waited, line.get("drift/k3_kl", 0.0), line.get("drift/ess", 1.0))
+    return Seen(waited, line.get("drift/k3_kl", 0.0), line.get("drift/ess", 1.0), line.get("freshness/gated", 0.0))
 
 
 def measured(values: Sequence[float]) -> Measured:
@@ -91,9 +93,9 @@ class Autopilot:
     def _decide(self) -> str:
         drift, off = measured([each.drift for each in self.window])
         busy = measured([1 - each.waited for each in self.window])
-        ess = fmean(each.ess for each in self.window)
-        if self.tau and (drift - CHANCE * off > self.budget or ess < LEAST):
-            return self._lower(drift, f"drift is {drift:.2g}" if ess >= LEAST else f"ess is {ess:.2g}")
+        why = self._too_stale(drift - CHANCE * off)
+        if self.tau and why:
+            return self._lower(drift, why)
         if self.trial is not None:
             before, then = self.trial
             gained = busy[0] - (1 + WORTH) * then[0]
@@ -105,6 +107,15 @@ class Autopilot:
                 return self._set(before, "more in flight brought nothing")
             self.low = before
         return self._raise(drift, busy) if busy[0] < 1 - SHORT else ""
+
+    def _too_stale(self, drift: float) -> str:
+        """Why, if it is; this is how much drift there is at least."""
+        ess, gated = fmean(each.ess for each in self.window), fmean(each.gated for each in self.window)
+        if drift > self.budget:
+            return f"drift is above {drift:.2g}"
+        if ess < LEAST:
+            return f"the effective sample size is {ess:.2g}"
+        return f"{gated:.0%} of the samples count nothing" if gated > GATED else ""
 
     def _lower(self, drift: float, why: str) -> str:
         """To where drift would be within its budget, were it in proportion to tau; not below what was too small."""

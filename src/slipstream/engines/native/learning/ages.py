@@ -42,8 +42,8 @@ def cosine(fresh: Sequence[Tensor | None], both: Sequence[Tensor | None], ranks:
     for one, whole in zip(fresh, both, strict=True):
         if whole is None:
             continue
-        whole = whole.float()
-        one = torch.zeros_like(whole) if one is None else one.float()
+        whole = whole.to(torch.promote_types(whole.dtype, torch.float32))
+        one = torch.zeros_like(whole) if one is None else one.to(whole.dtype)
         other = whole - one
         sums += torch.stack([(one * other).sum(), one.square().sum(), other.square().sum()]).double().cpu()
     dot, of_one, of_other = sum(ranks.gathered(sums), start=zero).tolist()
