@@ -165,7 +165,15 @@ def test_a_teacher_that_lies_is_found_out_before_a_run(lie: str, opened: tuple[P
         raised(found)
 
 
-SEEN = {"tokens": 256.0, "neighbours": 248.0, "spread": 3.0, "student_spread": 3.0, "aligned": 0.6, "shifted": 0.1, "difference_max": 2.0}
+SEEN = {
+    "tokens": 256.0,
+    "neighbours": 248.0,
+    "spread": 3.0,
+    "student_spread": 3.0,
+    "aligned": 0.6,
+    "shifted": 0.1,
+    "difference_max": 2.0,
+}
 
 
 @pytest.mark.parametrize(
