@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.assets import model_path
 from slipstream.assets.adapters import adapter_of
+from slipstream.card import loading
 from slipstream.cli import main
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schema import LearnerConfig, LoraConfig
@@ -390,3 +391,20 @@ def test_the_card_says_what_was_trained_on_what_and_what_came_of_it(home: Path) 
     sections = [part for part in rest if part.startswith("##")]
     assert sections == ["## From the first update to the last", "## Held-out prompts", "## How to load it"]
     assert "README.md" in json.loads((home / "first/final/manifest.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "shown"),
+    [
+        ({"num_hidden_layers": 2}, "all-linear", True),
+        ({"n_routed_experts": 8}, "all-linear", False),
+        ({"n_routed_experts": 8}, ["q_proj", "up_proj"], False),
+        ({"text_config": {"num_experts": 8}}, ["q_proj", "v_proj"], True),
+    ],
+)
+def test_the_card_shows_no_way_that_peft_would_misread(
+    tmp_path: Path, config: dict[str, Any], targets: Any, shown: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = {"student": str(tmp_path), "learner": {"lora": {"targets": targets}}}
+    assert ("AutoPeftModel" in loading(run, tmp_path / "final")) is shown

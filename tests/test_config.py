@@ -256,6 +256,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": {"publish_every": 2}, "eval": {"every": 3}, "data": {"eval": "x"}, "task": {"reward": "exact"}},
         "eval.every = 3 is not a multiple of schedule.publish_every = 2",
     ),
+    "neither of two": (
+        {"sampler": {"replicas": "many"}},
+        "sampler.replicas: input should be a valid integer or 'auto', got 'many'",
+    ),
     "address of nothing": (
         {"runtime": {"kind": "inline", "address": "auto"}},
         'runtime.address is of a Ray cluster: write runtime.kind = "ray", or drop one of them',
@@ -287,7 +291,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "not finite": ({"learner": {"lr": math.inf}}, "learner.lr: input should be a finite number, got inf"),
     "not a number": ({"learner": {"lr": math.nan}}, "learner.lr: input should be a finite number, got nan"),
     "beta of one": ({"learner": {"betas": [0.9, 1.0]}}, "learner.betas: input should be less than 1, got 1.0"),
-    "negative clip": ({"loss": {"clip": -0.2}}, "loss.clip: input should be greater than 0, got -0.2"),
+    "negative clip": ({"loss": {"clip": -0.2}}, "loss.clip: input should be greater than 0 or a valid array, got -0.2"),
     "no teacher": ({"teachers": {}}, "distillation needs a teacher: add [teachers.main], or write loss.weight = 0"),
     "teacher with nothing to do": (
         {"loss": {"weight": 0}, "policy": {}, "task": {"reward": "exact"}},

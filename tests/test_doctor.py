@@ -25,7 +25,7 @@ from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
 from slipstream.engines.trust import scored
 from slipstream.errors import ConfigError, ModelError
-from slipstream.plan.checks import ENOUGH, PROMPTS, CheckFailed, Finding, in_place, quick, raised
+from slipstream.plan.checks import ENOUGH, FEW, PROMPTS, CheckFailed, Finding, in_place, quick, raised
 from slipstream.plan.plan import Plan, plan
 from slipstream.records import Handle
 from slipstream.runtimes import inline
@@ -165,7 +165,15 @@ def test_a_teacher_that_lies_is_found_out_before_a_run(lie: str, opened: tuple[P
         raised(found)
 
 
-SEEN = {"tokens": 256.0, "spread": 3.0, "student_spread": 3.0, "aligned": 0.6, "shifted": 0.1, "difference_max": 2.0}
+SEEN = {
+    "tokens": 256.0,
+    "neighbours": 248.0,
+    "spread": 3.0,
+    "student_spread": 3.0,
+    "aligned": 0.6,
+    "shifted": 0.1,
+    "difference_max": 2.0,
+}
 
 
 @pytest.mark.parametrize(
@@ -173,7 +181,8 @@ SEEN = {"tokens": 256.0, "spread": 3.0, "student_spread": 3.0, "aligned": 0.6, "
     [
         ({}, True, True),
         ({"aligned": 0.2, "shifted": -0.1}, True, True),  # 3/√255 = 0.188
-        ({"aligned": 0.12, "shifted": 0.57, "tokens": 60.0}, False, True),
+        ({"aligned": 0.12, "shifted": 0.57, "tokens": 60.0, "neighbours": 52.0}, False, True),
+        ({"aligned": 0.4, "shifted": 1.0, "tokens": 80.0, "neighbours": 10.0}, True, True),  # 3/√9 = 1
         ({"aligned": 0.0, "shifted": 0.0}, False, True),
         ({"aligned": 0.3, "tokens": 60.0}, False, False),  # 0.39: too few to find anybody guilty
         ({"aligned": 0.3, "tokens": 65.0}, False, True),  # 0.375
@@ -204,6 +213,16 @@ def test_short_answers_are_drawn_to_more_prompts_until_there_is_enough_to_judge_
     found = asyncio.run(at_the_start(short, engines, [job.prompts.at(number) for number in range(PROMPTS)]))
     (tokens,) = re.findall(r"over (\d+) tokens", found[1].said)
     assert ENOUGH * 0.75 < int(tokens) <= ENOUGH
+
+
+def test_the_same_short_answers_to_one_prompt_accuse_nobody(opened: tuple[Plan, Engines]) -> None:
+    """However often they are drawn, they are a few tokens."""
+    job, engines = opened
+    short = replace(job, sampling=replace(job.sampling, max_tokens=4))
+    prompt = job.prompts.at(0)
+    found = asyncio.run(at_the_start(short, engines, [replace(prompt, seed=seed) for seed in range(PROMPTS * 8)]))
+    (tokens,) = re.findall(r"over (\d+) tokens", found[1].said)
+    assert int(tokens) < FEW and (found[1].ok or not found[1].fatal), found[1]
 
 
 def test_a_load_that_was_skipped_and_lied_about_is_found() -> None:

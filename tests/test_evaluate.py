@@ -6,11 +6,13 @@ import asyncio
 import io
 import json
 import shutil
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from rich.console import Console
 
 from slipstream.cli import main
@@ -238,6 +240,20 @@ def test_a_damaged_run_is_one_line_or_said(home: Path, capsys: pytest.CaptureFix
 def test_a_run_that_is_not_there_is_no_model_of_the_hub(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "runs/frist") == "runs/frist: no such directory; did you mean 'runs/first'?"
     assert refused(capsys, "runs") == "runs is no run, but holds some: name one of them, for example runs/plain"
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        said = "nowhere/at-all: no such directory, and the hub does not answer: "
+        assert refused(capsys, "nowhere/at-all").startswith(said)
 
 
 def test_a_student_without_its_run_is_not_asked_arithmetic(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,6 +59,7 @@ LOADS = {
 
 # and what it may import inside a function, once that is needed
 LOADS_LATER = {
+    "assets": "huggingface_hub",
     "config.file": "tomli_w",
     "runlog": "torch wandb mlflow trackio",
     "engines.native.config": "transformers",

@@ -318,7 +318,7 @@ eval builtin:studnet | no built-in model 'studnet'; did you mean 'student'?
 eval builtin:student -k 8 | pass@8 needs at least 8 samples of each prompt: write -n 8
 eval builtin:student -n 100000000 | lower -n or --max-tokens
 eval builtin:student --max-tokens 5000 | prompt and --max-tokens exceed the context of 160 of builtin:student
-eval builtin:student --device abacus | runtime.device = 'abacus' cannot be used: 
+eval builtin:student --device abacus | --device = 'abacus' cannot be used: 
 eval builtin:student --reward ./own.py:score | task.reward = './own.py:score': there is no file own.py
 eval builtin:student --data a=x.jsonl a=y.jsonl | --data: give each of several sets a name of its own, as in math=
 eval builtin:student --data x.jsonl y.jsonl | --data: give each of several sets a name of its own, as in math=
@@ -331,7 +331,7 @@ eval builtin:student --data rows.jsonl --data.template {q} |
 eval builtin:student --data.prompt question | data.prompt does nothing: builtin:arithmetic has no columns; drop it
 eval builtin:student --system-prompt Hello | data.system_prompt needs prompts that are messages; these are plain text
 estimators k9 | 'k9'
-eval builtin:student --data.chat | student has no chat template, and data.chat needs one: drop it
+eval builtin:student --data.chat | builtin:student has no chat template, and data.chat needs one: drop it
 """)
 
 # --- runs -------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import slipstream
+from slipstream.assets import file_of
+from slipstream.errors import ModelError
 from slipstream.runlog import METRICS, read_lines
 
 SHOWN = (
@@ -21,6 +23,7 @@ SHOWN = (
     "lag/mean",
 )
 """Metrics of updates that tell how a run went."""
+FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 Tree = Mapping[str, Any]
 Row = tuple[str, ...]
 
@@ -123,7 +126,8 @@ def loading(config: Tree, final: Path) -> str:
         f'model = AutoModelForCausalLM.from_pretrained("{final}")',
         f'tokenizer = AutoTokenizer.from_pretrained("{final}")',
     ]
-    if config["learner"].get("lora"):
+    lora = config["learner"].get("lora")
+    if lora and not misread(config["student"], lora["targets"]):
         code += [
             "",
             "# or the adapter alone, on what it was trained on",
@@ -132,6 +136,16 @@ def loading(config: Tree, final: Path) -> str:
             f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
         ]
     return "\n".join(["```python", *code, "```"])
+
+
+def misread(student: str, targets: str | Sequence[str]) -> bool:
+    """Whether PEFT would take adapters of layers that are no experts for those of experts, which are fused."""
+    try:
+        file = file_of(student, "config.json")
+    except ModelError:  # a run that ends does not fail by what was moved since it began
+        return False
+    experts = file is not None and "experts" in file.read_text("utf-8")
+    return experts and (targets == "all-linear" or not FEED_FORWARD.isdisjoint(targets))
 
 
 def section(title: str, names: Sequence[str], rows: Iterable[Row]) -> list[str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 from slipstream.assets.adapters import base_of, is_adapter
-from slipstream.errors import ModelError, did_you_mean
+from slipstream.errors import ModelError, did_you_mean, first_line
 
 HERE = Path(__file__).parent
 DEMO = HERE / "demo.toml"
 MODELS = ("student", "teacher", "reader")
+KNOCK = 10.0
+"""Seconds in which the hub must answer."""
 
 
 def model_path(name: str) -> str:
@@ -32,3 +35,33 @@ def model_path(name: str) -> str:
     if rest not in MODELS:
         raise ModelError(f"no built-in model {rest!r}; {did_you_mean(rest, MODELS)}")
     return str(HERE / rest)
+
+
+def file_of(name: str, file: str) -> Path | None:
+    """In its directory, or in the cache of the hub."""
+    path = Path(model_path(name))
+    if path.is_dir():
+        return found if (found := path / file).exists() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(str(path), file)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+@cache
+def check_reachable(name: str) -> None:
+    """The hub, for a model of which nothing is here: its library asks again and again for a minute."""
+    path = model_path(name)
+    if Path(path).is_dir():
+        return
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        if not constants.is_offline_mode() and file_of(name, "config.json") is None:
+            get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=KNOCK)
+    except (HfHubHTTPError, HFValidationError):  # it answers, or is not asked: its library has words for that
+        return
+    except Exception as error:  # whichever client it has, and whatever that raises
+        said = f"no such directory, and the hub does not answer: {first_line(error)}"
+        raise ModelError(f"{name}: {said}") from None

@@ -146,6 +146,9 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     check_ends(subject.model, tokenizer)
     prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed) for name, rows in sets.items()}
     made = evaluation(subject.model, prompts, tokenizer, asked)
+    from slipstream.engines.native.model import pick_device
+
+    pick_device(asked.device, "--device" if "device" in given else "runtime.device")
     check_alone(made.sampler, asked.device)
     from slipstream.engines.native.files import check_complete  # after what is seen at a glance: it takes seconds
 

@@ -19,6 +19,8 @@ from slipstream.config.schema import Config, DataConfig
 from slipstream.config.teacher import TeacherConfig, suited
 from slipstream.errors import ConfigError, did_you_mean
 
+SHOULD = "Input should be "
+"""How pydantic begins to say what it expects."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -52,7 +54,7 @@ def parse(
         # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in error.errors()[:3])) from None
+        raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in _by_name(error)[:3])) from None
     for note in notes:
         say(note)
     return config
@@ -120,6 +122,19 @@ def _override(tree: dict[str, Any], path: list[str], value: Any, say: Callable[[
             say(f"note: kind = {value!r} replaces {tree['kind']!r}; its settings {', '.join(dropped)} are discarded")
         return {"kind": value}
     return {**tree, head: value}
+
+
+def _by_name(error: ValidationError) -> list[ErrorDetails]:
+    """One for each setting, also where that may be this or that."""
+    found: dict[Any, ErrorDetails] = {}
+    for detail in error.errors():
+        name = ".".join(_locate(detail["loc"])[0])
+        key = name if detail["msg"].startswith(SHOULD) else (name, len(found))
+        if key in found:
+            found[key]["msg"] += f" or {detail['msg'].removeprefix(SHOULD)}"
+        else:
+            found[key] = detail
+    return list(found.values())
 
 
 def _explain(detail: ErrorDetails) -> str:

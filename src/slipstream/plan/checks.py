@@ -211,24 +211,25 @@ def in_place(name: str, seen: Metrics) -> Finding:
     stand at any other: over all permutations of them the correlation has mean 0 and standard deviation 1/√(n − 1),
     exactly, whatever the numbers are and however few. So `CHANCE` of these is the bar, and it is lower the more tokens
     there are: 0.19 for the 256 that are drawn, if need be from many short answers. Below 64 (0.38) nobody is found
-    guilty for less.
+    guilty for less. A token after the same words counts once, and shifted by one, what has a neighbour.
     """
     name = f"teacher {name}"
     if not seen or not seen["student_spread"] > SURE:
         said = "the student is sure of every token that was tried"
         return Finding(name, False, said, "which leaves nothing to compare it by", fatal=False)
     n, aligned, shifted = seen["tokens"], seen["aligned"], seen["shifted"]
-    chance = CHANCE / max(n - 1, 1) ** 0.5
+    chance, among_neighbours = (CHANCE / max(count - 1, 1) ** 0.5 for count in (n, seen["neighbours"]))
     said = f"over {n:.0f} tokens its correlation is {aligned:.2f}, shifted by one {shifted:.2f}, by chance {chance:.2f}"
     if seen["spread"] == 0 and n >= PROMPTS:
         fix = "it says the same of every token: is that a model at all?"
-    elif shifted - aligned > chance and shifted > chance:
+    elif shifted - aligned > among_neighbours and shifted > among_neighbours:
         fix = "the rows are shifted by one token: row t must be about token t, given all before it"
     elif aligned < -chance:
         fix = "it finds likely what the student finds unlikely: are these negative log-probs, with the sign lost?"
+    elif aligned < chance and n < FEW:
+        return Finding(name, False, said, "too few different tokens to judge it by", fatal=False)
     elif aligned < chance:
         fix = "it has nothing to do with these tokens: another model, another tokenizer, rows of another request?"
-        return Finding(name, False, said, fix, fatal=n >= FEW)
     else:
         return Finding(name, True, said)
     return Finding(name, False, said, fix)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.assets import model_path
+from slipstream.assets import check_reachable, model_path
 from slipstream.assets.adapters import is_adapter
 from slipstream.config.schema import DataConfig
 from slipstream.errors import ConfigError, DataError, ModelError, first_line
@@ -33,6 +33,7 @@ Tokenizer = Any
 
 
 def load_tokenizer(name: str) -> Tokenizer:
+    check_reachable(name)
     from transformers import AutoTokenizer
 
     own = is_adapter(name) and (Path(name) / "tokenizer_config.json").exists()
@@ -47,6 +48,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise ModelError(f"{name}: cannot load a tokenizer there: {first_line(error)}") from None
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise ModelError(f"{name}: its tokenizer knows no tokens but special ones: a file of it is missing, or empty")
+    tokenizer.name_or_path = name  # as it is called in a config
     return tokenizer
 
 

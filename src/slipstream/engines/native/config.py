@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slipstream.assets import model_path
+from slipstream.assets import check_reachable, model_path
 from slipstream.errors import ModelError, first_line
 
 KINDS = ("longrope", "dynamic")
@@ -21,6 +21,7 @@ def by_length(kind: Any) -> bool:
 
 def check_there(name: str) -> None:
     """A directory holds a model, or adapters of one; hub names are for their library to find."""
+    check_reachable(name)
     path = Path(model_path(name))
     if path.is_dir() and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
         raise ModelError(f"{name}: no model there: the directory has no config.json")

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.assets import model_path
+from slipstream.assets import file_of, model_path
 from slipstream.assets.adapters import WEIGHTS as ADAPTER
 from slipstream.assets.adapters import is_adapter
 from slipstream.engines.native.config import load_config
@@ -50,17 +50,6 @@ def weights_of(name: str) -> list[Path]:
 
 def here(name: str) -> bool:
     return Path(model_path(name)).is_dir()
-
-
-def file_of(name: str, file: str) -> Path | None:
-    """In its directory, or in the cache of the hub."""
-    path = model_path(name)
-    if here(name):
-        return found if (found := Path(path, file)).exists() else None
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(path, file)
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def check_complete(name: str) -> None:

@@ -48,13 +48,14 @@ class LanguageModel:
         return self.head.weight.device
 
 
-def pick_device(device: str) -> torch.device:
+def pick_device(device: str, where: str = "runtime.device") -> torch.device:
+    """`where` it was written."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"runtime.device = {device!r} cannot be used: {first_line(error)}") from None
+        raise ConfigError(f"{where} = {device!r} cannot be used: {first_line(error)}") from None
     return torch.device(device)
 
 
