@@ -1,6 +1,6 @@
 """What freshness saves of a run that is too stale, and what it costs.
 
-    python benchmarks/freshness.py ladder [--seeds 5] [--updates 120] [--lr 2e-3] [--tau 8] [--only sync async …]
+    python benchmarks/freshness.py ladder [--seeds 5] [--updates 120] [--lr 8e-3] [--tau 8] [--only sync async …]
     python benchmarks/freshness.py speed  [--seeds 5] [--updates 60]
 
 The built-in student learns the built-in teacher's arithmetic, 32 samples per update. `ladder` trains every arm for
@@ -41,7 +41,7 @@ ARMS: dict[str, dict[str, Any] | None] = {
 
 
 def config_of(
-    arm: str, *, seed: int, updates: int, lr: float, tau: float, kappa_f: float, every: int
+    arm: str, *, seed: int, updates: int, lr: float, tau: float, kappa_f: float, every: int, loss: str
 ) -> dict[str, Any]:
     freshness = ARMS[arm]
     if freshness is not None and freshness.get("refresh", "adaptive") == "adaptive":
@@ -53,6 +53,7 @@ def config_of(
         "teachers": {"main": {"model": "builtin:teacher"}},
         "data": {"eval": "builtin:arithmetic"},
         "sampler": {"max_tokens": 40, "slots": 1024},
+        "loss": {"kind": loss},
         "learner": {"batch_size": BATCH, "lr": lr, "warmup": 5},
         "task": {"reward": "exact"},
         "schedule": {"kind": "sync"} if arm == "sync" else {"kind": "async", "tau": tau},
@@ -90,13 +91,16 @@ def ladder(args: argparse.Namespace) -> None:
                     tau=args.tau,
                     kappa_f=args.kappa_f,
                     every=args.updates // 10,
+                    loss=args.loss,
                 )
             )
             runs.append(told(run))
             print(
                 json.dumps({"seed": seed, "arm": arm, "s": round(time.perf_counter() - began)} | runs[-1]), flush=True
             )
-    print(f"\nmedians of {args.seeds} seeds [range]: {args.updates} updates, lr {args.lr:g}, tau {args.tau:g}")
+    print(
+        f"\n{args.seeds} seeds, medians [range]: {args.updates} updates, {args.loss}, lr {args.lr:g}, tau {args.tau:g}"
+    )
     print(
         f"{'':26} {'accuracy at the end':>24} {'peak less end':>24} {'collapsed':>9} {'lag':>5} {'k3':>7} "
         f"{'refreshes':>9}"
@@ -130,7 +134,9 @@ def told(run: slipstream.Run) -> dict[str, float]:
 
 def speed(args: argparse.Namespace) -> None:
     def config(arm: str, seed: int, tau: float) -> dict[str, Any]:
-        return config_of(arm, seed=seed, updates=args.updates, lr=1e-3, tau=tau, kappa_f=args.kappa_f, every=0)
+        return config_of(
+            arm, seed=seed, updates=args.updates, lr=1e-3, tau=tau, kappa_f=args.kappa_f, every=0, loss=args.loss
+        )
 
     arms = {arm: (arm, args.tau) for arm in args.only}
     arms |= {"async(4)": ("async", 4.0), "async(4), weight, anchor": ("weight, anchor", 4.0)}
@@ -152,7 +158,8 @@ def main() -> None:
     parser.add_argument("what", choices=["ladder", "speed"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--updates", type=int)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--loss", default="reverse_kl", choices=["reverse_kl", "reverse_kl_mc"])
+    parser.add_argument("--lr", type=float, default=8e-3)
     parser.add_argument("--tau", type=float, default=8.0)
     parser.add_argument("--kappa-f", type=float, default=0.1)
     parser.add_argument("--only", nargs="+", default=list(ARMS), choices=list(ARMS))

@@ -25,6 +25,7 @@ TELLS = {
     "arithmetic": {"distill/loss", "distill/ratio", "drift/kl"},
     "forward_kl": {"distill/loss", "drift/kl"},
     "fopd": {"distill/loss", "freshness/f", "freshness/anchor", "freshness/buffer_f", "freshness/refreshes"},
+    "fopd_self": {"freshness/f", "freshness/sup", "freshness/sup_coverage", "teacher/self/version"},
     "grpo_opd": {"distill/loss", "policy/loss", "policy/reward", "policy/clip_fraction", "saved/prompt"},
     "decoupled": {"policy/loss", "correction/rollout_is_mean", "mismatch/kl", "old_logp_missing", "drift/kl_last"},
     "periodic_grpo": {"policy/loss", "reference/kl", "drift/kl/lag_0", "saved/prompt"},

@@ -195,6 +195,25 @@ def test_a_policy_loss_is_weighed_where_it_is_asked_for() -> None:
         torch.testing.assert_close(weighed, plain / 2, rtol=1e-6, atol=1e-12)
 
 
+def test_the_limit_of_the_gradient_norm_is_smaller_by_what_samples_count() -> None:
+    """All of one lag: half of it. Else outliers of small gradients would be left, and AdamW makes those large."""
+    groups = [[_of_lag(handle, 1) for handle in group] for group in groups_for(ReverseKLMC(m=3), "phi", torch.float64)]
+
+    async def first_moment(fresh: FreshnessConfig | None) -> float:
+        learner = learner_of(moved(), ReverseKLMC(m=3), fresh)
+        learner.config = learner.config.model_copy(update={"clip_norm": 1e-3})
+        batch = Batch(tuple(groups), UPDATE)
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        await learner.step()
+        learner.close()
+        return math.hypot(*(float(state["exp_avg"].norm()) for state in learner.optimizer.state.values()))
+
+    plain, half = (
+        asyncio.run(first_moment(fresh)) for fresh in (None, FreshnessConfig(weight="lag", anchor=0.0, refresh="never"))
+    )
+    assert plain == pytest.approx(1e-4, rel=1e-3) and half == pytest.approx(plain / 2, rel=1e-3)
+
+
 def _of_lag(handle: Handle, lag: int) -> Handle:
     rollout = handle.body.rollout
     rollout = replace(rollout, versions=np.full_like(rollout.versions, UPDATE - 1 - lag))

@@ -111,6 +111,12 @@ class Judge:
             self.judged |= {keys[i]: each for i, each in zip(new, found, strict=True)}
         return [self.judged[key] for key in keys]
 
+    @property
+    def worth(self) -> tuple[float, int]:
+        """The weights of all tokens so far, added up, and how many these are."""
+        weights = [(each.weighed.w, len(each.distill_N)) for each in self.judged.values()]
+        return sum(w * n for w, n in weights), sum(n for _, n in weights)
+
     def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
         """What these would be worth now, whoever learns from them later."""
         freshness = self.freshness

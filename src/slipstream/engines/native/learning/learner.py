@@ -301,7 +301,7 @@ class NativeLearner:
         if not math.isfinite(norm):
             self._drop()
             raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
-        if (shrink := self.config.clip_norm / (norm + 1e-6)) < 1:  # as torch has it
+        if (shrink := self.config.clip_norm * self._worth() / (norm + 1e-6)) < 1:  # as torch has it
             torch._foreach_mul_(grads, shrink)
         lr = factor * learning_rate(self.config, self.update - 1, self.updates)
         for group in groups:
@@ -315,6 +315,16 @@ class NativeLearner:
         if norm > 0 and "reference/kl" in found:
             self.kl.append(found["reference/kl"])
         return found | {"grad_norm": norm, "lr": lr}
+
+    def _worth(self) -> float:
+        """What a token of this update counts on average, where freshness weighs all of the loss: AdamW would not notice
+        that a gradient is smaller by so much, and a limit that is not would cut nothing off any more."""
+        method = self.method
+        others = (method.policy is not None and not method.weighs_policy) or method.reference is not None
+        if self.judge is None or others:
+            return 1.0
+        parts = self.ranks.gathered(self.judge.worth)
+        return sum(worth for worth, _ in parts) / (sum(tokens for _, tokens in parts) or 1) or 1.0
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
         """Of everything since the last step."""
