@@ -58,7 +58,8 @@ def check_reachable(name: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        if not constants.is_offline_mode() and file_of(name, "config.json") is None:
+        known = any(file_of(name, file) for file in ("config.json", "tokenizer_config.json"))
+        if not known and not constants.is_offline_mode():
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=KNOCK)
     except (HfHubHTTPError, HFValidationError):  # it answers, or is not asked: its library has words for that
         return
