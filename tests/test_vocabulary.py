@@ -89,8 +89,9 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "reference": {"weight": 0.1, "control": "adaptive", "target": 0.1, "horizon": 100},
     },
     "freshness, and a refresh now and then": {
-        "freshness": {"kappa_f": 1.0, "cooldown": 0, "measure": 1},
-        "schedule": {"kind": "step_off", "k": 1},
+        "freshness": {"kappa_f": 0.9, "cooldown": 3, "measure": 1},
+        "schedule": {"kind": "replay", "k": 2},
+        "updates": 4,
     },
     "guarded": {
         "guards": {"length_surge": {}, "ess": {}, "entropy": {}, "kl": {}, "gac": {"every": 1, "below": 0.0}},

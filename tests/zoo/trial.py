@@ -197,7 +197,9 @@ def saved(model: PreTrainedModel) -> float:
 def reloaded(lm: LanguageModel, *, base: PreTrainedModel | None = None) -> float:
     """What is saved is the same, and so is, of adapters, what they are on their base."""
     with TemporaryDirectory() as folder:
-        save(Path(folder), lm, None, Ranks(), update=1, optimizer=None, previous={}, beta=None, versions={})
+        save(
+            Path(folder), lm, None, Ranks(), update=1, optimizer=None, previous={}, beta=None, versions={}, teachers={}
+        )
         saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
         found = [apart(saved)]
         if base is not None:
