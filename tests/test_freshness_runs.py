@@ -129,14 +129,13 @@ def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, ar
         learner = learner_of(moved(), loss, fresh)
         batch = Batch(tuple(groups), UPDATE)
         counts = await learner.prepare(batch)
-        grads, models = list[Tensor](), list[PreTrainedModel]()
+        grads, models, weighed = list[Tensor](), list[PreTrainedModel](), list[Weighed]()
         for half in (slice(0, 2), slice(2, 4)):
             models.append(make_model("phi", dtype=torch.float64))
             models[-1].load_state_dict(learner.lm.model.state_dict())
-            await learner.accumulate(Batch(tuple(groups[half]), UPDATE), total(counts[half]))
+            weighed += await learner.accumulate(Batch(tuple(groups[half]), UPDATE), total(counts[half]))
             grads.append(grads_of(learner.lm.model).clone())
             await learner.step()
-        weighed = await learner.weighed(batch)
         learner.close()
         return grads, models, weighed
 
@@ -262,8 +261,7 @@ def test_drift_from_the_cache_comes_near_that_by_snapshots(m: int) -> None:
             for p, q in zip(learner.lm.model.parameters(), moved().parameters(), strict=True):
                 p.copy_(q)
         counts = await learner.prepare(batch)
-        await learner.accumulate(batch, total(counts))
-        found = await learner.weighed(batch)
+        found = await learner.accumulate(batch, total(counts))
         learner.made = UPDATE - 1
         again = await learner.weigh(batch)
         assert [each.roll for each in again] == pytest.approx([each.roll for each in found], abs=1e-9)
@@ -286,8 +284,7 @@ def test_versions_that_are_gone_cover_less_and_a_sample_of_which_nothing_is_know
 
     async def work() -> list[Weighed]:
         learner = learner_of(moved(), loss, fresh)
-        await learner.accumulate(batch, total(await learner.prepare(batch)))
-        found = await learner.weighed(batch)
+        found = await learner.accumulate(batch, total(await learner.prepare(batch)))
         learner.close()
         return found
 

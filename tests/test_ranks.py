@@ -29,7 +29,7 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
-from slipstream.engines.base import Fingerprint, Follower, Learner, Metrics, Sampling, WeightsRef
+from slipstream.engines.base import Fingerprint, Follower, Learner, Metrics, Sampling, Weighed, WeightsRef
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
@@ -139,8 +139,9 @@ class Rank:
         counts: list[Counts] = await self.call("prepare", batch)
         return counts
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> None:
-        await self.call("accumulate", batch, counts)
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+        weighed: list[Weighed] = await self.call("accumulate", batch, counts)
+        return weighed
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         metrics: Metrics = await self.call("step", counts, lr)
@@ -637,8 +638,9 @@ def test_every_step_is_balanced_and_gradients_are_made_where_the_groups_are() ->
             self.prepared += map(number_of, batch.groups)
             return [Counts(number_of(group)) for group in batch.groups]
 
-        async def accumulate(self, batch: Batch, counts: Counts) -> None:
+        async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
             self.accumulated.append([number_of(group) for group in batch.groups])
+            return []
 
     def group(number: int, tokens: int) -> Group:
         return [Handle(replace(pool()[0][0].header, number=number, prompt_tokens=1, tokens=tokens), None)]

@@ -177,8 +177,11 @@ class Learner(Protocol):
         """
         ...
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> None:
-        """Add the gradient of groups that were prepared (their bodies may be gone): sums divided by the counts."""
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+        """Add the gradient of groups that were prepared (their bodies may be gone): sums divided by the counts.
+
+        Returns what each sample counted, where freshness weighs them.
+        """
         ...
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
@@ -191,10 +194,6 @@ class Learner(Protocol):
 
     async def quote(self, batch: Batch) -> list[Quote]:
         """What was said in these samples of the update in hand, whose bodies may be gone."""
-        ...
-
-    async def weighed(self, batch: Batch) -> list[Weighed]:
-        """What these samples of the update in hand, whose bodies may be gone, counted; once all its gradients are."""
         ...
 
     async def weigh(self, batch: Batch) -> list[Weighed]:

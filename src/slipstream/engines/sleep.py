@@ -237,8 +237,9 @@ class SleepLearner(Server):
     async def prepare(self, batch: Batch) -> list[Counts]:
         return [counts_of(group) for group in batch.groups]
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
         await self.work(sum(header.tokens for header in batch.headers))
+        return [by_lag(batch.update - 1 - header.oldest) for header in batch.headers]
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         await asyncio.sleep(0)
@@ -247,9 +248,6 @@ class SleepLearner(Server):
 
     async def quote(self, batch: Batch) -> list[Quote]:
         return []  # nobody said anything
-
-    async def weighed(self, batch: Batch) -> list[Weighed]:
-        return [by_lag(batch.update - 1 - header.oldest) for header in batch.headers]
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
         return [by_lag(self.steps - header.oldest) for header in batch.headers]

@@ -286,7 +286,7 @@ class ToyLearner:
             self.judge.take(samples, [as_it_is(sample) for sample in samples])
         return [counts_of(group) for group in batch.groups]
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
         await asyncio.sleep(self.cost(sum(header.tokens for header in batch.headers)))
         samples = [self.samples[header.number, header.index] for header in batch.headers]
         behavior_NM, logq_NM = (
@@ -295,6 +295,7 @@ class ToyLearner:
         )
         logp_NM = self._logp(samples)
         loss_N, _ = mc_reverse_kl(logp_NM, behavior_NM, logq_NM)
+        judged = list[Judged]()
         if self.judge is None:
             loss = loss_N.sum() / max(counts.n_tokens, 1)
         else:
@@ -306,6 +307,7 @@ class ToyLearner:
             raise NonFiniteError(f"the loss is {loss.item()}")
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss += loss.item()
+        return [each.weighed for each in judged]
 
     def _logp(self, samples: Sequence[Scored]) -> Tensor:
         """Of all draws, [N, M]."""
@@ -338,10 +340,6 @@ class ToyLearner:
 
     async def quote(self, batch: Batch) -> list[Quote]:
         return [quote(h, self.samples[h.number, h.index], self.update, as_numbers) for h in batch.headers]
-
-    async def weighed(self, batch: Batch) -> list[Weighed]:
-        judge = present(self.judge)
-        return [judge.judged[header.number, header.index].weighed for header in batch.headers]
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
         samples = [handle.body for handle in batch.handles]

@@ -372,6 +372,8 @@ class Update:
     groups: list[Group] = field(default_factory=list)
     counts: list[Counts] = field(default_factory=list)
     """Of the groups, after rejection."""
+    weighed: dict[tuple[int, int], Weighed] = field(default_factory=dict)
+    """What its samples counted, by group and index, where freshness weighs them."""
     ahead: deque[tuple[Batch, Counts]] = field(default_factory=deque)
     """Gradients that are still to be made, each for an optimizer step of its own."""
     relabelled: set[int] = field(default_factory=set)
@@ -511,9 +513,9 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
         update.counts += counts
         if flow.admission.schedule.learn == "batch":
             update.ahead.extend(flow.passes.of(batch, counts))
-            await flow.learner.accumulate(*update.ahead.popleft())
+            await accumulate(flow, update, *update.ahead.popleft())
         else:
-            await flow.learner.accumulate(batch, ONE)
+            await accumulate(flow, update, batch, ONE)
     update.seconds["learn"] += flow.trace.now() - began
 
 
@@ -529,11 +531,12 @@ async def finish(flow: Flow, update: Update) -> None:
             flow.torn = False
             raise
         while update.ahead:
-            await flow.learner.accumulate(*update.ahead.popleft())
+            await accumulate(flow, update, *update.ahead.popleft())
             steps.append(await flow.learner.step(ONE, flow.lr))
     update.seconds["learn"] += flow.trace.now() - began
     batch, numbers = Batch(tuple(update.groups), update.number), over_steps(steps)
-    weighed, why = await freshness_of(flow, flow.buffer, batch, numbers) if flow.buffer is not None else ([], None)
+    weighed = [update.weighed[header.number, header.index] for header in batch.headers] if flow.buffer else []
+    why = await why_anew(flow, flow.buffer, batch, weighed, numbers) if flow.buffer else None
     flow.torn = False  # and from here on nobody is waited for: an update is told, or not made
     version = flow.admission.version
     for number in flow.admission.learning:
@@ -552,10 +555,18 @@ async def finish(flow: Flow, update: Update) -> None:
     flow.look(line)
 
 
-async def freshness_of(flow: Flow, buffer: Buffer, batch: Batch, numbers: Metrics) -> tuple[list[Weighed], str | None]:
-    """What its samples counted, and why all that has begun should begin anew, if it should: then nothing rolls out any
-    more. What was found out is added to the numbers."""
-    weighed, measured = await flow.learner.weighed(batch), list[Weighed]()
+async def accumulate(flow: Flow, update: Update, batch: Batch, counts: Counts) -> None:
+    weighed = await flow.learner.accumulate(batch, counts)
+    if flow.buffer is not None:
+        update.weighed |= {(h.number, h.index): each for h, each in zip(batch.headers, weighed, strict=True)}
+
+
+async def why_anew(
+    flow: Flow, buffer: Buffer, batch: Batch, weighed: Sequence[Weighed], numbers: Metrics
+) -> str | None:
+    """Why all that has begun should begin anew, if it should: then nothing rolls out any more. What samples counted, and
+    how fresh the others are, goes to the numbers."""
+    measured = list[Weighed]()
     ready = Batch(tuple(flow.held[number] for number in flow.admission.ready), batch.update)
     if ready.groups and buffer.measures(batch.update):
         with flow.learning.busy("freshness", "other"), suppress(RecordsLost):  # found out where they are learned from
@@ -566,7 +577,7 @@ async def freshness_of(flow: Flow, buffer: Buffer, batch: Batch, numbers: Metric
     why = buffer.why(level, batch.update) if flow.admission.publishes_next else None
     if why:
         await hand_over(flow)
-    return weighed, why
+    return why
 
 
 def begin_anew(flow: Flow, buffer: Buffer, why: str | None) -> None:

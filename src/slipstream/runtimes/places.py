@@ -66,8 +66,9 @@ class RemoteLearner(RemoteWorker):
         counts: list[Counts] = await self.call("prepare", batch)
         return counts
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> None:
-        await self.call("accumulate", without_bodies(batch), counts)
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+        weighed: list[Weighed] = await self.call("accumulate", without_bodies(batch), counts)
+        return weighed
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         metrics: Metrics = await self.call("step", counts, lr)
@@ -76,10 +77,6 @@ class RemoteLearner(RemoteWorker):
     async def quote(self, batch: Batch) -> list[Quote]:
         quotes: list[Quote] = await self.call("quote", without_bodies(batch))
         return quotes
-
-    async def weighed(self, batch: Batch) -> list[Weighed]:
-        weighed: list[Weighed] = await self.call("weighed", without_bodies(batch))
-        return weighed
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
         weighed: list[Weighed] = await self.call("weigh", batch)

@@ -50,9 +50,11 @@ class RankedLearner:
         counts = [iter(found) for found in await self._all(lambda rank: self.ranks[rank].prepare(parts[rank]))]
         return [next(counts[self.homes[number_of(group)]]) for group in batch.groups]
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> None:
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
         parts = self._split(batch)
-        await self._all(lambda rank: self.ranks[rank].accumulate(parts[rank], counts))
+        found = await self._all(lambda rank: self.ranks[rank].accumulate(parts[rank], counts))
+        weighed = [iter(each) for each in found]
+        return [next(weighed[self.homes[header.number]]) for header in batch.headers] if any(found) else []
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         return (await self._all(lambda rank: self.ranks[rank].step(counts, lr)))[0]
@@ -60,11 +62,6 @@ class RankedLearner:
     async def quote(self, batch: Batch) -> list[Quote]:
         parts = self._split(batch)
         return [each for found in await self._all(lambda rank: self.ranks[rank].quote(parts[rank])) for each in found]
-
-    async def weighed(self, batch: Batch) -> list[Weighed]:
-        parts = self._split(batch)
-        found = [iter(each) for each in await self._all(lambda rank: self.ranks[rank].weighed(parts[rank]))]
-        return [next(found[self.homes[header.number]]) for header in batch.headers]
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
         return (await self._all(lambda rank: self.ranks[rank].weigh(batch)))[0]

@@ -114,8 +114,8 @@ class NativeLearner:
     async def prepare(self, batch: Batch) -> list[Counts]:
         return await self._run(lambda: self._prepare(batch))
 
-    async def accumulate(self, batch: Batch, counts: Counts) -> None:
-        await self._run(lambda: self._accumulate([key_of(header) for header in batch.headers], counts))
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+        return await self._run(lambda: self._accumulate([key_of(header) for header in batch.headers], counts))
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         return await self._run(lambda: self._step(counts, lr))
@@ -124,10 +124,6 @@ class NativeLearner:
         return await self._run(
             lambda: [quote(each, self.samples[key_of(each)], self.update, self._decode) for each in batch.headers]
         )
-
-    async def weighed(self, batch: Batch) -> list[Weighed]:
-        judge = present(self.judge)
-        return await self._run(lambda: [judge.judged[key_of(header)].weighed for header in batch.headers])
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
         return await self._run(lambda: self._weigh([scored(handle) for handle in batch.handles]))
@@ -229,7 +225,7 @@ class NativeLearner:
 
     # --- gradients and steps ---------------------------------------------------------------------------------
 
-    def _accumulate(self, keys: Sequence[Key], counts: Counts) -> None:
+    def _accumulate(self, keys: Sequence[Key], counts: Counts) -> list[Weighed]:
         due = self.cosine_every and self.update % self.cosine_every == 0 and self.made < self.update
         if due and (cut := halves({key: self.samples[key] for key in keys}, self.ranks)):
             total = self._backward(cut[0], counts)
@@ -242,6 +238,7 @@ class NativeLearner:
         if not math.isfinite(loss_of_all):
             self._drop()
             raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
+        return [self.judge.judged[key].weighed for key in keys] if self.judge is not None else []
 
     def _gradients(self) -> list[Tensor | None]:
         """The parts of them that lie here; of weights that took no part, none."""
