@@ -564,8 +564,8 @@ async def accumulate(flow: Flow, update: Update, batch: Batch, counts: Counts) -
 async def why_anew(
     flow: Flow, buffer: Buffer, batch: Batch, weighed: Sequence[Weighed], numbers: Metrics
 ) -> str | None:
-    """Why all that has begun should begin anew, if it should: then nothing rolls out any more. What samples counted, and
-    how fresh the others are, goes to the numbers."""
+    """Why all that has begun should begin anew, if it should: then nothing rolls out any more. To the numbers goes what
+    samples counted, and how fresh the others are."""
     measured = list[Weighed]()
     ready = Batch(tuple(flow.held[number] for number in flow.admission.ready), batch.update)
     if ready.groups and buffer.measures(batch.update):
