@@ -494,7 +494,7 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
             Place(RemoteSampler, "sampler", 1, ToyRollouts),
             Place(RemoteScorer, "scorer", 1, toy_scorer),
         ],
-        heartbeat=3.0,
+        heartbeat=10.0,
     )
     workers: Any = {place.name: worker for worker, place in staff.places.items()}
     engines = Engines(
@@ -518,7 +518,7 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
         entry["number"] for entry in read_lines(tmp_path / "there" / "ledger.jsonl") if entry["end"] == "trained"
     ]
     assert numbers == list(range(40))
-    why = "it has not answered for 3 s" if how == signal.SIGSTOP else ""
+    why = "it has not answered for 10 s" if how == signal.SIGSTOP else ""
     assert re.fullmatch(rf"sampler died and is started again: sampler \(pid \d+\) is gone: {why}.*", said[0])
     assert [line.split(" after ")[0] for line in said[1::2]] == [
         f"{name} is at work" for name in ("sampler", "scorer", "sampler")
