@@ -65,7 +65,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
     "the emitted token as a reward": {"loss": {"kind": "k1", "as": "reward"}},
     "a teacher that follows": {
         "teachers": {
-            "me": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.9}, "relabel": "stale"}
+            "me": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.9}, "relabel": "always"}
         },
         "schedule": {"kind": "async", "tau": 1.0},
     },

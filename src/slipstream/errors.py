@@ -15,6 +15,7 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 └── Unhealthy           the run's own metrics say that going on is no use: names the finding and what to do
 
 EndpointError           an endpoint gave no answer, or a wrong one: the call may be tried again, and is
+EnvironmentFailed       an environment hung, crashed or raised: its episode is tried again, and then left out
 NoContext               of one response there is nothing for a teacher to see: it is not scored, and others are
 Terminated              not an error: the run was told to stop by SIGTERM, as KeyboardInterrupt tells by Ctrl-C
 └── HungUp              by SIGHUP: its terminal was closed
@@ -90,6 +91,17 @@ class EndpointError(Exception):
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+
+
+class EnvironmentFailed(Exception):
+    """`cause` is a word to count by: timeout, crash or error."""
+
+    def __init__(self, cause: str, message: str) -> None:
+        super().__init__(cause, message)  # both, as it is pickled
+        self.cause, self.message = cause, message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class NoContext(Exception):

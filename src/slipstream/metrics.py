@@ -55,7 +55,33 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
         numbers |= {f"teacher/{name}/tokens": float(count) for name, count in sorted(by_teacher.items())}
     for name in sorted({name for header in episodes for name in header.rewards}):
         numbers[f"reward/{name}"] = fmean(header.rewards.get(name, 0.0) for header in episodes)
-    return numbers
+    return numbers | episode_metrics(headers)
+
+
+EPISODE = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures")
+"""What is counted of every episode, and told as its mean."""
+OWN = "own/"
+"""What an environment counts itself."""
+
+
+def episode_metrics(headers: Sequence[Header]) -> Metrics:
+    """Of those that acted upon an environment."""
+    episodes = list({(h.number, h.episode): h for h in headers if "turns" in h.outcome}.values())
+    if not episodes:
+        return {}
+    numbers = {f"episode/{name}": fmean(h.outcome.get(name, 0.0) for h in episodes) for name in EPISODE}
+    own = sorted({name for header in episodes for name in header.outcome if name.startswith(OWN)})
+    return {
+        **numbers,
+        "episode/invalid": fmean(h.outcome.get("invalid", 0.0) > 0 for h in episodes),
+        "episode/observed": 1 - sum(h.trained_tokens for h in headers) / sum(h.tokens for h in headers),
+        **{f"episode/{limit}": fmean(h.finish == end for h in episodes) for limit, end in LIMITS.items()},
+        **{f"environment/{n.removeprefix(OWN)}": fmean(h.outcome.get(n, 0.0) for h in episodes) for n in own},
+    }
+
+
+LIMITS = {"out_of_turns": "turns", "out_of_time": "time"}
+"""What ends an episode beside its length, by how that is written."""
 
 
 def trend(lengths: Sequence[float]) -> Metrics:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
-Finish = Literal["eos", "length", "error", "released"]
-"""How a response ended; `released` has not, and can be gone on with where it stands."""
+Finish = Literal["eos", "length", "turns", "time", "error", "released"]
+"""How a response ended: by itself, or by a limit; `released` has not, and can be gone on with where it stands."""
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -124,6 +124,8 @@ class Rollout:
     finish: Finish
     kept: Kept | None = None
     rewards: dict[str, float] = field(default_factory=dict)
+    outcome: dict[str, float] = field(default_factory=dict)
+    """Of an episode in an environment: what that says of it (`reward`, `reward/NAME`), and what was counted."""
 
     def __post_init__(self) -> None:
         if fault := self._fault() or (self.kept and self._fault_of_kept(self.kept)):
@@ -188,29 +190,69 @@ class Rollout:
         return int(self.loss_mask.sum())
 
 
+TOKENS = ("tokens", "versions", "logp", "turn", "loss_mask")
+"""Arrays of a rollout with a row for every token."""
+TRAINED = ("actions", "action_logp", "best_ids", "best_logp")
+"""Those with a row for every trained one."""
+
+
 def continued(begun: Rollout, rest: Rollout) -> Rollout:
     """One call's response that was made in two parts, without a word of the cut."""
-    joined: dict[str, Any] = {
-        name: np.concatenate([getattr(begun, name), getattr(rest, name)])
-        for name in (
-            "tokens",
-            "versions",
-            "logp",
-            "turn",
-            "loss_mask",
-            "actions",
-            "action_logp",
-            "best_ids",
-            "best_logp",
-        )
-        if getattr(begun, name) is not None
+    return replace(begun, finish=rest.finish, **_ends(TOKENS + TRAINED, (begun, rest)), kept=_all_kept((begun, rest)))
+
+
+def lineage(prompt: Prompt, index: int, parts: Sequence[Rollout | Ints], **rest: Any) -> Rollout:
+    """An episode: responses, each sampled in one call, and the tokens that were seen between them."""
+    said = [part for part in parts if isinstance(part, Rollout)]
+    calls = count()
+    turn = [np.full(len(part.tokens), next(calls)) if isinstance(part, Rollout) else -_ones(part) for part in parts]
+    along: dict[str, list[Any]] = {
+        "tokens": [part.tokens if isinstance(part, Rollout) else part.astype(said[0].tokens.dtype) for part in parts],
+        "versions": [part.versions if isinstance(part, Rollout) else -_ones(part) for part in parts],
+        "logp": [part.logp if isinstance(part, Rollout) else 0 * _ones(part) for part in parts],
+        "loss_mask": [part.loss_mask if isinstance(part, Rollout) else _ones(part) < 0 for part in parts],
     }
-    kept = None
-    if begun.kept is not None and rest.kept is not None:
-        kept = Kept(
-            *(np.concatenate([getattr(part.kept, name) for part in (begun, rest)]) for name in ("ids", "sizes"))
-        )
-    return replace(begun, finish=rest.finish, kept=kept, **joined)
+    found: dict[str, Any] = _ends(TRAINED, said)
+    found |= {name: np.concatenate(arrays).astype(getattr(said[0], name).dtype) for name, arrays in along.items()}
+    found["turn"] = np.concatenate(turn).astype(np.int32)
+    return Rollout(prompt=prompt, index=index, episode=index, **found, kept=_all_kept(said), **rest)
+
+
+def _ones(ids: Ints) -> Ints:
+    return np.ones(len(ids), np.int32)
+
+
+def _ends(names: Iterable[str], parts: Sequence[Rollout]) -> dict[str, Any]:
+    """These arrays of them, end to end, but for those that they do not have."""
+    return {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in names
+        if getattr(parts[0], name) is not None
+    }
+
+
+def _all_kept(parts: Sequence[Rollout]) -> Kept | None:
+    kept = [part.kept for part in parts if part.kept is not None]
+    if len(kept) < len(parts):
+        return None
+    return Kept(np.concatenate([each.ids for each in kept]), np.concatenate([each.sizes for each in kept]))
+
+
+def parts_of(rollout: Rollout) -> list[Rollout | Ints]:
+    """What `lineage` was given: every response, as its call returned it, and the tokens that were seen between."""
+    edges = [0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)]
+    return [
+        _part(rollout, start, stop) if rollout.turn[start] >= 0 else rollout.tokens[start:stop]
+        for start, stop in pairwise(edges)
+    ]
+
+
+def _part(rollout: Rollout, start: int, stop: int) -> Rollout:
+    first, last = (int(rollout.loss_mask[:at].sum()) for at in (start, stop))
+    found: dict[str, Any] = {name: getattr(rollout, name)[start:stop] for name in TOKENS}
+    found |= {name: of[first:last] for name in TRAINED if (of := getattr(rollout, name)) is not None}
+    kept = None if rollout.kept is None else kept_of(rollout.kept.rows()[first:last])
+    return replace(rollout, **found | {"turn": np.zeros(stop - start, np.int32)}, kept=kept)
 
 
 def one_turn(
@@ -347,6 +389,7 @@ class Header:
     """Runs of (version, trained tokens), in the order of the response."""
     finish: Finish
     rewards: dict[str, float] = field(default_factory=dict)
+    outcome: dict[str, float] = field(default_factory=dict)
     ungraded: Ungraded | None = None
     """Why it has no rewards, where it was to have some: nothing can be learned from it."""
     teacher: str = ""
@@ -478,5 +521,6 @@ def header_of(rollout: Rollout, *, teacher: str = "") -> Header:
         versions=version_runs(rollout.versions, rollout.loss_mask),
         finish=rollout.finish,
         rewards=dict(rollout.rewards),
+        outcome=dict(rollout.outcome),
         teacher=teacher or rollout.prompt.teacher,
     )

@@ -24,7 +24,11 @@ WORDS = {
         r"\w+(/\w+)?",
         "a reward of task.reward, and NAME/PART what it is made of; greedy_… is the greedy answer's",
     ),
-    "CAUSE": (r"timeout|crash|error|nan|type", "why an answer has no reward: timeout, crash, error, nan, type"),
+    "CAUSE": (
+        r"timeout|crash|error|nan|type",
+        "why there is no answer, or no reward of it: timeout, crash, error, nan, type",
+    ),
+    "NAME": (r"[\w/]+", "as an environment calls it"),
     "MODE": (r"(token|seq_sum|seq_mean|seq_max)_(k[123]|kl)|negative_seq", "a rejection mode of correction.rs"),
     "REASON": (r"[a-z_ ]+", "why a group was dropped, as the ledger has it"),
 }
@@ -320,6 +324,37 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "accuracy", "of held-out prompts: mean reward (eval)", "rises", "pipeline/evaluate.py", "held-out accuracy"
         ),
     ),
+    "Episodes": (
+        Term("episode/turns", "turns of the student, mean over episodes in an environment", "–", METRICS, "turns"),
+        Term("episode/calls", "calls of tools, malformed ones among them", "–", METRICS, "calls"),
+        Term(
+            "episode/invalid",
+            "episodes with a call that is malformed, unknown or has wrong arguments",
+            "falls",
+            METRICS,
+            "invalid",
+        ),
+        Term("episode/failed", "calls at which the tool raised", "few", METRICS),
+        Term("episode/looped", "episodes with the same call and the same answer three times running", "0", METRICS),
+        Term("episode/premature", "episodes that the student ended without a word", "0", METRICS),
+        Term("episode/observed", "share of tokens that were seen, and not said", "–", METRICS),
+        Term(
+            "episode/seconds",
+            "in which an episode waited for its environment",
+            "below the time of its turns",
+            METRICS,
+            "tool s",
+        ),
+        Term("episode/failures", "environments that failed and were begun again, per episode", "0", METRICS),
+        Term("episode/out_of_turns", "episodes that ended at environment.turns or calls", "below 0.1", METRICS),
+        Term("episode/out_of_time", "episodes that ended at environment.seconds", "0", METRICS),
+        Term(
+            "environment/NAME",
+            "what an environment counts itself, in its attribute metrics: mean over episodes",
+            "–",
+            "tasks/environments/forms.py",
+        ),
+    ),
     "Speed": (
         Term("tokens_per_s", "response tokens learned from, per second", "steady", ACCOUNT, "tok/s"),
         Term("samples_per_s", "responses, per second", "steady", ACCOUNT, "samples/s"),
@@ -370,7 +405,8 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("teacher/recheck_max", "by how much at most (root mean square over a response)", "near 0", ACCOUNT),
         Term("restarts/WORKER", "how often so far it died, or hung, and was started again", "0", ACCOUNT),
         Term("ungraded/CAUSE", "members that have no reward, and are not learned from", "0", ACCOUNT),
-        Term("failed_samples", "members that an engine could not answer, of groups that went on without", "0", ACCOUNT),
+        Term("failed_samples", "members so far that an engine could not answer", "0", ACCOUNT),
+        Term("failed/CAUSE", "of these, whose environment failed: timeout, crash or error", "0", ACCOUNT),
     ),
 }
 

@@ -28,6 +28,7 @@ from slipstream.errors import ConfigError, RunDirError
 from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, standard_error
 from slipstream.pipeline.evaluate import answers, correctness
 from slipstream.plan.adapters import check_adapter
+from slipstream.plan.environment import tools_of
 from slipstream.plan.evaluation import Asked, Evaluation, eval_prompts, evaluation, graded_rows
 from slipstream.plan.placement import check_alone
 from slipstream.plan.plan import check_ends
@@ -144,7 +145,8 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     check_adapter(subject.model)
     tokenizer = load_tokenizer(subject.model)
     check_ends(subject.model, tokenizer)
-    prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed) for name, rows in sets.items()}
+    tools = tools_of(asked.environment, tokenizer, subject.model, said.append)
+    prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed, tools=tools) for name, rows in sets.items()}
     made = evaluation(subject.model, prompts, tokenizer, asked)
     from slipstream.engines.native.model import pick_device
 

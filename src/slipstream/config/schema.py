@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import GREEDY, OWN, Beta, Dtype, Replicas, Section, Temperature, as_tuple
+from slipstream.config.environment import EnvironmentConfig
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
@@ -24,7 +25,7 @@ from slipstream.config.teacher import TeacherConfig as TeacherConfig
 from slipstream.errors import ConfigError, did_you_mean
 
 Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-REWARDS = ("exact", "math")
+REWARDS = ("exact", "math", "environment")
 
 
 class DataConfig(Section):
@@ -112,7 +113,7 @@ class SamplerConfig(Section):
     engine_args: dict[str, Any] = Field({})
     """Arguments for vLLM's engine, for example gpu_memory_utilization = 0.8."""
     max_tokens: int = Field(256, ge=1)
-    """Longest response, the end token included."""
+    """Longest response, the end token included; in an environment all of an episode, with what is observed."""
     group: int = Field(1, ge=1)
     """Responses to one prompt (G): they share one prefill and travel together."""
     temperature: Temperature = 1.0
@@ -225,8 +226,9 @@ def check_reward(spec: str) -> str:
 
 class TaskConfig(Section):
     reward: tuple[str, ...] = ()
-    """How answers are graded: exact text, math (by math-verify), or a function of your own, "./file.py:function" or
-    "module:function"; one or a list. All are logged, the first one is the accuracy of eval."""
+    """How answers are graded: exact text, math (by math-verify), environment (what it says itself), or a function of
+    your own, "./file.py:function" or "module:function"; one or a list. All are logged, the first one is the accuracy of
+    eval."""
     timeout: float = Field(10.0, gt=0)
     """Seconds that grading one answer by one reward may take, and writing one teacher's context by a function; an
     answer that takes longer is dropped, and counted."""
@@ -365,6 +367,7 @@ class Config(Section):
     """The teachers, each under a name of your choice; none with loss.weight = 0."""
     data: DataConfig = DataConfig()
     sampler: SamplerConfig = SamplerConfig()
+    environment: EnvironmentConfig | None = None
     loss: LossConfig = ReverseKLMC()
     policy: PolicyConfig | None = None
     correction: CorrectionConfig = CorrectionConfig()
@@ -410,6 +413,7 @@ class Config(Section):
             )
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
+        self._check_environment()
         if self.runtime.kind != "ray" and self.runtime.address is not None:
             raise ValueError('runtime.address is of a Ray cluster: write runtime.kind = "ray", or drop one of them')
         if self.eval.every and self.eval.n > self.sampler.slots:
@@ -529,6 +533,18 @@ class Config(Section):
             )
         if fresh.m is not None and fresh.drift == "snapshots" and not fresh.anchor:
             raise ValueError('freshness.m does nothing: drift = "snapshots" is exact, and anchor = 0: drop it')
+
+    def _check_environment(self) -> None:
+        there, limit = self.environment, self.sampler.max_tokens
+        if there is None:
+            if "environment" in self.task.reward:
+                raise ValueError('task.reward = "environment" is what an environment says: add [environment]')
+            return
+        if there.turn_tokens is not None and there.turn_tokens >= limit:
+            raise ValueError(
+                f"environment.turn_tokens = {there.turn_tokens} does nothing: sampler.max_tokens = {limit} is for a "
+                "whole episode; write less, or drop it"
+            )
 
     def _check_learner(self) -> None:
         learner, groups = self.learner, self.groups_per_update

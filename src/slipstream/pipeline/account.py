@@ -38,6 +38,8 @@ class Account:
         """Tokens of responses that were rolled out and not learned from."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
         """Members that an engine could not answer, of groups that went on without them."""
+        self.failures = Counter[str]({name: round(n) for name, n in log.last.items() if name.startswith("failed/")})
+        """Of these, by the cause, where it was their environment's."""
         before = {name.partition("/")[2]: round(n) for name, n in log.last.items() if name.startswith("ungraded/")}
         self.unrewarded = Counter[str](before)
         """Members whose reward could not be had, by the cause; they are not learned from."""
@@ -85,8 +87,19 @@ class Account:
             for group in groups
         ))  # fmt: skip
 
-    def failed(self, members: int) -> None:
-        self.failed_samples += members
+    def failed(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
+        """Members that an engine could not answer end here; the first of each cause is told."""
+        for header in members:
+            if header.finish != "error":
+                continue
+            self.failed_samples += 1
+            kinds = [name for name in header.outcome if name.startswith("failed/")]
+            for kind in kinds:
+                if kind not in self.failures:
+                    say(f"an episode of {header.prompt} is left out: {header.cause}")
+                self.failures[kind] += 1
+            if kinds:
+                self.causes.setdefault(number, []).append(header.cause)
 
     def ungraded(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
         """Members of a group that was rolled out that have no reward end here; the first of each cause is told."""
@@ -169,6 +182,7 @@ class Account:
             "restarted": float(admission.restarted),
             "thrown_tokens": float(self.thrown),
             "failed_samples": float(self.failed_samples),
+            **{kind: float(count) for kind, count in sorted(self.failures.items())},
             **{f"ungraded/{cause}": float(count) for cause, count in sorted(self.unrewarded.items())},
             **({"greedy_tokens": float(self.greedy_tokens)} if self.greedy_tokens else {}),
             **self.restarts.metrics,

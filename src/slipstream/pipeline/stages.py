@@ -240,8 +240,8 @@ async def roll(flow: Flow, number: int) -> None:
             worker.track.tokens += tokens_of(rolled)
             return rolled
         flow.account.ungraded(number, [handle.header for handle in rolled], flow.samplers.say)
+        flow.account.failed(number, [handle.header for handle in rolled], flow.samplers.say)
         group = answered(rolled)
-        flow.account.failed(sum(handle.header.finish == "error" for handle in rolled))
         beside = sum(handle.header.greedy_tokens for handle in rolled)
         flow.account.greedy_tokens += beside
         worker.track.tokens += beside + tokens_of(group)

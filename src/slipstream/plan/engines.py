@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from slipstream.config.base import at_first
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Follower
+from slipstream.engines.episodes import Limits
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.native.config import vocabulary_of, width_of
 from slipstream.engines.vllm.core import Settings
 from slipstream.objective.method import Method
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings
+from slipstream.tasks.environments.hosts import Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,16 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnvironmentPlan:
+    wanted: Wanted
+    """What a process for it is told."""
+    processes: int
+    limits: Limits
+    renderer: Mapping[str, Any]
+    """How its renderer is made, beside the tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplerPlan:
     runs: ModelPlan | Settings
     """Natively, or by vLLM."""
@@ -46,6 +58,8 @@ class SamplerPlan:
     replicas: int = 1
     devices: int = 1
     """How many each of them takes."""
+    environment: EnvironmentPlan | None = None
+    """What its responses act upon, in several turns."""
 
     @property
     def model(self) -> str:
@@ -165,6 +179,25 @@ def sampler_of(config: Config) -> SamplerPlan:
         threads=config.runtime.threads,
         replicas=at_first(sampler.replicas),
         devices=sampler_devices(config),
+        environment=environment_of(config),
+    )
+
+
+def environment_of(config: Config) -> EnvironmentPlan | None:
+    there = config.environment
+    if there is None:
+        return None
+    return EnvironmentPlan(
+        wanted=Wanted(there.use, there.sandbox, there.observation),
+        processes=there.processes,
+        limits=Limits(
+            turns=there.turns,
+            calls=there.calls,
+            turn_tokens=there.turn_tokens,
+            seconds=there.seconds,
+            step_seconds=there.step_seconds,
+        ),
+        renderer={"format": there.calls_as, "template_args": config.data.template_args},
     )
 
 

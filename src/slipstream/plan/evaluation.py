@@ -10,7 +10,8 @@ from slipstream.config.schema import DataConfig
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import DataError
-from slipstream.plan.engines import GraderPlan, ModelPlan, SamplerPlan
+from slipstream.plan.engines import EnvironmentPlan, GraderPlan, ModelPlan, SamplerPlan
+from slipstream.plan.environment import Tools
 from slipstream.records import Prompt
 from slipstream.tasks import grading
 from slipstream.tasks.chat import Tokenizer, check_ids, encode_rows
@@ -48,6 +49,7 @@ class Asked:
     threads: int = 1
     graders: int = 1
     timeout: float = 30.0
+    environment: EnvironmentPlan | None = None
 
     @property
     def sampling(self) -> Sampling:
@@ -78,9 +80,11 @@ def graded_rows(rows: Sequence[Row], rewards: Sequence[str]) -> Sequence[Row]:
     return rows
 
 
-def eval_prompts(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int) -> list[Prompt]:
+def eval_prompts(
+    rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int, tools: Tools = None
+) -> list[Prompt]:
     """Prompts in the order of the rows."""
-    prompts = Prompts(rows, encode_rows(rows, tokenizer, data), seed=seed, shuffle=False)
+    prompts = Prompts(rows, encode_rows(rows, tokenizer, data, tools), seed=seed, shuffle=False)
     return [prompts.at(number) for number in range(len(rows))]
 
 
@@ -101,6 +105,7 @@ def evaluation(model: str, sets: Mapping[str, Sequence[Prompt]], tokenizer: Toke
             runs=ModelPlan(name=model, dtype=asked.dtype, device=asked.device, longest=longest),
             slots=max(asked.slots, asked.n),
             threads=asked.threads,
+            environment=asked.environment,
         ),
         sampling=asked.sampling,
         grader=GraderPlan(rewards=asked.reward, processes=asked.graders, timeout=asked.timeout),

@@ -23,7 +23,8 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import check_adapters, continued
-from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of
+from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of, environment_of
+from slipstream.plan.environment import Tools, tools_of
 from slipstream.plan.evaluation import eval_prompts, graded_rows
 from slipstream.plan.placement import Need, check_room, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
@@ -83,12 +84,13 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     tokenizer = load_tokenizer(config.student)
     check_weights(config)
     check_ends(config.student, tokenizer)
-    prompts = training_prompts(config, tokenizer, notes.append)
+    tools = tools_of(environment_of(config), tokenizer, config.student, notes.append)
+    prompts = training_prompts(config, tokenizer, tools, notes.append)
     check_adapters(config.student, config.learner.lora, models_here(config))
     check_dropout(config)
     check_support(config)
     scored = check_teachers(config, tokenizer, prompts)
-    held_out = held_out_prompts(config, tokenizer, notes.append) if config.eval.every else {}
+    held_out = held_out_prompts(config, tokenizer, tools, notes.append) if config.eval.every else {}
     asked = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
     longest = max(map(len, asked))
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
@@ -299,10 +301,10 @@ def check_dropout(config: Config) -> None:
         raise ConfigError(f"learner.dropout does nothing: the config of {config.student} names none; drop it")
 
 
-def training_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], object]) -> Prompts:
+def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Callable[[str], object]) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
     rows = graded_rows(load_rows(data.train, data, split=data.split, limit=data.limit, say=say), config.task.reward)
-    tokens = encode_rows(rows, tokenizer, data)
+    tokens = encode_rows(rows, tokenizer, data, tools)
     if isinstance(rows[0].prompt, str) and not data.chat and tokenizer.chat_template is not None:
         say(f"prompts are text, which {config.student} sees as it is: data.chat = true sends it as a user's message")
     context = sampler_context(config)
@@ -339,12 +341,14 @@ def long_enough(section: str, given: int | None, longest: int) -> int:
     return given or longest
 
 
-def held_out_prompts(config: Config, tokenizer: Tokenizer, say: Callable[[str], object]) -> dict[str, Sequence[Prompt]]:
+def held_out_prompts(
+    config: Config, tokenizer: Tokenizer, tools: Tools, say: Callable[[str], object]
+) -> dict[str, Sequence[Prompt]]:
     data, student, found = config.data, config.student, dict[str, Sequence[Prompt]]()
     for name, source in data.held_out.items():
         loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=say)
         rows = graded_rows(loaded, config.task.reward)
-        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed)
+        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools)
         tokens, context = [prompt.tokens for prompt in found[name]], sampler_context(config)
         check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
         check_ids(rows, tokens, student, vocabulary_of(student))

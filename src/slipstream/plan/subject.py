@@ -12,6 +12,7 @@ from slipstream.config.schema import Config
 from slipstream.durable import MANIFEST, damage
 from slipstream.errors import ConfigError, RunDirError, did_you_mean
 from slipstream.pipeline.checkpoint import Checkpoints
+from slipstream.plan.engines import environment_of
 from slipstream.plan.evaluation import Asked
 from slipstream.runlog import LEDGER, METRICS
 
@@ -82,6 +83,7 @@ def asked_by(config: Config) -> Asked:
         threads=runtime.threads,
         graders=runtime.graders,
         timeout=task.timeout,
+        environment=environment_of(config),
     )
 
 

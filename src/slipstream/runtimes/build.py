@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from slipstream.engines.base import Graded
+from slipstream.engines.episodes import Episodes
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.config import generation_of
@@ -22,9 +23,11 @@ from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.plan.engines import GraderPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.context import context_of
+from slipstream.tasks.environments.hosts import Hosts
 from slipstream.tasks.grading import PoolGrader
+from slipstream.tasks.renderer import Renderer
 
-AnySampler = NativeSampler | VllmSampler
+AnySampler = NativeSampler | VllmSampler | Episodes
 AnyScorer = NativeScorer | HttpScorer | VllmScorer
 
 
@@ -35,6 +38,21 @@ def build_model(plan: ModelPlan) -> LanguageModel:
 
 
 def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
+    if plan.environment is None:
+        return build_policy(plan, tokenizer)
+    with ExitStack() as stack:
+        hosts = Hosts(plan.environment.wanted, plan.environment.processes)  # they start while models load
+        stack.callback(hosts.close)
+        policy = build_policy(plan, tokenizer)
+        stack.callback(policy.close)
+        ends = stop_ids(tokenizer, generation_of(plan.model))
+        renderer = Renderer(tokenizer, stop_ids=ends, tools=hosts.ready(), **plan.environment.renderer)
+        stack.pop_all()
+        return Episodes(policy, renderer, hosts, plan.environment.limits)
+
+
+def build_policy(plan: SamplerPlan, tokenizer: Tokenizer) -> NativeSampler | VllmSampler:
+    """What draws one turn."""
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_of(settings.model))

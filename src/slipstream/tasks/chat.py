@@ -52,8 +52,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> list[Ints]:
-    """Plain text as it is; messages through the chat template, ready for the assistant's turn."""
+def encode_rows(
+    rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None = None
+) -> list[Ints]:
+    """Plain text as it is; messages through the chat template, ready for the assistant's turn. Rows without tools of
+    their own are given those of an environment, if there is one."""
     text = isinstance(rows[0].prompt, str)
     for row in rows:
         if isinstance(row.prompt, str) != text:
@@ -63,7 +66,9 @@ def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> 
     plain = text and not data.chat
     if data.system_prompt is not None and plain:
         raise ConfigError("data.system_prompt needs prompts that are messages; these are plain text: write data.chat")
-    texts = [str(row.prompt) if plain else _render(row, tokenizer, data) for row in rows]
+    if plain and tools is not None:
+        raise ConfigError("[environment] needs prompts that are messages; these are plain text: write data.chat = true")
+    texts = [str(row.prompt) if plain else _render(row, tokenizer, data, tools) for row in rows]
     for name in data.template_args:
         if plain or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
             why = (
@@ -88,14 +93,15 @@ def encode_rows(rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig) -> 
     return [np.array(tokens, np.int32) for tokens in ids]
 
 
-def _render(row: Row, tokenizer: Tokenizer, data: DataConfig) -> str:
+def _render(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None) -> str:
     if tokenizer.chat_template is None:
         why = "data.chat needs one: drop it" if data.chat else f"{row.place} holds messages: use text prompts"
         raise ModelError(f"{tokenizer.name_or_path} has no chat template, and {why}")
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
     if data.system_prompt is not None:
         messages = [{"role": "system", "content": data.system_prompt}, *messages]
-    options = data.template_args | ({} if row.tools is None else {"tools": row.tools})
+    told = row.tools or list(tools or ())
+    options = data.template_args | ({"tools": told} if told else {})
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
     except Exception as error:  # a template is a program, and may raise anything

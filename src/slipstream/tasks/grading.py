@@ -24,9 +24,11 @@ from queue import SimpleQueue
 from subprocess import DEVNULL, Popen
 from typing import Any
 
+import numpy as np
+
 from slipstream.errors import ConfigError, EngineError
 from slipstream.linux import wake_with_parent
-from slipstream.records import Group, Handle, Rollout, Ungraded
+from slipstream.records import Group, Handle, Ints, Rollout, Ungraded
 from slipstream.tasks.rewards import MAKES, Answer, Grades, check_installed, grade, is_own, reward_of
 
 STARTED = 120.0
@@ -189,15 +191,23 @@ class PoolGrader:
         return [with_grades(handle, each) for handle, each in zip(group, found, strict=True)]
 
     def _answer(self, rollout: Rollout) -> Answer:
-        prompt = rollout.prompt
+        prompt, messages = (
+            rollout.prompt,
+            [
+                {"role": "assistant" if said else "observation", "content": self.decode(tokens)}
+                for said, tokens in parts(rollout)
+            ],
+        )
         return Answer(
-            text=self.decode(rollout.tokens),
+            text=next(message["content"] for message in reversed(messages) if message["role"] == "assistant"),
+            messages=messages,
             tokens=rollout.tokens.tolist(),
             prompt=self.decode(prompt.tokens),
             ground_truth=prompt.ground_truth,
             meta=prompt.meta,
             data_source=prompt.data_source,
             finish=rollout.finish,
+            outcome=rollout.outcome,
         )
 
     def _grades(self, answers: Sequence[Answer]) -> list[Grades]:
@@ -232,6 +242,15 @@ class PoolGrader:
         self.threads.shutdown(cancel_futures=True)
         for process in self.processes:
             process.close()
+
+
+def parts(rollout: Rollout) -> list[tuple[bool, Ints]]:
+    """What was said, turn by turn, and what was seen between, in their order: whether it was said, and its tokens."""
+    edges = np.flatnonzero(np.diff(rollout.turn)) + 1
+    return [
+        (bool(turn[0] >= 0), tokens)
+        for turn, tokens in zip(np.split(rollout.turn, edges), np.split(rollout.tokens, edges), strict=True)
+    ]
 
 
 def with_grades(handle: Handle, grades: Grades) -> Handle:

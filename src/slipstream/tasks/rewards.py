@@ -6,25 +6,21 @@ several by name. Whatever it does instead is told in one line, with the line of 
 
 from __future__ import annotations
 
-import importlib
+import asyncio
 import importlib.util
 import inspect
 import logging
 import math as maths
-import os
 import re
 import reprlib
 import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from slipstream.errors import ConfigError, did_you_mean, first_line
+from slipstream.errors import ConfigError
 from slipstream.records import Ungraded
+from slipstream.tasks.own import asked_of, brief, file_of, own, parameters, told
 
 WHOLE = "reward"
 """Among several numbers by name, the one that is the reward; their sum is, where none has this name."""
@@ -37,9 +33,11 @@ class Answer:
     """What a reward may ask for."""
 
     text: str
-    """The response, without special tokens."""
+    """The response, without special tokens; in an environment, what was said last."""
+    messages: list[dict[str, str]]
+    """The whole episode: what was said (`role` is "assistant") and what was seen ("observation"), in turn."""
     tokens: list[int]
-    """Its ids, the end token among them."""
+    """Its ids, those of what was seen among them, and the end token."""
     prompt: str
     """As the student saw it, without special tokens."""
     ground_truth: Any
@@ -47,7 +45,9 @@ class Answer:
     """All other columns of the prompt's row."""
     data_source: str
     finish: str
-    """`eos`, or `length` where it was cut off."""
+    """`eos`, or `length` where it was cut off; of an episode also `turns` and `time`."""
+    outcome: dict[str, float]
+    """What its environment says of it: rewards as `reward` and `reward/NAME`, and all that is counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,12 @@ class Seen:
     last_reward: float | None
 
 
-def asked_of(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(each.name for each in fields(kind))
+def environment(outcome: dict[str, float]) -> dict[str, float]:
+    """What the environment itself returned."""
+    if WHOLE not in outcome:
+        raise Unusable("error", "is none: the environment returned no reward from close()")
+    parts = {name.removeprefix("reward/"): value for name, value in outcome.items() if name.startswith("reward/")}
+    return {WHOLE: outcome[WHOLE], **parts}
 
 
 def exact(text: str, ground_truth: Any) -> float:
@@ -97,12 +101,12 @@ def math(text: str, ground_truth: Any) -> float:
     return 0.0
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"exact": exact, "math": math}
+BUILT_IN: dict[str, Callable[..., Any]] = {"exact": exact, "math": math, "environment": environment}
 
 
 def unfit(reward: str, truth: Any) -> str:
     """Why no answer could be found right by a reward; empty if one could. A reward of the user's own judges itself."""
-    if reward not in BUILT_IN:
+    if reward not in ("exact", "math"):
         return ""
     if isinstance(truth, list):
         return next((why for each in truth if (why := _unfit(reward, each))), "" if truth else "the list is empty")
@@ -138,9 +142,13 @@ class Reward:
     def name(self) -> str:
         return self.spec.rpartition(":")[2]
 
+    def returned(self, answer: Any) -> Any:
+        returned = self.function(**{name: getattr(answer, name) for name in self.asks})
+        return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+
     def of(self, answer: Any) -> dict[str, Any]:
         """The reward by its name, and what it is made of."""
-        returned = self.function(**{name: getattr(answer, name) for name in self.asks})
+        returned = self.returned(answer)
         if not isinstance(returned, Mapping):
             return {self.name: number(returned)}
         if not returned:
@@ -161,10 +169,14 @@ class ContextFunction(Reward):
     """Returns a text, where a reward returns a number."""
 
     def of(self, answer: Any) -> dict[str, Any]:
-        returned = self.function(**{name: getattr(answer, name) for name in self.asks})
+        returned = self.returned(answer)
         if not isinstance(returned, str):
-            raise Unusable("type", f"returned {_brief(returned)}, which is no text")
+            raise Unusable("type", f"returned {brief(returned)}, which is no text")
         return {"context": returned}
+
+
+async def _awaited(returned: Awaitable[Any]) -> Any:
+    return await returned
 
 
 class Unusable(Exception):
@@ -177,16 +189,11 @@ class Unusable(Exception):
 
 def number(returned: Any, of: str = "") -> float:
     if not hasattr(returned, "__float__"):
-        raise Unusable("type", f"returned {of.strip()} {_brief(returned)}, which is no number".replace("  ", " "))
+        raise Unusable("type", f"returned {of.strip()} {brief(returned)}, which is no number".replace("  ", " "))
     value = float(returned)
     if not maths.isfinite(value):
         raise Unusable("nan", f"returned {value}{of}")
     return value
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '…'}" if value is not None else "None"
 
 
 # --- one answer -------------------------------------------------------------------------------------------------------
@@ -228,26 +235,7 @@ def _out_of_time(*_: object) -> None:
     raise OutOfTime
 
 
-def told(error: BaseException, file: str) -> str:
-    """What was raised, and the last line of this file on the way there."""
-    at = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    line = error.lineno if isinstance(error, SyntaxError) and error.filename == file else at[-1].lineno if at else None
-    what = error.msg if isinstance(error, SyntaxError) else first_line(error)
-    said = type(error).__name__ + (f": {what}" if what != type(error).__name__ else "")
-    return said + (f" ({near(file)}:{line})" if line is not None else "")
-
-
-def file_of(function: Any) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code.co_filename if code else ""
-
-
-def near(file: str) -> str:
-    """As seen from here, where it lies below."""
-    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
-
-
-# --- from a name to a function ----------------------------------------------------------------------------------------
+# --- by their names -------------------------------------------------------------------------------------------------
 
 
 def is_own(spec: str) -> bool:
@@ -262,86 +250,19 @@ def check_installed(specs: Iterable[str]) -> None:
 def reward_of(spec: str) -> Reward:
     """Its file or module is run, as Python imports it: for a process in which that may do what it likes."""
     try:
-        function = _own(spec) if is_own(spec) else BUILT_IN[spec]
-        return Reward(spec, function, *_parameters(function, asked_of(Answer)))
+        function = own(spec) if is_own(spec) else BUILT_IN[spec]
+        return Reward(spec, function, *parameters(function, asked_of(Answer)))
     except ConfigError as error:
         raise ConfigError(f"task.reward = {spec!r}: {error}") from None
 
 
 def context_function_of(spec: str) -> Reward:
     try:
-        function = _own(spec)
-        return ContextFunction(spec, function, *_parameters(function, asked_of(Seen)))
+        function = own(spec)
+        return ContextFunction(spec, function, *parameters(function, asked_of(Seen)))
     except ConfigError as error:
         raise ConfigError(f"context = {spec!r}: {error}") from None
 
 
 MAKES: dict[str, Callable[[str], Reward]] = {"reward": reward_of, "context": context_function_of}
 """What a function of the user's own is, by what it makes."""
-
-
-def _own(spec: str) -> Callable[..., Any]:
-    where, _, name = spec.rpartition(":")
-    module = _from_file(Path(where).expanduser()) if where.endswith(".py") else _from_module(where)
-    function = getattr(module, name, None)
-    if function is None:
-        others = [each for each, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(f"no function {name!r} in it; {did_you_mean(name, others) if others else 'it has none'}")
-    if not callable(function):
-        raise ConfigError(f"{name} is {_brief(function)}, and no function")
-    return function  # type: ignore[no-any-return]
-
-
-def _from_file(path: Path) -> ModuleType:
-    path = path.absolute()
-    if not path.is_file():
-        raise ConfigError(f"there is no file {near(str(path))}")
-    if (known := sys.modules.get(str(path))) is not None:
-        return known
-    sys.path.insert(0, str(path.parent))  # what lies beside it can be imported, as by a script
-    spec = importlib.util.spec_from_file_location(str(path), path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[str(path)] = module  # under a name that no import statement has
-    _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
-    return module
-
-
-def _from_module(name: str) -> ModuleType:
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None:
-        raise ConfigError(f"there is no module {name!r} here or among what is installed")
-    module: ModuleType = _run(lambda: importlib.import_module(name), spec.origin or "")
-    return module
-
-
-def _run(load: Callable[[], Any], file: str) -> Any:
-    try:
-        return load()
-    except BaseException as error:  # whatever it does as it is imported
-        raise ConfigError(f"cannot be imported: {told(error, file)}") from None
-
-
-def _parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of those that are known it asks for, and which of them it needs."""
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError("it is a coroutine function: write `def` in place of `async def`")
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        raise ConfigError("Python does not tell its parameters: wrap it in a function of your own") from None
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        asks = list(known)
-    else:
-        asks = [each.name for each in parameters if each.name in known and each.kind is not each.POSITIONAL_ONLY]
-    needs = []
-    for each in parameters:
-        if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) or each.default is not each.empty:
-            continue
-        if each.name not in asks:
-            raise ConfigError(f"nothing is known for its parameter {each.name!r}; known: {', '.join(known)}")
-        needs.append(each.name)
-    return tuple(asks), tuple(needs)

@@ -1,0 +1,345 @@
+"""The processes in which environments are at work, many of them in each.
+
+Environments are the user's code and may hang, crash or run out of memory, so they do not run where engines are. What of
+theirs is `async` runs on the loop of its host, all else in a thread that an environment has for itself. What hangs
+cannot be stopped there: a host with such an environment takes no further one, and is killed when the others have left
+it. A host ends with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any
+
+from slipstream.errors import ConfigError, EnvironmentFailed
+from slipstream.linux import wake_with_parent
+from slipstream.tasks.environments import Reply, Start, Step
+from slipstream.tasks.environments.forms import Acting, Kind, kind_of, told_of
+
+STARTED = 120.0
+"""Seconds in which what an environment imports must have been imported."""
+LEAVES = 5.0
+"""Seconds in which an environment that is dropped must leave, before its host takes no further one."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a host is told before it is anything."""
+
+    spec: str
+    sandbox: str | None
+    shown: int
+
+
+# --- in a host --------------------------------------------------------------------------------------------------------
+
+
+def serve(parent: Connection) -> None:
+    wake_with_parent()
+    sys.dont_write_bytecode = True  # beside files that are not ours
+    sys.path.insert(0, str(Path.cwd()))  # where a config's `module:name` is looked for first
+    wanted: Wanted = parent.recv()
+    try:
+        kind = kind_of(wanted.spec)
+    except ConfigError as error:
+        parent.send(error)
+        return
+    parent.send(kind.schemas)
+    asyncio.run(Host(parent, kind, wanted).served())
+
+
+class Host:
+    def __init__(self, parent: Connection, kind: Kind, wanted: Wanted) -> None:
+        self.parent, self.kind, self.wanted = parent, kind, wanted
+        self.here: dict[int, Acting] = {}
+        self.threads: dict[int, ThreadPoolExecutor] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        """What each is at."""
+        self.sandbox: Any = None
+
+    async def served(self) -> None:
+        if self.wanted.sandbox is not None:
+            from slipstream.tasks.sandbox import sandbox_of
+
+            self.sandbox = sandbox_of(self.wanted.sandbox)
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._hear, args=(loop,), daemon=True).start()
+        await asyncio.Event().wait()
+
+    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                loop.call_soon_threadsafe(self._asked, *self.parent.recv())
+        os.killpg(0, signal.SIGKILL)  # whatever is at work here
+
+    def _asked(self, number: int, what: str, *given: Any) -> None:
+        if what == "drop":
+            if number in self.tasks:
+                self.tasks[number].cancel()
+            self.tasks[number] = asyncio.get_running_loop().create_task(self._dropped(number))
+        else:
+            self.tasks[number] = asyncio.get_running_loop().create_task(self._answered(number, what, *given))
+
+    async def _answered(self, number: int, what: str, *given: Any) -> None:
+        try:
+            answer = await getattr(self, f"_{what}")(number, *given)
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:  # whatever it raises is its own; this one ends, and no other
+            answer = EnvironmentFailed("error", f"{what} raised {told_of(self.kind, error)}")
+        self.parent.send((number, answer))
+
+    async def _start(self, number: int, given: dict[str, Any]) -> None:
+        self.threads[number] = ThreadPoolExecutor(1, "environment")
+        self.here[number] = Acting(self.kind, partial(self._run, number), self.wanted.shown)
+        await self.here[number].start(Start(**given, sandbox=self.sandbox))
+
+    async def _step(self, number: int, reply: Reply) -> Step:
+        return await self.here[number].step(reply)
+
+    async def _close(self, number: int) -> dict[str, float]:
+        try:
+            return await self.here[number].close()
+        finally:
+            self._gone(number)
+
+    async def _dropped(self, number: int) -> None:
+        """It may have opened something."""
+        with suppress(Exception):
+            if number in self.here:
+                await self.here[number].close()
+        if number in self.threads:  # which may never come back
+            await asyncio.get_running_loop().run_in_executor(self.threads[number], int)
+        self._gone(number)
+        self.parent.send((number, None))
+
+    def _gone(self, number: int) -> None:
+        self.here.pop(number, None)
+        self.tasks.pop(number, None)
+        if number in self.threads:
+            self.threads.pop(number).shutdown(wait=False)
+
+    async def _run(self, number: int, method: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*args, **given)
+        call = partial(method, *args, **given)
+        found = await asyncio.get_running_loop().run_in_executor(self.threads[number], call)
+        return await found if inspect.isawaitable(found) else found
+
+
+# --- and in its parent ------------------------------------------------------------------------------------------------
+
+
+class HostProcess:
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.live = set[int]()
+        """Episodes that are there."""
+        self.connection, theirs = Pipe()
+        self.schemas: list[dict[str, Any]] | None = None
+        self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self.lock, self.reader = threading.Lock(), threading.Thread(target=self._hear, daemon=True)
+        with theirs:
+            self.process = Popen(
+                [sys.executable, "-P", "-m", "slipstream.tasks.environments.hosts", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=DEVNULL,
+                stdout=2,  # what environments print is for a person, and not our output
+                start_new_session=True,  # what a terminal sends is the parent's to handle
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        with suppress(OSError):  # who cannot start is found out when it should be ready
+            self.connection.send(wanted)
+
+    def ready(self) -> list[dict[str, Any]]:
+        """Wait until it is: the schemas of its tools. ConfigError if the environment cannot be had."""
+        if self.schemas is None:
+            try:
+                if not self.connection.poll(STARTED):
+                    raise ConfigError(f"environment.use: what it imports takes more than {STARTED:.0f} s")
+                said = self.connection.recv()
+            except (EOFError, OSError):
+                raise ConfigError(
+                    f"environment.use = {self.wanted.spec!r}: its process ends as it is imported ({self._end()})"
+                ) from None
+            if isinstance(said, ConfigError):
+                raise said
+            self.schemas = said
+            self.reader.start()
+        return self.schemas
+
+    @property
+    def ended(self) -> bool:
+        return self.connection.closed or self.process.poll() is not None
+
+    async def call(self, number: int, what: str, *given: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Any] = loop.create_future()
+        with self.lock:
+            self.waiting[number] = loop, answer
+        try:
+            self.connection.send((number, what, *given))
+        except OSError:
+            raise EnvironmentFailed("crash", f"{self.wanted.spec}: its process is gone: {self._end()}") from None
+        found = await answer
+        if isinstance(found, EnvironmentFailed):
+            raise found
+        return found
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                self._tell(*self.connection.recv())
+        except (EOFError, OSError, pickle.UnpicklingError):
+            lost = EnvironmentFailed("crash", f"{self.wanted.spec} ended its process: {self._end()}")
+            for number in list(self.waiting):
+                self._tell(number, lost)
+
+    def _tell(self, number: int, answer: Any) -> None:
+        with self.lock:
+            loop, waiting = self.waiting.pop(number, (None, None))
+        if loop is not None and waiting is not None:
+            with suppress(RuntimeError):  # its loop is closed, and nobody waits
+                loop.call_soon_threadsafe(settle, waiting, answer)
+
+    def _end(self) -> str:
+        self.kill()
+        code = self.process.wait()
+        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def kill(self) -> None:
+        """With all that was started in it."""
+        if self.process.returncode is None:  # nobody else has its number yet
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.kill()
+        self.process.wait()
+        if self.reader.is_alive():
+            self.reader.join()
+        self.connection.close()
+
+
+def settle(waiting: asyncio.Future[Any], answer: Any) -> None:
+    if not waiting.done():
+        waiting.set_result(answer)
+
+
+class Hosts:
+    """Environments of one kind, spread over a few processes."""
+
+    def __init__(self, wanted: Wanted, processes: int = 1) -> None:
+        self.wanted, self.numbers = wanted, count()
+        self.processes = [HostProcess(wanted) for _ in range(processes)]  # they start while models load
+        self.retired: list[HostProcess] = []
+        """Those that take no further environment, and have some left."""
+        self.leaving: set[asyncio.Task[None]] = set()
+
+    def ready(self) -> list[dict[str, Any]]:
+        """The schemas of the tools."""
+        return self.processes[0].ready()
+
+    async def open(self, given: dict[str, Any]) -> Episode:
+        """One more, in the process that has fewest."""
+        for host in [host for host in self.processes if host.ended]:
+            self._retire(host)
+        host = min(self.processes, key=lambda host: len(host.live))
+        number = next(self.numbers)
+        host.live.add(number)
+        try:
+            if host.schemas is None:
+                await asyncio.to_thread(host.ready)
+            await host.call(number, "start", given)
+        except ConfigError as error:
+            self._retire(host)
+            raise EnvironmentFailed("crash", str(error)) from None
+        except BaseException:
+            self.drop(host, number)
+            raise
+        return Episode(self, host, number)
+
+    def drop(self, host: HostProcess, number: int) -> None:
+        """Nobody waits for it any more."""
+        task = asyncio.get_running_loop().create_task(self._dropped(host, number))
+        self.leaving.add(task)
+        task.add_done_callback(self.leaving.discard)
+
+    async def _dropped(self, host: HostProcess, number: int) -> None:
+        try:
+            async with asyncio.timeout(LEAVES):
+                await host.call(number, "drop")
+        except TimeoutError:
+            self._retire(host)
+        except EnvironmentFailed:
+            self._retire(host)
+        self.left(host, number)
+
+    def left(self, host: HostProcess, number: int) -> None:
+        """One is gone, or will never go; a host that was retired ends with the last."""
+        host.live.discard(number)
+        if host in self.retired and not host.live:
+            self.retired.remove(host)
+            host.close()
+
+    def _retire(self, host: HostProcess) -> None:
+        """Another one takes its place."""
+        if host in self.processes:
+            self.processes[self.processes.index(host)] = HostProcess(self.wanted)
+            self.retired.append(host)
+
+    def close(self) -> None:
+        for host in self.processes + self.retired:
+            host.kill()
+        for host in self.processes + self.retired:
+            host.close()
+
+
+@dataclass
+class Episode:
+    """An environment at work in a host."""
+
+    hosts: Hosts
+    host: HostProcess
+    number: int
+
+    async def step(self, reply: Reply) -> Step:
+        found: Step = await self.host.call(self.number, "step", reply)
+        return found
+
+    async def close(self) -> dict[str, float]:
+        rewards: dict[str, float] = await self.host.call(self.number, "close")
+        self.hosts.left(self.host, self.number)
+        return rewards
+
+    def drop(self) -> None:
+        self.hosts.drop(self.host, self.number)
+
+
+def schemas(wanted: Wanted) -> list[dict[str, Any]]:
+    """Of the tools of an environment; ConfigError if it cannot be had."""
+    host = HostProcess(wanted)
+    try:
+        return host.ready()
+    finally:
+        host.close()
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, ConnectionError):  # a parent that is gone, before it asked for anything
+        serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,116 @@
+"""What a user's own file or module holds, by name, and how it is called; whatever is wrong with it is told in one line,
+with the line of its file."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from slipstream.errors import ConfigError, did_you_mean, first_line
+
+
+def own(spec: str, kind: type = FunctionType) -> Any:
+    """What `./file.py:name` or `module:name` names. Its file or module is run, as Python imports it: for a process in
+    which that may do what it likes."""
+    where, _, name = spec.rpartition(":")
+    module = _from_file(Path(where).expanduser()) if where.endswith(".py") else _from_module(where)
+    found = getattr(module, name, None)
+    if found is None:
+        others = [each for each, value in vars(module).items() if isinstance(value, kind)]
+        what = "class" if kind is type else "function"
+        raise ConfigError(f"no {what} {name!r} in it; {did_you_mean(name, others) if others else 'it has none'}")
+    if kind is type and not isinstance(found, type):
+        raise ConfigError(f"{name} is {brief(found)}, and no class")
+    if not callable(found):
+        raise ConfigError(f"{name} is {brief(found)}, and no function")
+    return found
+
+
+def _from_file(path: Path) -> ModuleType:
+    path = path.absolute()
+    if not path.is_file():
+        raise ConfigError(f"there is no file {near(str(path))}")
+    if (known := sys.modules.get(str(path))) is not None:
+        return known
+    sys.path.insert(0, str(path.parent))  # what lies beside it can be imported, as by a script
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[str(path)] = module  # under a name that no import statement has
+    _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
+    return module
+
+
+def _from_module(name: str) -> ModuleType:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        raise ConfigError(f"there is no module {name!r} here or among what is installed")
+    module: ModuleType = _run(lambda: importlib.import_module(name), spec.origin or "")
+    return module
+
+
+def _run(load: Callable[[], Any], file: str) -> Any:
+    try:
+        return load()
+    except BaseException as error:  # whatever it does as it is imported
+        raise ConfigError(f"cannot be imported: {told(error, file)}") from None
+
+
+def parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Which of those that are known it asks for, and which of them it needs."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError("Python does not tell its parameters: wrap it in a function of your own") from None
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        asks = list(known)
+    else:
+        asks = [each.name for each in parameters if each.name in known and each.kind is not each.POSITIONAL_ONLY]
+    needs = []
+    for each in parameters:
+        if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) or each.default is not each.empty:
+            continue
+        if each.name not in asks:
+            raise ConfigError(f"nothing is known for its parameter {each.name!r}; known: {', '.join(known)}")
+        needs.append(each.name)
+    return tuple(asks), tuple(needs)
+
+
+def told(error: BaseException, file: str) -> str:
+    """What was raised, and the last line of this file on the way there."""
+    at = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    line = error.lineno if isinstance(error, SyntaxError) and error.filename == file else at[-1].lineno if at else None
+    what = error.msg if isinstance(error, SyntaxError) else first_line(error)
+    said = type(error).__name__ + (f": {what}" if what != type(error).__name__ else "")
+    return said + (f" ({near(file)}:{line})" if line is not None else "")
+
+
+def file_of(function: Any) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code.co_filename if code else ""
+
+
+def near(file: str) -> str:
+    """As seen from here, where it lies below."""
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
+
+
+def brief(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '…'}" if value is not None else "None"
+
+
+def asked_of(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))

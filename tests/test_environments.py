@@ -1,0 +1,286 @@
+"""Environments of the user's own: their tools, and the processes in which they may do what they like."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from slipstream.errors import ConfigError, EnvironmentFailed
+from slipstream.tasks.environments import Call, Reply, Start
+from slipstream.tasks.environments.forms import Acting, kind_of, shortened
+from slipstream.tasks.environments.hosts import Hosts, Wanted, schemas
+
+GIVEN = {"id": "a", "prompt": "?", "ground_truth": 4, "meta": {"k": 2}, "data_source": "x", "seed": 5}
+TOOLS = '''
+    class Adder:
+        """Adds."""
+
+        def start(self, meta, seed=0):
+            self.offset, self.metrics = meta["k"], {"uses": 0}
+
+        def add(self, a: int, b: int = 1) -> int:
+            """The sum of two numbers, and a secret one."""
+            self.metrics["uses"] += 1
+            return a + b + self.offset
+
+        async def wait(self, seconds: float):
+            """Wait."""
+            import asyncio
+            await asyncio.sleep(seconds)
+            return {"waited": seconds}
+
+        def fail(self, how: str) -> str:
+            """Fail in some way."""
+            import os, time, sys
+            match how:
+                case "raise": raise ValueError("no such thing\\nat all")
+                case "exit": os._exit(3)
+                case "sleep": time.sleep(1000)
+                case "spin":
+                    while True: pass
+                case "flood": return "x" * 10_000_000
+                case "odd": return object()
+
+        def close(self):
+            return {"reward": 1.0, "uses": self.metrics["uses"]}
+'''
+
+
+@pytest.fixture
+def adder(tmp_path: Path) -> str:
+    return written(tmp_path, TOOLS, "Adder")
+
+
+def written(path: Path, source: str, name: str) -> str:
+    file = path / f"tools{len(list(path.iterdir()))}.py"
+    file.write_text(dedent(source))
+    return f"{file}:{name}"
+
+
+def call(name: str, **arguments: Any) -> Reply:
+    return Reply("", (Call(name, arguments),))
+
+
+@contextmanager
+def hosts(spec: str, processes: int = 1, shown: int = 200) -> Iterator[Hosts]:
+    made = Hosts(Wanted(spec, None, shown), processes)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_tools_are_told_as_their_types_and_docstrings_say(adder: str) -> None:
+    add, wait, fail = schemas(Wanted(adder, None, 200))
+    assert add == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "The sum of two numbers, and a secret one.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "default": 1}},
+                "required": ["a"],
+            },
+        },
+    }
+    assert [each["function"]["name"] for each in (wait, fail)] == ["wait", "fail"]
+
+
+def test_an_episode_with_tools_from_its_start_to_its_reward(adder: str) -> None:
+    async def main(made: Hosts) -> None:
+        episode = await made.open(GIVEN)
+        step = await episode.step(call("add", a=3))
+        assert step.messages == ({"role": "tool", "content": "6", "name": "add"},) and not step.done
+        both = Reply("so", (Call("wait", {"seconds": 0}), Call("add", {"a": 1, "b": 1})), ("this is no JSON",))
+        step = await episode.step(both)
+        assert [m["content"] for m in step.messages] == ['{"waited": 0.0}', "4", "error: this is no JSON"]
+        assert step.metrics == {"calls": 4.0, "invalid": 1.0, "own/uses": 2.0}
+        assert (await episode.step(Reply("6"))).done
+        assert await episode.close() == {"reward": 1.0, "reward/uses": 2.0}
+
+    with hosts(adder) as made:
+        asyncio.run(main(made))
+
+
+@pytest.mark.parametrize(
+    ("reply", "said", "counted"),
+    [
+        (call("ad", a=1), "error: there is no tool 'ad'; there are add, wait, fail", "invalid"),
+        (call("add", a="x"), "error: add: a: Input should be a valid integer", "invalid"),
+        (call("add"), "error: add: a: Field required", "invalid"),
+        (call("add", a=1, c=2), "error: add: c: Extra inputs are not permitted", "invalid"),
+        (call("fail", how="raise"), "error: ValueError: no such thing", "failed"),
+        (call("fail", how="odd"), "error: TypeError: returned object <object object at", "failed"),
+    ],
+)
+def test_what_a_student_does_wrong_is_answered_and_counted(adder: str, reply: Reply, said: str, counted: str) -> None:
+    async def main() -> None:
+        acting = Acting(kind_of(adder), plainly, 200)
+        await acting.start(Start(**GIVEN, sandbox=None))
+        step = await acting.step(reply)
+        assert step.messages[0]["content"].startswith(said) and not step.done
+        assert step.metrics[counted] == 1
+
+    asyncio.run(main())
+
+
+async def plainly(method: Any, **given: Any) -> Any:
+    found = method(**given)
+    return await found if asyncio.iscoroutine(found) else found
+
+
+def test_an_observation_is_no_longer_than_it_may_be(adder: str) -> None:
+    async def main(made: Hosts) -> str:
+        episode = await made.open(GIVEN)
+        return str((await episode.step(call("fail", how="flood"))).messages[0]["content"])
+
+    with hosts(adder) as made:
+        assert len(asyncio.run(main(made))) < 260
+    assert shortened("abcdefghi", 3) == "ab\n… (6 characters left out)\ni" and shortened("abc", 3) == "abc"
+
+
+@pytest.mark.parametrize("how", ["exit", "sleep", "spin"])
+def test_what_crashes_or_hangs_takes_no_other_environment_for_good(adder: str, how: str) -> None:
+    """Those beside one that hangs go on; those beside one that crashes are told, and a new host takes the next."""
+
+    async def main(made: Hosts) -> None:
+        bad, good = await made.open(GIVEN), await made.open(GIVEN)
+        step = asyncio.create_task(bad.step(call("fail", how=how)))
+        await asyncio.wait([step], timeout=0.3 if how != "exit" else 20)
+        if how == "exit":
+            assert str(step.exception()) == f"{adder} ended its process: exit status 3"
+            with pytest.raises(EnvironmentFailed, match="exit status 3"):
+                await good.step(call("add", a=1))
+        else:
+            step.cancel()
+            bad.drop()
+            assert (await good.step(call("add", a=1))).messages[0]["content"] == "4"
+        fresh = await made.open(GIVEN)
+        assert (await fresh.step(call("add", a=2))).messages[0]["content"] == "5"
+
+    with hosts(adder) as made:
+        asyncio.run(main(made))
+        pids = [host.process.pid for host in made.processes]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_host_with_what_hangs_takes_nothing_new_and_ends_with_the_last(
+    adder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.tasks.environments.hosts.LEAVES", 0.2)
+
+    async def main(made: Hosts) -> None:
+        bad, good = await made.open(GIVEN), await made.open(GIVEN)
+        old = bad.host
+        step = asyncio.create_task(bad.step(call("fail", how="sleep")))
+        await asyncio.sleep(0.1)
+        step.cancel()
+        bad.drop()
+        await asyncio.sleep(0.4)
+        assert made.retired == [old] and not old.ended
+        fresh = await made.open(GIVEN)
+        assert fresh.host is not old
+        await good.close()
+        assert old.ended and not made.retired
+
+    with hosts(adder) as made:
+        asyncio.run(main(made))
+
+
+def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
+    source = """
+        from slipstream.tasks.environments import Step
+
+        class Guess:
+            tools = [{"type": "function", "function": {"name": "guess"}}]
+
+            async def start(self, ground_truth):
+                self.truth, self.tries = ground_truth, 0
+
+            async def step(self, reply):
+                self.tries += 1
+                if reply.text == str(self.truth):
+                    return None
+                if self.tries == 2:
+                    return [{"role": "user", "content": "again"}]
+                if self.tries == 3:
+                    raise RuntimeError("enough")
+                return "wrong"
+
+            def close(self):
+                return 1 / self.tries
+    """
+    spec = written(tmp_path, source, "Guess")
+
+    async def main(made: Hosts) -> None:
+        episode = await made.open(GIVEN)
+        assert (await episode.step(Reply("3"))).messages == ({"role": "tool", "content": "wrong"},)
+        assert (await episode.step(Reply("5"))).messages == ({"role": "user", "content": "again"},)
+        with pytest.raises(EnvironmentFailed, match=r"step raised RuntimeError: enough \(.*tools0.py:17\)"):
+            await episode.step(Reply("6"))
+        assert (await episode.step(Reply("4"))).done
+        assert await episode.close() == {"reward": 0.25}
+
+    with hosts(spec) as made:
+        assert made.ready() == [{"type": "function", "function": {"name": "guess"}}]
+        asyncio.run(main(made))
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("class A: pass", "it has no tools: write a public method for each, with types and a docstring"),
+        ("class A:\n    def f(self, x: int): pass", "its tool 'f' has no docstring"),
+        ("class A:\n    def f(self, x):\n        '''F.'''", "its tool 'f' has a parameter 'x' without a type"),
+        (
+            "class A:\n    def f(self, *x: int):\n        '''F.'''",
+            "its tool 'f' has a parameter *x: int, which no call",
+        ),
+        ("class A:\n    def f(self, x: 'Y'):\n        '''F.'''", "the types of its tool 'f' cannot be read: name 'Y'"),
+        ("import io\nclass A:\n    def f(self, x: io.BytesIO):\n        '''F.'''", "its tool 'f' has a type that JSON"),
+        (
+            "class A:\n    def start(self, where): pass\n    def step(self, reply): pass",
+            "nothing is known for its param",
+        ),
+        ("A = 3", "A is int 3, and no class"),
+        ("class B: pass", "no class 'A' in it; known: B"),
+        ("import nowhere", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
+        ("import os\nos._exit(4)", "its process ends as it is imported (exit status 4)"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, source: str, line: str) -> None:
+    spec = written(tmp_path, source, "A")
+    with pytest.raises(ConfigError) as error:
+        schemas(Wanted(spec, None, 200))
+    assert str(error.value).startswith(f"environment.use = {spec!r}: ") and line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_host_ends_with_whoever_started_it(adder: str) -> None:
+    program = f"""
+        import asyncio, os, signal
+        from slipstream.tasks.environments.hosts import Hosts, Wanted
+        made = Hosts(Wanted({adder!r}, None, 200))
+        made.ready()
+        print(made.processes[0].process.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    import subprocess
+    import sys
+
+    run = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == -signal.SIGKILL
+    pid, until = int(run.stdout), time.monotonic() + 20
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:  # noqa: PTH110
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()

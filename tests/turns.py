@@ -1,0 +1,97 @@
+"""Episodes of the toy model: a renderer of numbers, and a world that answers in numbers, as late and badly as told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slipstream.engines import toy
+from slipstream.engines.episodes import Episodes, Limits
+from slipstream.errors import EnvironmentFailed
+from slipstream.records import Ints, derive_seed
+from slipstream.tasks.environments import Call, Message, Reply, Step
+
+WIDE = Limits(turns=4, calls=100, turn_tokens=4, seconds=1e6, step_seconds=1e3)
+
+
+class Numbers:
+    """What is said is its ids; an observation is the ids that it spells, behind the end of the turn."""
+
+    def parse(self, ids: Ints) -> Reply:
+        said = [int(each) for each in ids if each != toy.EOS]
+        return Reply(" ".join(map(str, said)), (Call("say", {"ids": said}),))
+
+    def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints:
+        end = [] if ids[-1] == toy.EOS else [toy.EOS]
+        seen = [int(each) for message in messages for each in message["content"].split()]
+        return np.array([*end, *seen], np.int32)
+
+    def text(self, ids: Ints) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass
+class World:
+    """Of every environment that it opens the seconds of a step and what goes wrong are drawn by its seed and number."""
+
+    seconds: Callable[[random.Random], float] = lambda rng: 0.0
+    faults: float = 0.0
+    """The share of steps that hang, crash or raise."""
+    turns: int = 3
+    """Replies after which it is done."""
+    moody: bool = False
+    """Every environment answers otherwise than the one before."""
+    opened: int = 0
+    closed: int = 0
+    dropped: int = 0
+    ended: bool = False
+    said: list[list[Reply]] = field(default_factory=list)
+    """Of every environment."""
+
+    async def open(self, given: dict[str, Any]) -> Room:
+        self.opened += 1
+        self.said.append([])
+        return Room(self, self.opened - 1, given["seed"])
+
+    def close(self) -> None:
+        self.ended = True
+
+    def sampler(self, policy: Any, limits: Limits = WIDE) -> Episodes:
+        return Episodes(policy, Numbers(), self, limits)
+
+
+@dataclass
+class Room:
+    world: World
+    number: int
+    seed: int
+
+    async def step(self, reply: Reply) -> Step:
+        said = self.world.said[self.number]
+        said.append(reply)
+        rng = random.Random(derive_seed(self.seed, len(said), self.number))
+        await asyncio.sleep(self.world.seconds(rng))
+        if rng.random() < self.world.faults:
+            match rng.randrange(3):
+                case 0:
+                    await asyncio.Event().wait()
+                case 1:
+                    raise EnvironmentFailed("crash", "it is gone")
+                case _:
+                    raise EnvironmentFailed("error", "it raised")
+        spoken = sum(reply.calls[0].arguments["ids"], self.number if self.world.moody else 0)
+        seen = f"{1 + spoken % 5} {2 + len(said) % 3}"
+        done = len(said) == self.world.turns
+        return Step(() if done else ({"role": "tool", "content": seen},), done, {"calls": float(len(said))})
+
+    async def close(self) -> dict[str, float]:
+        self.world.closed += 1
+        return {"reward": float(len(self.world.said[self.number]))}
+
+    def drop(self) -> None:
+        self.world.dropped += 1
