@@ -38,7 +38,7 @@ class EnvironmentConfig(Section):
     sandbox: str | None = Field(None, min_length=1)
     """Where code runs that the student writes: bubblewrap, the URL of a server that speaks SandboxFusion's API, or
     "none", which isolates nothing."""
-    calls_as: Literal["auto", "hermes"] = "auto"
+    format: Literal["auto", "hermes"] = "auto"
     """How the student writes a call: as its chat template does, or as JSON between <tool_call> and </tool_call>, which
     the system prompt must then tell it."""
 

@@ -197,7 +197,7 @@ def environment_of(config: Config) -> EnvironmentPlan | None:
             seconds=there.seconds,
             step_seconds=there.step_seconds,
         ),
-        renderer={"format": there.calls_as, "template_args": config.data.template_args},
+        renderer={"format": there.format, "template_args": config.data.template_args},
     )
 
 

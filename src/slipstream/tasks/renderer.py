@@ -1,0 +1,172 @@
+"""How a conversation of several turns becomes tokens: what was sampled stays the ids that it was, and what the chat
+template puts behind it, up to the header of the next turn, is appended. What tools say never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.records import Ints
+from slipstream.tasks.calls import HERMES, Format
+from slipstream.tasks.chat import Tokenizer
+from slipstream.tasks.environments import Message, Reply
+from slipstream.tasks.formats import format_of
+from slipstream.tasks.quoting import Part, Quoting
+from slipstream.tasks.tails import ASKED, DUMMY_TOOL, SHOWN, SHOWN_TOO, Refused, Template
+
+WRITE_HERMES = (
+    'write environment.format = "hermes", and say in the system prompt that calls are '
+    '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
+)
+
+
+class Renderer:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop_ids: Collection[int],
+        template_args: Mapping[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        format: str = "auto",
+    ) -> None:
+        """ModelError where this tokenizer's template cannot be used."""
+        self.name = tokenizer.name_or_path
+        if tokenizer.chat_template is None:
+            raise ModelError(f"{self.name} has no chat template, and episodes of several turns need one")
+        self.stop_ids = frozenset(stop_ids)
+        self.quoting = Quoting(tokenizer)
+        stops = [text for text, index in self.quoting.control.items() if index in self.stop_ids]
+        self.template = Template(tokenizer, any_of(stops), tools, template_args or {})
+        self.tokenizer = self.template.tokenizer
+        self.format = self._format(format)
+        self.template.as_text = self.format.as_text
+        special = [each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special]
+        self.special = any_of([text for text in special if not any(text in mark for mark in self.format.marks)])
+        self.schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+        self.wraps = self._wraps(format)
+        """What tools say is put into turns of the user, as the template has no other place for it."""
+        for messages in [[ASKED], [ASKED, ASKED]] if self.wraps else [[ASKED], [SHOWN], [SHOWN, SHOWN_TOO]]:
+            if not self.template.takes(*messages):
+                self.template.prove(*messages)
+        end, tail = self.template.tail([ASKED])
+        self.thinks = begins_thinking(tail[-1].text)
+        self.notes = tuple(self._notes(end))
+        """What a person should know of this template."""
+        self._check_tokens([Part(end, quoted=False), *tail])
+
+    def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
+        """What one sampled turn says, its stop token included if there is one. `cut`: it ended by length."""
+        said = [int(index) for index in ids]
+        if said and said[-1] in self.stop_ids:
+            said.pop()
+        text = self.tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        visible = self.special.sub("", without_thinking(text, begun=self.thinks))
+        found = self.format.read(visible, cut=cut, schemas=self.schemas)
+        return Reply(found.text.strip(), tuple(found.calls), tuple(found.faults))
+
+    def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints:
+        """What follows a sampled turn: its end if it was cut, the separator, messages, the header of the next turn."""
+        for message in messages:
+            self._check(message)
+        try:
+            end, tail = self.template.tail(wrapped(messages) if self.wraps else numbered(messages))
+        except Refused as refused:
+            raise DataError(f"{self.name}: {refused}") from None
+        tokens = self.quoting.encode([Part(end, quoted=False), *tail])
+        if end and len(ids) and int(ids[-1]) in self.stop_ids:
+            tokens = tokens[next(place for place, index in enumerate(tokens) if index in self.stop_ids) + 1 :]
+        return np.array(tokens, np.int32)
+
+    def _check(self, message: Message) -> None:
+        if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
+            raise DataError(f"a message of an environment has a role and a content, both text, not {message!r}")
+        rest = json.dumps({key: value for key, value in message.items() if key != "content"}, ensure_ascii=False)
+        if found := self.quoting.pattern.search(rest):
+            raise DataError(f"{found[0]!r} is a control token: of a message only the content may say it, not {rest}")
+
+    # --- what is found out of a template ------------------------------------------------------------------------------
+
+    def _format(self, format: str) -> Format:
+        if format == "hermes":
+            return HERMES
+        if format != "auto":
+            raise ConfigError(f'environment.format = {format!r} is not known: write "auto" or "hermes"')
+        tools = self.template.tools or [DUMMY_TOOL]
+        found = format_of(
+            lambda messages, header: self.template.render(messages, header, tools=tools),
+            self.template.stops,
+            self.template.mark,
+        )
+        if found is None:
+            raise ModelError(f"{self.name}: its chat template writes no calls, or in a way not known: {WRITE_HERMES}")
+        return found
+
+    def _wraps(self, format: str) -> bool:
+        if why := self.template.takes(ASKED):
+            raise ModelError(f"{self.name}: no turn can follow one of the assistant: {why}")
+        why = self.template.takes(SHOWN)
+        if why and format != "hermes":
+            raise ModelError(f"{self.name}: it has no place for what tools say: {why}: {WRITE_HERMES}")
+        return bool(why)
+
+    def _notes(self, end: str) -> list[str]:
+        notes = []
+        if self.template.strips_thinking():
+            notes.append(f"the chat template of {self.name} would strip thinking from earlier turns; it is kept")
+        if self.wraps:
+            notes.append(
+                f"the chat template of {self.name} knows no tools; what they say is put into turns of the user"
+            )
+        if not end:
+            notes.append(f"the chat template of {self.name} ends the assistant's turn by no stop token")
+        return notes
+
+    def _check_tokens(self, parts: Sequence[Part]) -> None:
+        """Ours are those of the tokenizer itself, where nothing that is quoted looks like a control token."""
+        anchor = next(iter(self.quoting.control), "")
+        text = anchor + "".join(part.text for part in parts)
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][bool(anchor) :]
+        if ids != self.quoting.encode(parts):
+            raise ModelError(f"{self.name}: its control tokens cannot be told from the text around them")
+
+
+def any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def begins_thinking(header: str) -> bool:
+    return header.rfind("<think>") > header.rfind("</think>")
+
+
+def without_thinking(text: str, *, begun: bool) -> str:
+    """`begun`: thinking goes on from the header. What does not end is thinking to the end."""
+    text = f"<think>{text}" if begun and not text.lstrip().startswith("<think>") else text
+    return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.S)
+
+
+def numbered(messages: Sequence[Message]) -> list[Message]:
+    """Some templates write which call a tool answers: the first message answers the first."""
+    tools = [place for place, message in enumerate(messages) if message["role"] == "tool"]
+    ids = {place: {"tool_call_id": f"{number:09d}"} for number, place in enumerate(tools)}
+    return [ids.get(place, {}) | message for place, message in enumerate(messages)]
+
+
+def wrapped(messages: Sequence[Message]) -> list[Message]:
+    """What tools say as a turn of the user; one turn for several that follow each other."""
+    turns, open_turn = list[Message](), False
+    for message in messages:
+        tool = message["role"] == "tool"
+        said = f"<tool_response>\n{message['content']}\n</tool_response>"
+        if tool and open_turn:
+            turns[-1]["content"] += f"\n{said}"
+        else:
+            turns.append({"role": "user", "content": said} if tool else dict(message))
+        open_turn = tool
+    return turns
