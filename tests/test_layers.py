@@ -46,6 +46,7 @@ LOADS = {
     "assets": "",
     "assets.build": "torch numpy tokenizers transformers",
     "tasks": "numpy",
+    "tasks.environments.forms": "numpy pydantic",
     "engines.base": "",
     "engines.asked": "",
     "engines.native.config": "",

@@ -22,7 +22,9 @@ WIDE = Limits(turns=4, calls=100, turn_tokens=4, seconds=1e6, step_seconds=1e3)
 class Numbers:
     """What is said is its ids; an observation is the ids that it spells, behind the end of the turn."""
 
-    def parse(self, ids: Ints) -> Reply:
+    stop_ids = frozenset({toy.EOS})
+
+    def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
         said = [int(each) for each in ids if each != toy.EOS]
         return Reply(" ".join(map(str, said)), (Call("say", {"ids": said}),))
 

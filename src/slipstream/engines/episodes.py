@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from slipstream.engines.base import Sampler, Sampling
-from slipstream.errors import EnvironmentFailed
+from slipstream.errors import DataError, EnvironmentFailed
 from slipstream.records import (
     Finish,
     Group,
@@ -78,7 +78,11 @@ class Environments(Protocol):
 class Renders(Protocol):
     """From tokens to replies, and from what an environment says to tokens."""
 
-    def parse(self, ids: Ints) -> Reply: ...
+    stop_ids: frozenset[int]
+
+    def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
+        """`cut`: the turn did not end by itself."""
+        ...
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints: ...
 
@@ -281,7 +285,7 @@ class Episodes:
                 return "released"
             if turn.finish == "length" and episode.room <= 0:
                 return "length"
-            reply = self.renderer.parse(turn.tokens)
+            reply = self.renderer.parse(turn.tokens, cut=int(turn.tokens[-1]) not in self.renderer.stop_ids)
             if episode.metrics.get("calls", 0) + len(reply.calls) + len(reply.faults) > self.limits.calls:
                 return "turns"
             try:
@@ -297,7 +301,10 @@ class Episodes:
                 return "turns"
             if self._now() >= episode.until:
                 return "time"
-            tail = self.renderer.extend(turn.tokens, step.messages)
+            try:
+                tail = self.renderer.extend(turn.tokens, step.messages)
+            except DataError as error:
+                raise EnvironmentFailed("error", str(error)) from None
             if len(tail) >= episode.room:
                 return "length"
             if known:

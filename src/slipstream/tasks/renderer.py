@@ -63,10 +63,7 @@ class Renderer:
 
     def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
         """What one sampled turn says, its stop token included if there is one. `cut`: it ended by length."""
-        said = [int(index) for index in ids]
-        if said and said[-1] in self.stop_ids:
-            said.pop()
-        text = self.tokenizer.decode(said, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.text(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
         visible = self.special.sub("", without_thinking(text, begun=self.thinks))
         found = self.format.read(visible, cut=cut, schemas=self.schemas)
         return Reply(found.text.strip(), tuple(found.calls), tuple(found.faults))
@@ -83,6 +80,10 @@ class Renderer:
         if end and len(ids) and int(ids[-1]) in self.stop_ids:
             tokens = tokens[next(place for place, index in enumerate(tokens) if index in self.stop_ids) + 1 :]
         return np.array(tokens, np.int32)
+
+    def text(self, ids: Ints) -> str:
+        """Special tokens and all."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _check(self, message: Message) -> None:
         if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
