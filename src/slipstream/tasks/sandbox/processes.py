@@ -72,8 +72,8 @@ async def start(
 ) -> asyncio.subprocess.Process:
     """In a session of its own, with no descriptor of ours but these; as another user, who is in no group."""
     other: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
-    try:
-        return await asyncio.create_subprocess_exec(
+    starting = asyncio.create_task(
+        asyncio.create_subprocess_exec(
             *argv,
             stdin=stdin,
             stdout=stdout,
@@ -84,8 +84,17 @@ async def start(
             start_new_session=True,
             **other,
         )
+    )
+    try:
+        return await asyncio.shield(starting)
     except (OSError, ValueError) as error:
         raise SandboxError(f"sandbox: {Path(argv[0]).name} cannot be started: {first_line(error)}") from None
+    except asyncio.CancelledError:  # half started, it could not be ended
+        process = await starting
+        kill(process)
+        await process.wait()
+        release(process)
+        raise
 
 
 async def finish(
@@ -114,10 +123,12 @@ async def finish(
             status = next((each.result() for each in reading if each.done() and each.result()), None)
     finally:
         kill(process)
-        await asyncio.wait([ended], timeout=ENDED)
-        for task in (ended, watching, *reading):
-            task.cancel()
-        release(process)
+        try:
+            await asyncio.wait([ended], timeout=ENDED)
+        finally:
+            for task in (ended, watching, *reading):
+                task.cancel()
+            release(process)
     code = process.returncode if status is None else None
     said = [bytes(each[: limits.output]).decode(errors="replace") for each in (out, err)]
     return Ran(status or ("ok" if code == 0 else "failed"), code, said[0], said[1], loop.time() - since)
