@@ -1,0 +1,72 @@
+"""The system calls that a sandboxed program does without, as a filter in the kernel's own words (classic BPF).
+
+Namespaces leave three things open. Memory that belongs to no process and no file system (memfd, System V) is bounded by
+nothing; sockets of some families (vsock: to the host of a virtual machine) pass network namespaces by; and many calls
+that only a system's owner needs have been the way out of one kernel or another.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+from slipstream.errors import SandboxError
+
+REFUSED = {
+    "x86_64": {
+        "memfd_create": 319, "memfd_secret": 447, "shmget": 29, "msgget": 68, "semget": 64,
+        "add_key": 248, "request_key": 249, "keyctl": 250, "bpf": 321, "perf_event_open": 298, "userfaultfd": 323,
+        "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "ptrace": 101,
+        "process_vm_readv": 310, "process_vm_writev": 311, "mount": 165, "umount2": 166, "pivot_root": 155,
+        "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
+        "mount_setattr": 442, "setns": 308, "unshare": 272, "syslog": 103, "kexec_load": 246, "kexec_file_load": 320,
+        "init_module": 175, "finit_module": 313, "delete_module": 176, "open_by_handle_at": 304, "swapon": 167,
+        "reboot": 169,
+    },
+    "aarch64": {
+        "memfd_create": 279, "memfd_secret": 447, "shmget": 194, "msgget": 186, "semget": 190,
+        "add_key": 217, "request_key": 218, "keyctl": 219, "bpf": 280, "perf_event_open": 241, "userfaultfd": 282,
+        "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "ptrace": 117,
+        "process_vm_readv": 270, "process_vm_writev": 271, "mount": 40, "umount2": 39, "pivot_root": 41,
+        "open_tree": 428, "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433,
+        "mount_setattr": 442, "setns": 268, "unshare": 97, "syslog": 116, "kexec_load": 104, "kexec_file_load": 294,
+        "init_module": 105, "finit_module": 273, "delete_module": 106, "open_by_handle_at": 265, "swapon": 224,
+        "reboot": 142,
+    },
+}  # fmt: skip
+ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+CLONE3 = 435
+"""The same number everywhere. What it is to make lies where no filter can look; libraries then use `clone`."""
+SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
+"""socket and socketpair."""
+FAMILIES = (1, 2, 10)
+"""Unix, IPv4, IPv6."""
+X32 = 0x40000000
+"""From here on the numbers of a third set of calls, on x86_64."""
+
+LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
+NUMBER, ARCH, ARGUMENT = 0, 4, 16
+"""Where these lie in what a filter sees; the lower half of the first argument."""
+ALLOW, ERRNO = 0x7FFF0000, 0x00050000
+
+
+def program(machine: str) -> bytes:
+    """For bubblewrap's --seccomp; `machine` as `uname -m` says."""
+    if machine not in REFUSED:
+        raise SandboxError(
+            f"bubblewrap: no list of system calls for {machine} here: run code on x86_64 or aarch64, or by URL"
+        )
+    code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE[machine]), _fail(errno.EPERM), (LOAD, 0, 0, NUMBER)]
+    code += [(AT_LEAST, 0, 1, X32), _fail(errno.ENOSYS), (EQUAL, 0, 1, CLONE3), _fail(errno.ENOSYS)]
+    for number in REFUSED[machine].values():
+        code += [(EQUAL, 0, 1, number), _fail(errno.EPERM)]
+    first, second = SOCKETS[machine]
+    code += [(EQUAL, 2, 0, first), (EQUAL, 1, 0, second), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, ARGUMENT)]
+    for family in FAMILIES:
+        code += [(EQUAL, 0, 1, family), (RETURN, 0, 0, ALLOW)]
+    code += [_fail(errno.EAFNOSUPPORT)]
+    return b"".join(struct.pack("<HBBI", *each) for each in code)
+
+
+def _fail(number: int) -> tuple[int, int, int, int]:
+    return RETURN, 0, 0, ERRNO | number
