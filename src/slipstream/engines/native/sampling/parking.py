@@ -57,6 +57,8 @@ class Parking:
     def park(self, leaving: Mapping[int, tuple[Lineage, Ints]], rows: int) -> list[Move]:
         """Sequences in these slots, when so many rows stay, in the first slots. There is room: that of their own rows,
         which is where they stay if they can."""
+        if not leaving:
+            return []
         for lineage, _ in leaving.values():
             self.parked.pop(lineage, None)
         free = self._free(rows, {parked.slot for parked in self.parked.values()} | leaving.keys())
@@ -68,6 +70,8 @@ class Parking:
 
     def give_way(self, rows: int, going: Mapping[Lineage, int]) -> list[Move]:
         """So many rows will fill the first slots, among them those that go on, each in its slot."""
+        if not self.parked:
+            return []
         moves = list[Move]()
         for lineage, slot in going.items():
             parked = self.parked.pop(lineage)
