@@ -43,6 +43,8 @@ class Sampling:
     """The response is likely to be gone on with: what is known of its sequence stays where it is while weights do."""
     greedy: bool = False
     """Beside the group, an answer drawn greedily and graded, of which only the rewards stay (see `Graded`)."""
+    park: bool = False
+    """These sequences will probably be gone on with: what is known of them may be kept while the weights stay."""
 
 
 @dataclass(frozen=True, slots=True)

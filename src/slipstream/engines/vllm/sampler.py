@@ -5,6 +5,10 @@ transfer, forgets all prefixes, and goes on: vLLM labels every token with the ve
 requests stay where they are and their prefixes are computed again under the new weights; in restart mode vLLM aborts
 them, and their groups, which wait here, ask again.
 
+vLLM draws from one stream of random numbers per request. So what a later call adds to a response has a stream of its
+own, which follows from seed, index and where it begins: the same each time, but not what one call would have drawn.
+What calls have in common is vLLM's to keep (its prefix cache); `Sampling.park` tells it nothing.
+
 Everything below `generate` and `publish` runs on the loop of `Core`. Shapes: T tokens, M draws.
 """
 
@@ -55,17 +59,21 @@ class Open:
     prompt: Prompt
     sampling: Sampling
     begun: dict[int, Rollout] = field(default_factory=dict)
-    """What other calls left of its members, by their place."""
+    """What other calls left of its members, by their index."""
     done: dict[int, Any] = field(default_factory=dict)
     calls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     """The requests to vLLM, by their names."""
     released: bool = False
 
     @property
+    def indices(self) -> range:
+        return range(self.prompt.first, self.prompt.first + self.sampling.group)
+
+    @property
     def left(self) -> list[int]:
         """The members that are still to be drawn."""
         found = self.begun
-        return [i for i in range(self.sampling.group) if i not in found or found[i].finish == "released"]
+        return [i for i in self.indices if i not in found or found[i].finish == "released"]
 
     @property
     def aborted(self) -> bool:
@@ -148,11 +156,6 @@ class VllmSampler:
             raise EngineError(
                 f"vLLM does not draw at temperature {sampling.temperature}: write 0, or at least {COLDEST}"
             )
-        if prompt.offset or prompt.first:
-            raise EngineError(
-                f"prompt {prompt.id} continues a response, whose draws vLLM would begin again: write "
-                "sampler.engine = 'native'"
-            )
         return await self.core.call(self._group(prompt, sampling, begun))
 
     async def release(self, numbers: Collection[int] = ()) -> None:
@@ -185,22 +188,20 @@ class VllmSampler:
             raise errors.exceptions[0] from None
         finally:
             self.open.discard(group)
-        rollouts = [rollout for index in range(sampling.group) if (rollout := group.so_far(index))]
+        rollouts = [rollout for index in group.indices if (rollout := group.so_far(index))]
         if len(rollouts) < sampling.group or any(rollout.finish == "released" for rollout in rollouts):
             return handed_over(rollouts)
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
 
     async def _member(self, group: Open, index: int, name: str) -> None:
-        """The rest of a response: what was drawn of it before is read with the prompt.
-
-        vLLM draws from one stream of random numbers per request, so the rest has a stream of its own.
-        """
+        """The rest of a response: what was drawn of it before is read with the prompt."""
         from vllm.inputs import TokensPrompt
 
         if self.failure is not None:
             raise self.failure
         begun = group.begun[index].tokens if index in group.begun else group.prompt.tokens[:0]
-        cut = (len(begun),) if len(begun) else ()
+        drawn = group.prompt.offset + len(begun)
+        cut = (drawn,) if drawn else ()
         tokens = TokensPrompt(prompt_token_ids=[*group.prompt.tokens.tolist(), *begun.tolist()])
         params = self._params(group.sampling, derive_seed(group.prompt.seed, index, *cut), drawn=len(begun))
         (output,) = [out async for out in self.core.llm.generate(tokens, params, name)]

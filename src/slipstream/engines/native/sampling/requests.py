@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
+from slipstream.engines.native.sampling.parking import Lineage
 from slipstream.records import Group, Handle, Ints, Prompt, Rollout, handed_over, header_of
 
 Told = tuple[asyncio.Future[Any], Any]
@@ -23,6 +27,16 @@ class Request:
     begun: dict[int, Rollout] = field(default_factory=dict)
     """Those that are to be gone on with, or were until they left; not while they run."""
     released: bool = False
+    draws: Sampling = field(init=False)
+    """What decides how its tokens are drawn: one object for all requests that agree in that, however long they are."""
+
+    def __post_init__(self) -> None:
+        self.draws = the_same(replace(self.sampling, max_tokens=1, group=1, park=False))
+
+    @property
+    def ids(self) -> bytes:
+        """Its prompt, to be compared."""
+        return self.prompt.tokens.astype(np.int64).tobytes()
 
     @property
     def aborted(self) -> bool:
@@ -33,6 +47,10 @@ class Request:
     def left(self) -> list[int]:
         """The members that are still to be drawn."""
         return [place for place in range(self.sampling.group) if place not in self.done]
+
+    def lineage(self, place: int) -> Lineage:
+        """Of the member there."""
+        return self.prompt.seed, self.prompt.first + place, self.sampling.temperature
 
     def group(self) -> list[Handle]:
         """The answer: all members, or what there is of them."""
@@ -47,6 +65,11 @@ class Request:
         self.done.clear()
         self.begun.clear()
         return thrown
+
+
+@lru_cache(64)
+def the_same(sampling: Sampling) -> Sampling:
+    return sampling
 
 
 def requested(prompt: Prompt, sampling: Sampling, answer: asyncio.Future[list[Handle]], begun: Group = ()) -> Request:
@@ -70,6 +93,10 @@ class Row:
     @property
     def tokens(self) -> int:
         return self.length - len(self.request.prompt.tokens)
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.request.lineage(self.index)
 
 
 @dataclass(eq=False)

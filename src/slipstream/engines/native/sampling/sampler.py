@@ -1,7 +1,9 @@
 """Rollouts from any HF causal LM: continuous batching over KV slots.
 
-A request is a group: it waits until `group` slots are free, shares one prefill, and leaves when its last response ends.
-Active rows always fill slots 0..n−1; when rows end, the last ones move into the holes. All state belongs to one thread:
+A request is a group: it waits until `group` slots are free, shares one prefill, with others that come in with the same
+prompt as well, and leaves when its last response ends. Active rows always fill slots 0..n−1; when rows end, the last
+ones move into the holes, and a sequence that may go on is parked behind them, as long as nobody needs the slot and the
+weights stay: its next call reads only what is new. All state belongs to one thread:
 the event loop only appends to `waiting` and `publishing` and cancels the futures that answer them, and the thread looks
 at those between two tokens, so weights change, and requests go, exactly at a token boundary. Guarantor of invariant 3:
 every token knows its version, exactly at the token at which weights changed.
@@ -19,18 +21,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.model import LanguageModel
+from slipstream.engines.native.sampling.arrivals import arriving
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, filled, prove
+from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
 from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told, requested
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
-from slipstream.records import Finish, Group, Handle, Prompt, Rollout, kept_of
+from slipstream.records import Finish, Group, Handle, Ints, Prompt, Rollout, kept_of
 
 GATHERED = 8
 """This part of the slots must be free before some are filled."""
@@ -52,7 +57,7 @@ class NativeSampler:
         self.rebuilds = on_publish == "rebuild"
         self.lm, self.count, self.version = lm, slots, 0
         self.stop_ids = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=lm.device)
-        self.decoder, self.tape = Decoder(lm, slots), Tape(slots, lm.device)
+        self.decoder, self.tape, self.parking = Decoder(lm, slots), Tape(slots, lm.device), Parking(slots)
         self.rows: list[Row] = []
         self.waiting: deque[Request] = deque()
         self.publishing: deque[Publish] = deque()
@@ -84,8 +89,8 @@ class NativeSampler:
         leaving = [request for request in asked if not numbers or request.prompt.number in numbers]
         for request in leaving:
             request.released = True
+        self.releasing = True
         if leaving:
-            self.releasing = True
             await asyncio.wait([request.answer for request in leaving])
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
@@ -116,6 +121,7 @@ class NativeSampler:
                     if not item.answer.done():
                         item.answer.set_exception(error)
                 self.rows, self.waiting, self.publishing = [], deque(), deque()
+                self.parking.clear()
 
     @property
     def busy(self) -> bool:
@@ -147,6 +153,7 @@ class NativeSampler:
         if not self.releasing:
             return []
         self.releasing = False
+        self.parking.clear()  # who is handed over goes on elsewhere, or under other weights
         running = {row.request: None for row in self.rows}
         leaving = [request for request in [*running, *list(self.waiting)] if request.released]
         slots = [slot for slot, row in enumerate(self.rows) if row.request.released]
@@ -170,6 +177,8 @@ class NativeSampler:
     def _load(self, publish: Publish) -> Loaded:
         still = time.perf_counter()
         thrown = self._restart() if publish.mode == "restart" else 0
+        if self.rebuilds or publish.mode != "keep":
+            self.parking.clear()
         load_weights(self.lm.model, publish.weights)
         self.version = publish.weights.version
         found = fingerprint(self.lm.model, publish.weights.manifest[0].dtype)
@@ -189,13 +198,16 @@ class NativeSampler:
     def _read_again(self, slots: Sequence[int]) -> None:
         """The prefixes of running rows, under the weights as they are. Their newest token has not been through them.
 
-        What members of a group share, their prompt, is read once; not by a model with recurrent states.
+        What members of a group share, their prompt, is read once, and so by others that have the same; not by a model
+        with recurrent states.
         """
-        groups, reads = dict[Request, list[int]](), list[Read]()
+        prompts = {request: request.ids for request in {self.rows[slot].request for slot in slots}}
+        groups, reads = dict[bytes, list[int]](), list[Read]()
         for slot in slots:
-            groups.setdefault(self.rows[slot].request, []).append(slot)
-        for request, members in groups.items():
-            shared = 0 if len(members) == 1 or self.decoder.slots.recurrent else len(request.prompt.tokens)
+            groups.setdefault(prompts[self.rows[slot].request], []).append(slot)
+        for members in groups.values():
+            prompt = self.rows[members[0]].request.prompt
+            shared = 0 if len(members) == 1 or self.decoder.slots.recurrent else len(prompt.tokens)
             if shared:
                 reads.append(Read(members, 0, shared))
             rests = [Read((slot,), shared, self.rows[slot].length - 1) for slot in members]
@@ -212,25 +224,20 @@ class NativeSampler:
 
         Reading for several at a time costs hardly more than for one, so slots gather before they are filled.
         """
-        free, room = self.count - len(self.rows), PASS_TOKENS
-        if free < self.count // GATHERED:
+        free = self.count - len(self.rows)
+        if not self.waiting or free < self.count // GATHERED:
             return []
-        admitted = list[Request]()
-        while self.waiting and not self.publishing:
-            request = self.waiting[0]
-            if request.aborted:
-                self.waiting.popleft()
-                continue
-            free, room = free - len(request.left), room - len(request.prompt.tokens)
-            if free < 0 or (admitted and room < 0):
-                break
-            admitted.append(self.waiting.popleft())
-        admitted.sort(key=lambda request: len(request.prompt.tokens))
-        fresh = [(request, [place for place in request.left if place not in request.begun]) for request in admitted]
-        self._read_again([slot for request in admitted for slot in self._go_on(request)])
-        return [
-            Read(self._seat(request, members), 0, len(request.prompt.tokens)) for request, members in fresh if members
-        ]
+        come = arriving(self.waiting, self.publishing, self.parking, free=free, room=PASS_TOKENS)
+        stop = len(self.rows) + come.rows
+        self._copy(self.parking.give_way(stop, come.places(stop)))
+        self._read_again([slot for request in come.requests for slot in self._go_on(request)])
+        reads = list[Read]()
+        for same in come.fresh:
+            slots = [slot for request, members in same for slot in self._seat(request, members)]
+            reads.append(Read(slots, 0, len(same[0][0].prompt.tokens)))
+        for request, known in come.going:
+            reads.append(Read(self._seat(request, [0]), known, len(request.prompt.tokens)))
+        return reads
 
     def _seat(self, request: Request, members: Sequence[int]) -> Sequence[int]:
         """In the first slots that are free, with their prompt; returns which."""
@@ -270,7 +277,7 @@ class NativeSampler:
         t_N = next_N - tape.prompt_S[:n]
         token_N = torch.empty_like(t_N)
         row_N = torch.arange(n, device=t_N.device)
-        asked = [row.request.sampling for row in rows]
+        asked = [row.request.draws for row in rows]
         kinds = set(asked) if asked.count(asked[0]) < n else asked[:1]
         for sampling in kinds:
             pick: slice | Tensor = slice(None)
@@ -281,7 +288,7 @@ class NativeSampler:
             logp_NV = process(logits_NV[pick], sampling)
             ids_NM, logp_NM = draw(logp_NV, uniform_NM)
             if sampling.keep_mask:
-                asking = [row for row in rows if row.request.sampling == sampling]
+                asking = [row for row in rows if row.request.draws == sampling]
                 for row, ids in zip(asking, kept_ids(logp_NV), strict=True):
                     row.kept.append(ids)
             tape.action_STM[at, t_N[pick], : sampling.draws] = ids_NM.int()
@@ -302,12 +309,15 @@ class NativeSampler:
 
     def _end(self, ended: list[int], stopped: list[bool]) -> list[Told]:
         """Read finished rows off the tape, and tell of groups that are complete."""
-        told: list[Told] = []
-        for row, rollout in self._read({slot: "eos" if stopped[slot] else "length" for slot in ended}):
+        told, parked = list[Told](), dict[int, tuple[Lineage, Ints]]()
+        read = self._read({slot: "eos" if stopped[slot] else "length" for slot in ended})
+        for slot, (row, rollout) in zip(ended, read, strict=True):
             row.request.done[row.index] = rollout
+            if row.request.sampling.park and not self.decoder.slots.recurrent:
+                parked[slot] = row.lineage, np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]])
             if not row.request.left:
                 told.append((row.request.answer, row.request.group()))
-        self._vacate(ended)
+        self._vacate(ended, parked)
         return told
 
     def _read(self, finishes: Mapping[int, Finish]) -> Iterator[tuple[Row, Rollout]]:
@@ -324,17 +334,24 @@ class NativeSampler:
                 ),
             )
 
-    def _vacate(self, ended: list[int]) -> None:
-        """Rows leave; some of those that stay move, so that the first slots are filled again."""
+    def _vacate(self, ended: list[int], parked: Mapping[int, tuple[Lineage, Ints]] | None = None) -> None:
+        """Rows leave; some of those that stay move, so that the first slots are filled again, and some are parked."""
         if not ended:
             return
         order = filled(ended, [row.length for row in self.rows])
-        moved = [(source, target) for target, source in enumerate(order) if source != target]
-        if moved:
-            pairs_M2 = torch.tensor(moved, device=self.lm.device)
-            self.tape.move(*pairs_M2.T)
-            self.decoder.slots.copy(*pairs_M2.T, length=max(self.rows[source].length for source, _ in moved))
+        moves = [Move(slot, at, self.rows[slot].length) for at, slot in enumerate(order) if slot != at]
+        if moves:
+            self.tape.move(*self._pairs(moves))
+        self._copy([*moves, *self.parking.park(parked or {}, len(order))])
         self.rows = [self.rows[slot] for slot in order]
+
+    def _copy(self, moves: Sequence[Move]) -> None:
+        """What is known of sequences, from slot to slot, all at once."""
+        if moves:
+            self.decoder.slots.copy(*self._pairs(moves), length=max(move.length for move in moves))
+
+    def _pairs(self, moves: Sequence[Move]) -> Tensor:
+        return torch.tensor([(move.source, move.target) for move in moves], device=self.lm.device).T
 
 
 def settle(answer: asyncio.Future[Any], result: Any) -> None:
