@@ -1,9 +1,9 @@
 """Build the bundled models of tools and their tokenizer from nothing: ``python -m slipstream.assets.build_tools``.
 
-Both are fine-tuned on scripted episodes of the tasks `table` and `lookup`. The teacher calls the tools as it should, and
-mends a call that went wrong. The student learns from careless episodes: it knows what a call looks like and what it is
-good for, but leaves out braces, takes the wrong tool or key, and answers too soon. On one machine the same command gives
-the same bytes.
+Both are fine-tuned on scripted episodes of the tasks `table` and `lookup`. The teacher calls the tools as it should,
+and mends a call that went wrong. The student learns from careless episodes: it knows what a call looks like and what it
+is good for, but leaves out braces, takes the wrong tool or key, and answers too soon. On one machine the same command
+gives the same bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ROLES = ("system", "user", "assistant", "tool")
 PIECES = (
     "<tool_call>", "</tool_call>", '{"name": "', '", "arguments": {"key": "', '", "arguments": {"a": ', ', "b": ',
     '"}}', "}}", "get", "add", "subtract", "look", "What is ", "Start at ", " and follow ", " hops.", "no key ",
+    "error: ", "there is no tool ", "; there are ", "a call is no JSON: ", "Expecting ',' delimiter at ",
 )  # fmt: skip
 """Texts that are one token each, beside single characters."""
 TEMPLATE = """\
@@ -56,6 +57,8 @@ class ToolRecipe(Recipe):
 
     heeds: bool = False
     """Whether they are seen only to be mended."""
+    careful: int = 0
+    """So many episodes of either task come first that have no slips."""
     positions: int = POSITIONS
     dtype: torch.dtype = torch.bfloat16
 
@@ -63,11 +66,11 @@ class ToolRecipe(Recipe):
 RECIPES = {
     "tool_teacher": ToolRecipe(
         layers=3, width=64, heads=4, head_width=32, mlp_width=128, rope_theta=50.0,
-        steps=900, learning_rate=4e-3, slips=0.15, seed=11, heeds=True,
+        steps=1200, learning_rate=4e-3, slips=0.15, seed=11, careful=9_000, heeds=True,
     ),
     "tool_student": ToolRecipe(
-        layers=2, width=64, heads=4, head_width=16, mlp_width=128, rope_theta=50.0,
-        steps=700, learning_rate=5e-3, slips=0.4, seed=12,
+        layers=2, width=64, heads=4, head_width=32, mlp_width=96, rope_theta=50.0,
+        steps=800, learning_rate=4e-3, slips=0.3, seed=12, careful=10_000,
     ),
 }  # fmt: skip
 
@@ -97,10 +100,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def example(task: str, index: int, recipe: ToolRecipe, tokenizer: PreTrainedTokenizerFast) -> Example:
     """Only what the assistant says is learned, and that it ends."""
     rng = random.Random(f"{recipe.seed}/{task}/{index}")
+    slips = recipe.slips if index >= recipe.careful else 0.0
     tokens, labels = [], []
-    for role, text, learned in episode(
-        task, numbered(task, "train", index), rng, slips=recipe.slips, heeds=recipe.heeds
-    ):
+    for role, text, learned in episode(task, numbered(task, "train", index), rng, slips=slips, heeds=recipe.heeds):
         (opening,), said = tokenizer([f"<|{role}|>", f"{text}{END}"])["input_ids"]
         tokens += [opening, *said]
         labels += [IGNORE, *(said if learned else [IGNORE] * len(said))]
@@ -149,7 +151,8 @@ def generated(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: list[str], sampled: bool
 ) -> list[str]:
     batch = tokenizer(prompts, padding=True, return_tensors="pt", return_token_type_ids=False)
-    output = model.generate(**batch, do_sample=sampled, top_k=0, max_new_tokens=32)
+    how = {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
+    output = model.generate(**batch, **how, max_new_tokens=32)
     return [str(text) for text in tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], True)]
 
 

@@ -23,6 +23,9 @@ WRONG = {"get": "look", "look": "get", "add": "look", "subtract": "look"}
 """A tool that is not there, for each that is."""
 OTHER = {"add": "subtract", "subtract": "add"}
 
+UNKNOWN = 0.25
+"""The share of errors whose wording is made up, so that no model clings to that of today."""
+
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
@@ -30,18 +33,20 @@ def call(name: str, **arguments: Any) -> str:
 
 def act(environment: Any, said: str) -> tuple[str, bool]:
     """What comes of a call, and whether it was one."""
-    found = CALL.fullmatch(said)
+    _, _, called = said.partition("<tool_call>")
+    called = called.strip()
     try:
-        asked = json.loads(found[1]) if found else None
-    except json.JSONDecodeError:
-        asked = None
+        asked, _ = json.JSONDecoder().raw_decode(called)
+    except json.JSONDecodeError as error:
+        said = called if len(called) <= 60 else called[:59] + "…"
+        return f"error: a call is no JSON: {error.msg} at character {error.pos + 1} of {said!r}", False
     if not isinstance(asked, dict) or not isinstance(asked.get("arguments"), dict):
-        return "error: not a tool call", False
-    tool = getattr(environment, str(asked.get("name")), None)
-    if tool is None:
-        return f"error: no tool {asked.get('name')}", False
+        return "error: a call has no arguments", False
+    tools = [name for name in vars(type(environment)) if not name.startswith("_") and name != "start"]
+    if asked.get("name") not in tools:
+        return f"error: there is no tool {asked.get('name')!r}; there are {', '.join(tools)}", False
     try:
-        return str(tool(**asked["arguments"])), True
+        return str(getattr(environment, asked["name"])(**asked["arguments"])), True
     except TypeError:
         return "error: wrong arguments", False
 
@@ -105,6 +110,8 @@ def episode(
         if "<tool_call>" not in said:
             return
         back, worked = act(environment, said)
+        if not worked and rng.random() < UNKNOWN:
+            back = "error: " + "".join(rng.choices(string.ascii_letters + " ,:'{}", k=rng.randrange(5, 60)))
         yield "tool", back, False
         if worked and not back.startswith("no key") and not (careless and heeds):
             due, seen = script.send(back), back
