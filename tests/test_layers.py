@@ -45,6 +45,7 @@ LOADS = {
     "estimators.control": "",
     "assets": "",
     "assets.build": "torch numpy tokenizers transformers",
+    "assets.build_tools": "torch tokenizers transformers",
     "tasks": "numpy",
     "tasks.environments.forms": "numpy pydantic",
     "engines.base": "",

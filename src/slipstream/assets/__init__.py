@@ -10,7 +10,7 @@ from slipstream.errors import ModelError, did_you_mean, first_line
 
 HERE = Path(__file__).parent
 DEMO = HERE / "demo.toml"
-MODELS = ("student", "teacher", "reader")
+MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher")
 KNOCK = 10.0
 """Seconds in which the hub must answer."""
 

@@ -1,4 +1,4 @@
-"""Build the bundled models and their tokenizer from nothing: ``python -m slipstream.assets.build``.
+"""Build the bundled models of arithmetic and their tokenizer from nothing: ``python -m slipstream.assets.build``.
 
 All are fine-tuned on the arithmetic task.  The teacher hardly errs.  The student, which is less than half its size,
 learns from careless answers: it copies well and carries badly, and that is what distillation is to mend.  The reader is
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -108,21 +108,37 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForC
     return Qwen3ForCausalLM(config)
 
 
-def collate(examples: list[tuple[list[int], list[int]]], pad: int) -> dict[str, torch.Tensor]:
-    """Pad (prompt, answer) token lists on the right; only the answers carry labels."""
-    longest = max(len(prompt) + len(answer) for prompt, answer in examples)
-    shape = (len(examples), longest)
+Example = tuple[list[int], list[int]]
+"""Tokens, and the same as labels, or IGNORE where nothing is to be learned."""
+
+
+def collate(examples: list[Example], pad: int) -> dict[str, torch.Tensor]:
+    """Pad on the right."""
+    shape = (len(examples), max(len(tokens) for tokens, _ in examples))
     batch = {
         "input_ids": torch.full(shape, pad),
         "attention_mask": torch.zeros(shape, dtype=torch.long),
         "labels": torch.full(shape, IGNORE),
     }
-    for row, (prompt, answer) in enumerate(examples):
-        start, end = len(prompt), len(prompt) + len(answer)
-        batch["input_ids"][row, :end] = torch.tensor(prompt + answer)
-        batch["attention_mask"][row, :end] = 1
-        batch["labels"][row, start:end] = torch.tensor(answer)
+    for row, (tokens, labels) in enumerate(examples):
+        batch["input_ids"][row, : len(tokens)] = torch.tensor(tokens)
+        batch["attention_mask"][row, : len(tokens)] = 1
+        batch["labels"][row, : len(tokens)] = torch.tensor(labels)
     return batch
+
+
+def packed(examples: Iterable[Example], pad: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches of nearly equal tokens in a random order, from examples that are sorted by length.
+
+    Equal tokens rather than equal problems, so that every token weighs the same in the loss, a mean.
+    """
+    cuts: list[list[Example]] = [[]]
+    for tokens, labels in examples:
+        if (len(cuts[-1]) + 1) * len(tokens) > BATCH_TOKENS:
+            cuts.append([])
+        cuts[-1].append((tokens, labels))
+    for index in torch.randperm(len(cuts)).tolist():
+        yield collate(cuts[index], pad)
 
 
 def answer_with_slips(prompt: str, slips: float, rng: random.Random) -> str:
@@ -149,30 +165,26 @@ def example(prompt: str, recipe: Recipe, rng: random.Random) -> tuple[str, str]:
 
 
 def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Iterator[dict[str, torch.Tensor]]:
-    """Training batches of similar lengths and nearly equal tokens, in an order that mixes lengths.
-
-    Equal tokens rather than equal problems, so that every token weighs the same in the loss, a mean.
-    """
+    """Training batches of similar lengths, in an order that mixes lengths."""
     rng = random.Random(recipe.seed)
     prompts = (prompt for prompt, _ in problems("train", recipe.steps * BATCH_TOKENS))
     pairs = (example(prompt, recipe, rng) for prompt in prompts)
     while group := sorted(islice(pairs, GROUP), key=lambda pair: len(pair[0])):
-        cuts: list[list[tuple[list[int], list[int]]]] = [[]]
-        for pair in group:
-            prompt, answer = tokenizer(list(pair))["input_ids"]
-            answer.append(tokenizer.eos_token_id)
-            if (len(cuts[-1]) + 1) * (len(prompt) + len(answer)) > BATCH_TOKENS:
-                cuts.append([])
-            cuts[-1].append((prompt, answer))
-        for index in torch.randperm(len(cuts)).tolist():
-            yield collate(cuts[index], tokenizer.pad_token_id)
+        yield from packed((labelled(*pair, tokenizer) for pair in group), tokenizer.pad_token_id)
 
 
-def train(model: Qwen3ForCausalLM, recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> None:
+def labelled(prompt: str, answer: str, tokenizer: PreTrainedTokenizerFast) -> Example:
+    """Only the answer is learned, and that it ends."""
+    asked, said = tokenizer([prompt, answer])["input_ids"]
+    said.append(tokenizer.eos_token_id)
+    return asked + said, [IGNORE] * len(asked) + said
+
+
+def train(model: Qwen3ForCausalLM, recipe: Recipe, stream: Iterator[dict[str, torch.Tensor]]) -> None:
     """Supervised fine-tuning with a short warm-up and a cosine decay."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
-    for step, batch in enumerate(islice(batches(recipe, tokenizer), recipe.steps)):
+    for step, batch in enumerate(islice(stream, recipe.steps)):
         decay = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * min((step + 1) / 30, decay)
         loss = model(**batch).loss
@@ -200,6 +212,12 @@ def accuracy(
     return right / count
 
 
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    model.save_pretrained(out)
+    (out / "model.safetensors").chmod(0o644)  # it is written for its owner alone
+    tokenizer.save_pretrained(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="default: this folder")
@@ -214,13 +232,11 @@ def main() -> None:
         if recipe.begins:
             model.load_state_dict(Qwen3ForCausalLM.from_pretrained(out / recipe.begins).state_dict())
         print(f"{name}: {model.num_parameters():,} parameters")
-        train(model, recipe, tokenizer)
+        train(model, recipe, batches(recipe, tokenizer))
         print(f"  exact match {accuracy(model, tokenizer):.1%} (greedy, held out)")
         if recipe.hints:
             print(f"  told the answer {accuracy(model, tokenizer, told=True):.1%}")
-        model.to(recipe.dtype).save_pretrained(out / name)
-        (out / name / "model.safetensors").chmod(0o644)  # it is written for its owner alone
-        tokenizer.save_pretrained(out / name)
+        save(model.to(recipe.dtype), tokenizer, out / name)
 
 
 if __name__ == "__main__":

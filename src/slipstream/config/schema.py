@@ -31,9 +31,9 @@ REWARDS = ("exact", "math", "environment")
 class DataConfig(Section):
     train: str = "builtin:arithmetic"
     """Prompts: a .jsonl, .json, .csv (each also .gz) or .parquet file, a saved or hub HF dataset (with its subset:
-    openai/gsm8k:main), or builtin:arithmetic."""
+    openai/gsm8k:main), or builtin:arithmetic, builtin:table, builtin:lookup."""
     split: str = "train"
-    """Split of a HF dataset, or of builtin:arithmetic (train, eval)."""
+    """Split of a HF dataset, or of a built-in task (train, eval)."""
     eval: str | dict[str, str] | None = None
     """Held-out prompts in the same formats, or several sets by name: { math = "math.jsonl", code = "code.csv" }.
     Without it nothing is evaluated during training."""

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.schema import DataConfig
-from slipstream.errors import ConfigError, DataError, did_you_mean
+from slipstream.errors import ConfigError, DataError
 from slipstream.records import Ints, Prompt, derive_seed, is_json
-from slipstream.tasks import arithmetic, sources
+from slipstream.tasks import builtin, sources
 from slipstream.tasks.layouts import MARK, PLAIN, Layout, as_told, filled, first_of, layout_of, told
 
 Messages = list[dict[str, Any]]
@@ -32,8 +32,8 @@ LOOKED_AT = 8
 """Rows, to see what they look like."""
 DEEPEST = 50
 """Levels of lists and objects in a row."""
-ARITHMETIC_ROWS = 20_000
-"""Rows of builtin:arithmetic when no limit is given."""
+BUILT_IN_ROWS = 20_000
+"""Rows of a built-in task when no limit is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,13 @@ class Row:
 def check_there(source: str, split: str) -> None:
     """Whether a source is there, without a look into it; hub names are for their library to find."""
     if source.startswith("builtin:"):
-        check_builtin(source.removeprefix("builtin:"), split)
+        builtin.check(source.removeprefix("builtin:"), split)
     else:
         sources.check_there(source)
 
 
 def check_told(data: DataConfig, *given: str) -> None:
-    """The built-in task has no columns that a config could name."""
+    """A built-in task has no columns that a config could name."""
     if all(source.startswith("builtin:") for source in given):
         for name in ("prompt", "answer", "template"):
             if getattr(data, name) is not None:
@@ -81,8 +81,9 @@ def load_rows(
     """All rows of a source, checked one by one; the first bad one is named. What they look like is said."""
     data = data or DataConfig()
     if source.startswith("builtin:"):
-        check_builtin(source.removeprefix("builtin:"), split)
-        return Problems(split, limit or ARITHMETIC_ROWS)
+        name = source.removeprefix("builtin:")
+        builtin.check(name, split)
+        return Problems(name, split, limit or BUILT_IN_ROWS)
     found = islice(sources.rows_of(source, split), limit)
     first = list(islice(found, LOOKED_AT))
     layout = as_told(layout_of([fields for _, fields in first]), data)
@@ -93,18 +94,11 @@ def load_rows(
     return rows
 
 
-def check_builtin(name: str, split: str) -> None:
-    if name != "arithmetic":
-        raise DataError(f"no built-in task {name!r}; {did_you_mean(name, ['arithmetic'])}")
-    if split not in arithmetic.SPLITS:
-        raise DataError(f"builtin:arithmetic has no split {split!r}; {did_you_mean(split, arithmetic.SPLITS)}")
-
-
 class Problems(Sequence[Row]):
-    """Rows of the built-in task, each made when it is first asked for."""
+    """Rows of a built-in task, each made when it is first asked for."""
 
-    def __init__(self, split: str, size: int) -> None:
-        self.split, self.size = split, size
+    def __init__(self, name: str, split: str, size: int) -> None:
+        self.name, self.split, self.size = name, split, size
         self.made: dict[int, Row] = {}
 
     def __len__(self) -> int:
@@ -115,12 +109,13 @@ class Problems(Sequence[Row]):
             return [self[each] for each in range(self.size)[index]]
         index = range(self.size)[index]
         if index not in self.made:
-            prompt, answer = arithmetic.numbered(self.split, index)
-            self.made[index] = Row(f"{self.split}:{index}", prompt, data_source="arithmetic", ground_truth=answer)
+            problem = builtin.TASKS[self.name](self.split, index)
+            where = f"{self.split}:{index}"
+            self.made[index] = Row(where, problem.prompt, self.name, problem.answer, meta=problem.meta)
         return self.made[index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Problems, (self.split, self.size)
+        return Problems, (self.name, self.split, self.size)
 
 
 def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:

@@ -1,0 +1,117 @@
+"""Episodes of the tasks for tools as somebody who knows how would play them, and as somebody who is careless.
+
+What is said follows a script, and what comes back is from the task's own environment. A careless turn leaves out a
+brace, takes a tool that is not there, asks for another key, adds what should be taken off, or answers too soon.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import string
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from slipstream.tasks.environments.builtin import Lookup, Table
+from slipstream.tasks.hidden import Problem
+
+ENVIRONMENTS: dict[str, type[Any]] = {"table": Table, "lookup": Lookup}
+CALL = re.compile(r"<tool_call>(.*)</tool_call>")
+SIGNS = {"+": "add", "-": "subtract"}
+WRONG = {"get": "look", "look": "get", "add": "look", "subtract": "look"}
+"""A tool that is not there, for each that is."""
+OTHER = {"add": "subtract", "subtract": "add"}
+
+UNKNOWN = 0.25
+"""The share of errors whose wording is made up, so that no model clings to that of today."""
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def act(environment: Any, said: str) -> tuple[str, bool]:
+    """What comes of a call, and whether it was one."""
+    _, _, called = said.partition("<tool_call>")
+    called = called.strip()
+    try:
+        asked, _ = json.JSONDecoder().raw_decode(called)
+    except json.JSONDecodeError as error:
+        said = called if len(called) <= 60 else called[:59] + "…"
+        return f"error: a call is no JSON: {error.msg} at character {error.pos + 1} of {said!r}", False
+    if not isinstance(asked, dict) or not isinstance(asked.get("arguments"), dict):
+        return "error: a call has no arguments", False
+    tools = [name for name in vars(type(environment)) if not name.startswith("_") and name != "start"]
+    if asked.get("name") not in tools:
+        return f"error: there is no tool {asked.get('name')!r}; there are {', '.join(tools)}", False
+    try:
+        return str(getattr(environment, asked["name"])(**asked["arguments"])), True
+    except TypeError:
+        return "error: wrong arguments", False
+
+
+def steps(task: str, question: str) -> Generator[str, str, None]:
+    """What somebody who knows how says, turn by turn, and is sent what comes back."""
+    words = question.rstrip("?").split()
+    if task == "lookup":
+        key = words[2]
+        for _ in range(int(words[5])):
+            key = yield call("look", key=key)
+        yield key
+        return
+    total = yield call("get", key=words[2][0])
+    for sign, key in zip(words[2][1::2], words[2][2::2], strict=True):
+        number = yield call("get", key=key)
+        total = yield call(SIGNS[sign], a=int(total), b=int(number))
+    yield total
+
+
+def slip(said: str, seen: str, rng: random.Random, *, answers: bool) -> str:
+    """A careless version of a turn after `seen` came back; it ends the episode only if it may be one of the answers."""
+    found = CALL.fullmatch(said)
+    if not found:
+        return guess(said, rng)
+    asked = json.loads(found[1])
+    name, arguments = asked["name"], asked["arguments"]
+    match rng.choice(("brace", "tool", "argument", "answer") if answers else ("brace", "tool", "argument")):
+        case "brace":
+            return said.replace("}}", "}")
+        case "tool":
+            return call(WRONG[name], **arguments)
+        case "argument":
+            return call(name, key=guess("a", rng)) if "key" in arguments else call(OTHER[name], **arguments)
+        case _:
+            return seen or guess("a" if name == "look" else "0", rng)
+
+
+def guess(like: str, rng: random.Random) -> str:
+    return rng.choice(string.ascii_lowercase) if like.isalpha() else str(rng.randrange(10, 200))
+
+
+def episode(
+    task: str, problem: Problem, rng: random.Random, *, slips: float, heeds: bool
+) -> Iterator[tuple[str, str, bool]]:
+    """Role, text, and whether it is worth learning, of every message.
+
+    A share of the turns is careless. Who heeds that learns nothing of them and mends them; who does not goes on with
+    whatever came back, unless it is plainly of no use.
+    """
+    question, _, table = problem
+    environment = ENVIRONMENTS[task]()
+    environment.start({"table": table})
+    yield "user", question, False
+    script, seen = steps(task, question), ""
+    due = next(script)
+    while True:
+        careless = rng.random() < slips and not (heeds and not CALL.fullmatch(due))
+        said = slip(due, seen, rng, answers=not heeds) if careless else due
+        yield "assistant", said, not (careless and heeds)
+        if "<tool_call>" not in said:
+            return
+        back, worked = act(environment, said)
+        if not worked and rng.random() < UNKNOWN:
+            back = "error: " + "".join(rng.choices(string.ascii_letters + " ,:'{}", k=rng.randrange(5, 60)))
+        yield "tool", back, False
+        if worked and not back.startswith("no key") and not (careless and heeds):
+            due, seen = script.send(back), back

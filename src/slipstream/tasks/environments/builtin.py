@@ -1,0 +1,39 @@
+"""The environments of the built-in tasks for tools. They need no sandbox: a table is all there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def at(table: dict[str, Any], key: str) -> str:
+    return str(table[key]) if key in table else f"no key {key}"
+
+
+class Table:
+    """Numbers behind keys, and a calculator."""
+
+    def start(self, meta: dict[str, Any]) -> None:
+        self._numbers: dict[str, int] = meta["table"]
+
+    def get(self, key: str) -> str:
+        """The number behind a key."""
+        return at(self._numbers, key)
+
+    def add(self, a: int, b: int) -> str:
+        """a + b."""
+        return str(a + b)
+
+    def subtract(self, a: int, b: int) -> str:
+        """a - b."""
+        return str(a - b)
+
+
+class Lookup:
+    """Every key leads to another."""
+
+    def start(self, meta: dict[str, Any]) -> None:
+        self._after: dict[str, str] = meta["table"]
+
+    def look(self, key: str) -> str:
+        """The key that comes after a key."""
+        return at(self._after, key)
