@@ -10,7 +10,7 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 │   │   └── AllDied     and so are those of all others: none can be started again from where they were
 │   ├── LearnerDied     and it was the learner's: the run can go back to its last checkpoint
 │   └── RecordsLost     records that a call was to take with it are gone with the machine on which they lay
-├── SandboxError        a program of a model's could not be run, and it is not its fault: names the sandbox and the cause
+├── SandboxError        a program of a model's could not be run, by no fault of its own: names the sandbox and the cause
 ├── Stalled             nothing has moved for too long: says who waits for whom
 ├── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
 └── Unhealthy           the run's own metrics say that going on is no use: names the finding and what to do

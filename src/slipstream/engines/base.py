@@ -39,8 +39,6 @@ class Sampling:
     min_p: float = 0.0
     keep_mask: bool = False
     """Tell with every token what else these three left."""
-    park: bool = False
-    """The response is likely to be gone on with: what is known of its sequence stays where it is while weights do."""
     greedy: bool = False
     """Beside the group, an answer drawn greedily and graded, of which only the rewards stay (see `Graded`)."""
     park: bool = False

@@ -19,12 +19,17 @@ from pydantic import (
     create_model,
 )
 
-from slipstream.errors import ConfigError, first_line
+from slipstream.errors import ConfigError, SandboxError, first_line
 from slipstream.tasks.environments import Call, Message, Reply, Start, Step
 from slipstream.tasks.own import asked_of, brief, file_of, near, own, parameters, told
 from slipstream.tasks.rewards import WHOLE, number
 
-BUILT_IN: dict[str, str] = {}
+SHIPPED = "slipstream.tasks.environments"
+BUILT_IN = {
+    "table": f"{SHIPPED}.builtin:Table",
+    "lookup": f"{SHIPPED}.builtin:Lookup",
+    "python": f"{SHIPPED}.python:Python",
+}
 """Environments that ship, by the names that a config has for them."""
 OWN_METHODS = ("start", "step", "close")
 """Of an environment; every other public method is a tool."""
@@ -180,6 +185,8 @@ class Acting:
         arguments = {name: getattr(given, name) for name in tool.arguments.model_fields}
         try:
             return observation(as_text(await self.run(getattr(self.there, tool.name), **arguments)), call)
+        except SandboxError:
+            raise
         except Exception as error:  # whatever a tool raises is for the student to read
             self.counts["failed"] += 1
             return observation(f"error: {type(error).__name__}: {first_line(error)}", call)

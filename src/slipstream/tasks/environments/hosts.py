@@ -30,6 +30,8 @@ from slipstream.errors import ConfigError, EnvironmentFailed
 from slipstream.linux import wake_with_parent
 from slipstream.tasks.environments import Reply, Start, Step
 from slipstream.tasks.environments.forms import Acting, Kind, kind_of, told_of
+from slipstream.tasks.sandbox import sandbox_of
+from slipstream.tasks.sandbox.base import Sandbox
 
 STARTED = 120.0
 """Seconds in which what an environment imports must have been imported."""
@@ -56,27 +58,32 @@ def serve(parent: Connection) -> None:
     wanted: Wanted = parent.recv()
     try:
         kind = kind_of(wanted.spec)
+        if "sandbox" in kind.asks and wanted.sandbox is None:
+            raise ConfigError(
+                f"environment.use = {wanted.spec!r} runs code that the student writes: write environment.sandbox = "
+                '"bubblewrap"'
+            )
+        if "sandbox" not in kind.asks and wanted.sandbox is not None:
+            raise ConfigError(
+                f"environment.sandbox does nothing: start of {wanted.spec!r} does not ask for it; drop it"
+            )
+        sandbox = None if wanted.sandbox is None else sandbox_of(wanted.sandbox)
     except ConfigError as error:
         parent.send(error)
         return
     parent.send(kind.schemas)
-    asyncio.run(Host(parent, kind, wanted).served())
+    asyncio.run(Host(parent, kind, wanted.shown, sandbox).served())
 
 
 class Host:
-    def __init__(self, parent: Connection, kind: Kind, wanted: Wanted) -> None:
-        self.parent, self.kind, self.wanted = parent, kind, wanted
+    def __init__(self, parent: Connection, kind: Kind, shown: int, sandbox: Sandbox | None) -> None:
+        self.parent, self.kind, self.shown, self.sandbox = parent, kind, shown, sandbox
         self.here: dict[int, Acting] = {}
         self.threads: dict[int, ThreadPoolExecutor] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
         """What each is at."""
-        self.sandbox: Any = None
 
     async def served(self) -> None:
-        if self.wanted.sandbox is not None:
-            from slipstream.tasks.sandbox import sandbox_of
-
-            self.sandbox = sandbox_of(self.wanted.sandbox)
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._hear, args=(loop,), daemon=True).start()
         await asyncio.Event().wait()
@@ -106,7 +113,7 @@ class Host:
 
     async def _start(self, number: int, given: dict[str, Any]) -> None:
         self.threads[number] = ThreadPoolExecutor(1, "environment")
-        self.here[number] = Acting(self.kind, partial(self._run, number), self.wanted.shown)
+        self.here[number] = Acting(self.kind, partial(self._run, number), self.shown)
         await self.here[number].start(Start(**given, sandbox=self.sandbox))
 
     async def _step(self, number: int, reply: Reply) -> Step:
