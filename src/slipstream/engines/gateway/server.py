@@ -21,6 +21,7 @@ import h11
 from slipstream.engines.gateway import wire
 from slipstream.engines.gateway.connection import Connection, Request, said
 from slipstream.engines.gateway.sessions import Answer, Failed, Refused, Session
+from slipstream.errors import ConfigError, first_line
 
 STREAM = 10.0
 """Seconds after which a stream says that it still waits."""
@@ -53,7 +54,10 @@ class Server:
         self.imposed = set[str]()
         """What agents say of sampling, in vain, that a person was told of."""
         self.connections = set[asyncio.Task[None]]()
-        self.socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            self.socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"environment.gateway.listen: {host}:{port} cannot be had: {first_line(error)}") from None
         self.server: asyncio.Server | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
 
