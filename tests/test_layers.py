@@ -47,6 +47,8 @@ LOADS = {
     "assets.build": "torch numpy tokenizers transformers",
     "assets.build_tools": "torch tokenizers transformers",
     "tasks": "numpy",
+    "tasks.sandbox": "",
+    "tasks.sandbox.remote": "httpx2",
     "tasks.environments.forms": "numpy pydantic",
     "engines.base": "",
     "engines.asked": "",

@@ -153,9 +153,11 @@ def over(pid: int, limits: Limits) -> Status | None:
     inside = processes.descendants(pid)[1:]
     if processes.memory(inside, limits.memory) > limits.memory:
         return "memory"
+    if len(inside) < 2:  # the first one builds the walls: until there is another, it still sees the whole machine
+        return None
     for place in (*KEPT, "/dev/shm"):
-        with suppress(OSError, IndexError):
-            there = os.statvfs(f"/proc/{inside[0]}/root{place}")
+        with suppress(OSError):
+            there = os.statvfs(f"/proc/{inside[1]}/root{place}")
             if there.f_files - there.f_ffree > limits.files:
                 return "disk"
     return None
@@ -243,5 +245,5 @@ class Kept:
 
     async def close(self) -> None:
         processes.kill(self.keeper)
-        await self.keeper.wait()
+        await processes.exited(self.keeper)
         processes.release(self.keeper)

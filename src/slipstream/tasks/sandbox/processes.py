@@ -14,7 +14,7 @@ from typing import Any
 from slipstream.errors import ConfigError, SandboxError, first_line
 from slipstream.tasks.sandbox.base import Limits, Ran, Status
 
-LOOK = 0.05
+LOOK = 0.1
 """Seconds between two looks at what all its processes take."""
 ENDED = 5.0
 """Seconds in which what was killed is gone."""
@@ -92,7 +92,7 @@ async def start(
     except asyncio.CancelledError:  # half started, it could not be ended
         process = await starting
         kill(process)
-        await process.wait()
+        await exited(process)
         release(process)
         raise
 
@@ -104,7 +104,7 @@ async def finish(
     loop = asyncio.get_running_loop()
     assert process.stdout is not None and process.stderr is not None
     out, err = bytearray(), bytearray()
-    ended = asyncio.create_task(process.wait(), name="ended")
+    ended = asyncio.create_task(exited(process))
     reading = [
         asyncio.create_task(_read(process.stdout, out, limits.output)),
         asyncio.create_task(_read(process.stderr, err, limits.output)),
@@ -118,6 +118,7 @@ async def finish(
             done, waiting = await asyncio.wait(waiting, timeout=max(0, left), return_when=asyncio.FIRST_COMPLETED)
             status = "timeout" if not done else next((t.result() for t in done if t is not ended and t.result()), None)
         await end(process, ended)
+        kill(process)
         await asyncio.wait(reading, timeout=DRAINED)
         if status is None:
             status = next((each.result() for each in reading if each.done() and each.result()), None)
@@ -149,7 +150,21 @@ async def _watch(pid: int, over: Callable[[int], Status | None]) -> Status:
             return status
 
 
-async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
+async def exited(process: asyncio.subprocess.Process) -> None:
+    """Its own end: asyncio's `wait` waits for that of its pipes, too, which others may hold."""
+    with suppress(ProcessLookupError):
+        descriptor, gone, loop = os.pidfd_open(process.pid), asyncio.Event(), asyncio.get_running_loop()
+        try:
+            loop.add_reader(descriptor, gone.set)
+            await gone.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+    while process.returncode is None:  # which asyncio is about to learn
+        await asyncio.sleep(0.001)
+
+
+async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[None]) -> None:
     """First what is below it: it then ends by itself, once all that is gone."""
     if not ended.done():
         below = descendants(process.pid)[1:]
@@ -164,7 +179,7 @@ async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> 
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """At once: with all that is below it, and its group, even if it itself has ended."""
+    """At once: with all that is below it, and its group, also where it itself has ended."""
     if process.returncode is None:
         for pid in descendants(process.pid)[1:]:
             _kill(pid)
