@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from slipstream.config.base import OWN, Section
 from slipstream.errors import did_you_mean
 
 ENVIRONMENTS = ("table", "lookup", "python")
 """Those that ship."""
+
+
+def somewhere(sandbox: str | None) -> str | None:
+    if sandbox not in (None, "bubblewrap", "none") and not re.match(r"https?://[^\s/]+", str(sandbox)):
+        raise ValueError(f'{sandbox!r} is no sandbox: write "bubblewrap", the URL of a server, or "none"')
+    return sandbox
+
+
+Where = Annotated[str | None, AfterValidator(somewhere)]
 
 
 class EnvironmentConfig(Section):
@@ -35,7 +44,7 @@ class EnvironmentConfig(Section):
     again."""
     processes: int = Field(1, ge=1)
     """In which environments are at work, beside each sampler."""
-    sandbox: str | None = Field(None, min_length=1)
+    sandbox: Where = None
     """Where code runs that the student writes: bubblewrap, the URL of a server that speaks SandboxFusion's API, or
     "none", which isolates nothing."""
     format: Literal["auto", "hermes"] = "auto"
@@ -49,10 +58,3 @@ class EnvironmentConfig(Section):
             near = f"{did_you_mean(use, ENVIRONMENTS)}; " if ":" not in use else ""
             raise ValueError(f'{use!r} is no environment; {near}your own is "./file.py:Class" or "module:Class"')
         return use
-
-    @field_validator("sandbox")
-    @classmethod
-    def _somewhere(cls, sandbox: str | None) -> str | None:
-        if sandbox not in (None, "bubblewrap", "none") and not re.match(r"https?://[^\s/]+", str(sandbox)):
-            raise ValueError(f'{sandbox!r} is no sandbox: write "bubblewrap", the URL of a server, or "none"')
-        return sandbox
