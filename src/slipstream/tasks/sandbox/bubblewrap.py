@@ -37,6 +37,8 @@ FILES = "/files"
 """Where a session's new files are, until they are copied: by a program inside, so that no link leads us anywhere."""
 READY = 10.0
 """Seconds in which a session must be ready."""
+FIRST = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
+"""The first process inside. Bubblewrap's own would be behind no filter, and a program could write into its memory."""
 CALLS = itertools.count()
 
 
@@ -104,7 +106,7 @@ class Bubblewrap:
                     *within, self.bwrap, *WALLS, *self.system, *places, *put, "--remount-ro", "/", "--chdir", "/",
                     *("--seccomp", str(rules), "--json-status-fd", str(said[1])), "--clearenv",
                     *_variables(processes.environment(self.path, WORK)),
-                    *("--", *processes.limited(["/usr/bin/env", "-C", WORK, *argv], limits, processes=True)),
+                    *("--", *processes.limited([*FIRST, "/usr/bin/env", "-C", WORK, *argv], limits, processes=True)),
                 ],
                 stdin=open_.enter_context(processes.sealed(encoded(stdin))), user=user, keeps=keeps,
             )  # fmt: skip
@@ -117,7 +119,7 @@ class Bubblewrap:
 WALLS = [
     *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL", "--disable-userns"),
-    *("--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"),
+    *("--die-with-parent", "--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"),
     *("--perms", "1777", "--size", str(16 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
 ]
 

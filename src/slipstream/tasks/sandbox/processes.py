@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, SandboxError, first_line
-from slipstream.tasks.sandbox.base import Limits, Ran, Status
+from slipstream.tasks.sandbox.base import Limits, Ran, Status, encoded
 
 LOOK = 0.1
 """Seconds between two looks at what all its processes take."""
@@ -31,9 +31,13 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool) -> list[str
     """With these limits on each process. That of their number counts all of a user's in a user namespace."""
     cpu = int(limits.seconds * (os.cpu_count() or 1)) + 1
     return [
-        "/usr/bin/prlimit", f"--cpu={cpu}", f"--data={limits.memory}", f"--fsize={limits.disk}", "--nofile=256",
-        "--core=0", "--memlock=0", "--rtprio=0", *([f"--nproc={limits.processes}"] if processes else []), "--", *argv,
-    ]  # fmt: skip
+        "/usr/bin/prlimit",
+        *(f"--cpu={cpu}", f"--data={limits.memory}", f"--fsize={limits.disk}", "--nofile=128", "--memlock=0"),
+        *("--rtprio=0", "--msgqueue=0", "--sigpending=256"),
+        "--core=1",  # of 0 bytes, the system's handler of crashes would still be started, as root
+        *([f"--nproc={limits.processes}"] if processes else []),
+        *("--", *argv),
+    ]
 
 
 def check_installed(programs: Iterable[str], advice: str) -> None:
@@ -74,7 +78,7 @@ async def start(
     other: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     starting = asyncio.create_task(
         asyncio.create_subprocess_exec(
-            *argv,
+            *map(encoded, argv),
             stdin=stdin,
             stdout=stdout,
             stderr=asyncio.subprocess.PIPE,
