@@ -15,6 +15,7 @@ import pytest
 
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.errors import ConfigError, SandboxError
+from slipstream.tasks.environments.forms import kind_of
 from slipstream.tasks.environments.python import SHOWN, Python, observation
 from slipstream.tasks.sandbox import none, remote, sandbox_of
 from slipstream.tasks.sandbox.base import Limits, MiB, Ran, Sandbox, run_python
@@ -267,6 +268,12 @@ def test_the_student_sees_how_a_program_ended_and_both_its_outputs() -> None:
     assert seen[3] == "status: ended after 0.6 s"
     assert seen[5].endswith("NameError: name 'x' is not defined")
     assert metrics == {"python/ok": 3.0, "python/failed": 2.0, "python/timeout": 1.0}
+
+
+def test_the_student_is_told_of_one_tool() -> None:
+    schemas = kind_of("slipstream.tasks.environments.python:Python").schemas
+    assert [each["function"]["name"] for each in schemas] == ["python"]
+    assert schemas[0]["function"]["parameters"]["required"] == ["code"]
 
 
 def test_an_observation_is_bounded_and_both_its_ends_are_seen() -> None:

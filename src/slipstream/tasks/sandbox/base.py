@@ -81,7 +81,7 @@ async def run_python(
     files: Mapping[str, str] = {},
     limits: Limits = USUAL,
 ) -> Ran:
-    """As `main.py` beside these files."""
+    """As main.py beside these files."""
     return await sandbox.run([*PYTHON, "main.py"], stdin=stdin, files={**files, "main.py": code}, limits=limits)
 
 

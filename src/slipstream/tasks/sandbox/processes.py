@@ -102,9 +102,15 @@ async def start(
 
 
 async def finish(
-    process: asyncio.subprocess.Process, limits: Limits, since: float, over: Callable[[int], Status | None]
+    process: asyncio.subprocess.Process,
+    limits: Limits,
+    since: float,
+    over: Callable[[int], Status | None],
+    *,
+    outside: bool = False,
 ) -> Ran:
-    """Wait for its end, or bring it about; `over` looks at what it takes, by the number of its process."""
+    """Wait for its end, or bring it about; `over` looks at what it takes, by the number of its process, which may stand
+    outside of what it has started."""
     loop = asyncio.get_running_loop()
     assert process.stdout is not None and process.stderr is not None
     out, err = bytearray(), bytearray()
@@ -121,8 +127,7 @@ async def finish(
             left = since + limits.seconds - loop.time()
             done, waiting = await asyncio.wait(waiting, timeout=max(0, left), return_when=asyncio.FIRST_COMPLETED)
             status = "timeout" if not done else next((t.result() for t in done if t is not ended and t.result()), None)
-        await end(process, ended)
-        kill(process)
+        await end(process, ended, outside=outside)
         await asyncio.wait(reading, timeout=DRAINED)
         if status is None:
             status = next((each.result() for each in reading if each.done() and each.result()), None)
@@ -168,18 +173,15 @@ async def exited(process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(0.001)
 
 
-async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[None]) -> None:
-    """First what is below it: it then ends by itself, once all that is gone."""
-    if not ended.done():
-        below = descendants(process.pid)[1:]
-        for pid in below:
-            _kill(pid)
-        if not below:
-            kill(process)
+async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[None], *, outside: bool) -> None:
+    """Of one that stands outside and waits, first what is below it: it ends once all that is gone."""
+    below = descendants(process.pid)[1:] if outside and not ended.done() else []
+    for pid in below:
+        _kill(pid)
+    if below:
         await asyncio.wait([ended], timeout=ENDED)
-    if not ended.done():
-        kill(process)
-        await asyncio.wait([ended], timeout=ENDED)
+    kill(process)
+    await asyncio.wait([ended], timeout=ENDED)
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
