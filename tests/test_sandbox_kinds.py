@@ -15,6 +15,7 @@ import pytest
 
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.errors import ConfigError, SandboxError
+from slipstream.tasks.environments.forms import kind_of
 from slipstream.tasks.environments.python import SHOWN, Python, observation
 from slipstream.tasks.sandbox import none, remote, sandbox_of
 from slipstream.tasks.sandbox.base import Limits, MiB, Ran, Sandbox, run_python
@@ -79,7 +80,7 @@ def test_memory_of_a_process_has_a_bound_everywhere(kind: str) -> None:
 def test_what_no_system_would_start_is_refused_before(kind: str) -> None:
     with pytest.raises(ValueError, match="argv is empty"):
         with_one(kind, lambda sandbox: sandbox.run([]))
-    with pytest.raises(ValueError, match=re.escape("files: '../x' is not below the working directory")):
+    with pytest.raises(ValueError, match=re.escape("files: '../x' is no path below the working directory")):
         with_one(kind, lambda sandbox: sandbox.run(["true"], files={"../x": ""}))
     assert with_one(kind, lambda sandbox: sandbox.run(["echo", "a\0"])).code == 126
 
@@ -267,6 +268,12 @@ def test_the_student_sees_how_a_program_ended_and_both_its_outputs() -> None:
     assert seen[3] == "status: ended after 0.6 s"
     assert seen[5].endswith("NameError: name 'x' is not defined")
     assert metrics == {"python/ok": 3.0, "python/failed": 2.0, "python/timeout": 1.0}
+
+
+def test_the_student_is_told_of_one_tool() -> None:
+    schemas = kind_of("slipstream.tasks.environments.python:Python").schemas
+    assert [each["function"]["name"] for each in schemas] == ["python"]
+    assert schemas[0]["function"]["parameters"]["required"] == ["code"]
 
 
 def test_an_observation_is_bounded_and_both_its_ends_are_seen() -> None:
