@@ -51,20 +51,21 @@ def act(environment: Any, said: str) -> tuple[str, bool]:
         return "error: wrong arguments", False
 
 
-def steps(task: str, question: str) -> Generator[str, str, None]:
-    """What somebody who knows how says, turn by turn, and is sent what comes back."""
+def steps(task: str, question: str) -> Generator[tuple[str, bool], str, None]:
+    """What somebody who knows how says, turn by turn, and whether it is the last call; is sent what comes back."""
     words = question.rstrip("?").split()
     if task == "lookup":
-        key = words[2]
-        for _ in range(int(words[5])):
-            key = yield call("look", key=key)
-        yield key
+        key, hops = words[2], int(words[5])
+        for hop in range(hops):
+            key = yield call("look", key=key), hop == hops - 1
+        yield key, False
         return
-    total = yield call("get", key=words[2][0])
-    for sign, key in zip(words[2][1::2], words[2][2::2], strict=True):
-        number = yield call("get", key=key)
-        total = yield call(SIGNS[sign], a=int(total), b=int(number))
-    yield total
+    pairs = list(zip(words[2][1::2], words[2][2::2], strict=True))
+    total = yield call("get", key=words[2][0]), False
+    for place, (sign, key) in enumerate(pairs):
+        number = yield call("get", key=key), False
+        total = yield call(SIGNS[sign], a=int(total), b=int(number)), place == len(pairs) - 1
+    yield total, False
 
 
 def slip(said: str, seen: str, rng: random.Random, *, answers: bool) -> str:
@@ -90,22 +91,23 @@ def guess(like: str, rng: random.Random) -> str:
 
 
 def episode(
-    task: str, problem: Problem, rng: random.Random, *, slips: float, heeds: bool
+    task: str, problem: Problem, rng: random.Random, slips: float, hurry: float = 0.0, *, heeds: bool
 ) -> Iterator[tuple[str, str, bool]]:
     """Role, text, and whether it is worth learning, of every message.
 
     A share of the turns is careless. Who heeds that learns nothing of them and mends them; who does not goes on with
-    whatever came back, unless it is plainly of no use.
+    whatever came back, unless it is plainly of no use. Who is in a hurry answers before the last call.
     """
     question, _, table = problem
     environment = ENVIRONMENTS[task]()
     environment.start({"table": table})
     yield "user", question, False
     script, seen = steps(task, question), ""
-    due = next(script)
+    due, last = next(script)
     while True:
-        careless = rng.random() < slips and not (heeds and not CALL.fullmatch(due))
+        careless = rng.random() < slips and (not heeds or "<tool_call>" in due)
         said = slip(due, seen, rng, answers=not heeds) if careless else due
+        said = seen if last and rng.random() < hurry else said
         yield "assistant", said, not (careless and heeds)
         if "<tool_call>" not in said:
             return
@@ -114,4 +116,4 @@ def episode(
             back = "error: " + "".join(rng.choices(string.ascii_letters + " ,:'{}", k=rng.randrange(5, 60)))
         yield "tool", back, False
         if worked and not back.startswith("no key") and not (careless and heeds):
-            due, seen = script.send(back), back
+            (due, last), seen = script.send(back), back
