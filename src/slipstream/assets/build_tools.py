@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from slipstream.assets import build
 from slipstream.assets.build import GROUP, IGNORE, Example, Recipe
-from slipstream.assets.scripts import ENVIRONMENTS, act, episode
+from slipstream.assets.scripts import act, episode, opened
 from slipstream.tasks.hidden import TASKS, numbered
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "<|end|>"
@@ -129,9 +129,7 @@ def plays(
     """Shares of held-out episodes with the right answer and with at least one call that was none."""
     model.eval()
     problems = [numbered(task, "eval", index) for index in range(number)]
-    environments = [ENVIRONMENTS[task]() for _ in problems]
-    for environment, (_, _, table) in zip(environments, problems, strict=True):
-        environment.start({"table": table})
+    environments = [opened(task, table) for _, _, table in problems]
     texts = [f"<|user|>{question}{END}<|assistant|>" for question, _, _ in problems]
     live, right, invalid = set(range(number)), set(), set()
     for _ in range(TURNS):

@@ -10,13 +10,17 @@ import json
 import random
 import re
 import string
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from functools import cache
 from typing import Any
 
-from slipstream.tasks.environments.builtin import Lookup, Table
+from slipstream.tasks.calls import HERMES
+from slipstream.tasks.environments import Reply, Start
+from slipstream.tasks.environments.forms import Acting, Kind, kind_of
 from slipstream.tasks.hidden import Problem
 
-ENVIRONMENTS: dict[str, type[Any]] = {"table": Table, "lookup": Lookup}
+SHOWN = 4096
+"""Characters of an observation."""
 CALL = re.compile(r"<tool_call>(.*)</tool_call>")
 SIGNS = {"+": "add", "-": "subtract"}
 WRONG = {"get": "look", "look": "get", "add": "look", "subtract": "look"}
@@ -31,24 +35,37 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def act(environment: Any, said: str) -> tuple[str, bool]:
-    """What comes of a call, and whether it was one."""
-    _, _, called = said.partition("<tool_call>")
-    called = called.strip()
+@cache
+def kind(task: str) -> Kind:
+    return kind_of(task)
+
+
+async def at_once(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    return method(*given, **named)
+
+
+def result(asked: Coroutine[Any, Any, Any]) -> Any:
+    """Of what awaits nothing."""
     try:
-        asked, _ = json.JSONDecoder().raw_decode(called)
-    except json.JSONDecodeError as error:
-        said = called if len(called) <= 60 else called[:59] + "…"
-        return f"error: a call is no JSON: {error.msg} at character {error.pos + 1} of {said!r}", False
-    if not isinstance(asked, dict) or not isinstance(asked.get("arguments"), dict):
-        return "error: a call has no arguments", False
-    tools = [name for name in vars(type(environment)) if not name.startswith("_") and name != "start"]
-    if asked.get("name") not in tools:
-        return f"error: there is no tool {asked.get('name')!r}; there are {', '.join(tools)}", False
-    try:
-        return str(getattr(environment, asked["name"])(**asked["arguments"])), True
-    except TypeError:
-        return "error: wrong arguments", False
+        asked.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")
+
+
+def opened(task: str, table: dict[str, Any]) -> Acting:
+    """An environment, in this process."""
+    acting = Acting(kind(task), at_once, SHOWN)
+    nothing = Start(id="", prompt="", ground_truth=None, meta={"table": table}, data_source=task, seed=0, sandbox=None)
+    result(acting.start(nothing))
+    return acting
+
+
+def act(environment: Acting, said: str) -> tuple[str, bool]:
+    """What comes of a turn that calls something, and whether all of that were calls."""
+    found, before = HERMES.read(said), environment.counts["invalid"]
+    step = result(environment.step(Reply(found.text, tuple(found.calls), tuple(found.faults))))
+    return "\n".join(message["content"] for message in step.messages), environment.counts["invalid"] == before
 
 
 def steps(task: str, question: str) -> Generator[tuple[str, bool], str, None]:
@@ -99,8 +116,7 @@ def episode(
     whatever came back, unless it is plainly of no use. Who is in a hurry answers before the last call.
     """
     question, _, table = problem
-    environment = ENVIRONMENTS[task]()
-    environment.start({"table": table})
+    environment = opened(task, table)
     yield "user", question, False
     script, seen = steps(task, question), ""
     due, last = next(script)
