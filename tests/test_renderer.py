@@ -20,7 +20,7 @@ from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.tasks.environments import Call, Message
 from slipstream.tasks.quoting import Part, Quoting
 from slipstream.tasks.renderer import Renderer
-from templates import ADDED, CHATML, GEMMA, MISTRAL, QWEN, SPECIAL, TEMPLATES, backend, tokenizer_with
+from templates import ADDED, CHATML, DEEP, GEMMA, MISTRAL, QWEN, SPECIAL, TEMPLATES, backend, tokenizer_with
 
 INNER = backend()
 STOPS = [INNER.token_to_id(text) for text in ("<|im_end|>", "<|end|>", "<|eom|>")]
@@ -293,6 +293,9 @@ DEPENDENT = {
     "which tool was called": QWEN.replace(
         "{%- endfor %}<|im_end|>", "{%- endfor %}<|im_end|>{{ 'found' if 'find' in m.tool_calls | string }}"
     ),
+    "what tools said earlier": CHATML.replace(
+        "assistant\n", "assistant{{ ' again' if 'Seen' in messages[:-2] | string }}\n"
+    ),
     "which tools there are": CHATML.replace("assistant\n", "assistant with {{ (tools or []) | length }}\n"),
     "the date": CHATML.replace(TURN, "{{ strftime_now('%d %b %Y') }}" + TURN),
     "what the assistant said": CHATML.replace(
@@ -342,8 +345,19 @@ def test_a_template_without_tools_is_usable_by_hermes() -> None:
         "\n<|start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
         "<|start|>model\n"
     )
-    assert ours.notes == ("the chat template of a/model knows no tools; what they say is put into turns of the user",)
+    assert ours.notes == (
+        "the chat template of a/model has no place for tools; what they say is put into turns of the user",
+    )
     assert ours.parse(ids_of(CALLS[0])).calls == (Call("look", {"what": "there"}),)
+
+
+def test_hermes_puts_what_tools_say_into_turns_of_the_user_where_their_own_depend_on_the_past() -> None:
+    first = "{{ 'first ' if not messages[:-1] | selectattr('role', 'eq', 'tool') | list }}"
+    template = CHATML.replace("{{ m.content }}", "{% if m.role == 'tool' %}" + first + "{% endif %}{{ m.content }}")
+    ours = renderer_of(template, format="hermes")
+    assert "user\n<tool_response>\n7\n</tool_response>" in text_of(ours.extend(np.array([STOP]), [tool("7")]))
+    with pytest.raises(ModelError, match="depends on what tools said earlier"):
+        renderer_of(QWEN.replace("<tool_response>", first + "<tool_response>"))
 
 
 def test_a_template_that_wants_calls_before_what_tools_say_is_given_them() -> None:
@@ -456,6 +470,10 @@ def test_a_call_in_thinking_is_none() -> None:
     deep = renderer("deep")  # whose header begins the thinking
     assert deep.parse(ids_of("Perhaps</think>No.")).text == "No."
     assert deep.parse(ids_of("Perhaps")).text == ""
+    sometimes = DEEP.replace("{%- if add_gen", '{%- if messages[-1].role != "tool" and add_gen')
+    ours = renderer_of(sometimes)  # not behind what tools say
+    assert ours.parse(ids_of("Perhaps</think>No.")).text == "No."
+    assert ours.parse(ids_of("No.")).text == "No."
 
 
 def test_tags_give_text_where_the_schema_says_text() -> None:

@@ -46,17 +46,15 @@ class Renderer:
         self.template = Template(tokenizer, any_of(stops), tools, template_args or {})
         self.tokenizer = self.template.tokenizer
         self.format = self._format(format)
-        self.template.as_text = self.format.as_text
+        self.template.as_text = self.format.as_text if format == "auto" else None
         special = [each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special]
         self.special = any_of([text for text in special if not any(text in mark for mark in self.format.marks)])
         self.schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
         self.wraps = self._wraps(format)
         """What tools say is put into turns of the user, as the template has no other place for it."""
-        for messages in [[ASKED], [ASKED, ASKED]] if self.wraps else [[ASKED], [SHOWN], [SHOWN, SHOWN_TOO]]:
-            if not self.template.takes(*messages):
-                self.template.prove(*messages)
         end, tail = self.template.tail([ASKED])
-        self.thinks = begins_thinking(tail[-1].text)
+        tails = [tail] if self.wraps else [tail, self.template.tail([SHOWN])[1]]
+        self.thinks = all(begins_thinking(each[-1].text) for each in tails)
         self.notes = tuple(self._notes(end))
         """What a person should know of this template."""
         self._check_tokens([Part(end, quoted=False), *tail])
@@ -111,9 +109,17 @@ class Renderer:
     def _wraps(self, format: str) -> bool:
         if why := self.template.takes(ASKED):
             raise ModelError(f"{self.name}: no turn can follow one of the assistant: {why}")
+        self.template.prove(ASKED)
         why = self.template.takes(SHOWN)
-        if why and format != "hermes":
+        if why and format == "auto":
             raise ModelError(f"{self.name}: it has no place for what tools say: {why}: {WRITE_HERMES}")
+        try:
+            for messages in [] if why else [[SHOWN], [SHOWN, SHOWN_TOO]]:
+                self.template.prove(*messages)
+        except ModelError:
+            if format == "auto":
+                raise
+            return True
         return bool(why)
 
     def _notes(self, end: str) -> list[str]:
@@ -122,7 +128,7 @@ class Renderer:
             notes.append(f"the chat template of {self.name} would strip thinking from earlier turns; it is kept")
         if self.wraps:
             notes.append(
-                f"the chat template of {self.name} knows no tools; what they say is put into turns of the user"
+                f"the chat template of {self.name} has no place for tools; what they say is put into turns of the user"
             )
         if not end:
             notes.append(f"the chat template of {self.name} ends the assistant's turn by no stop token")
@@ -146,7 +152,8 @@ def begins_thinking(header: str) -> bool:
 
 
 def without_thinking(text: str, *, begun: bool) -> str:
-    """`begun`: thinking goes on from the header. What does not end is thinking to the end."""
+    """`begun`: thinking goes on from the header, as it does where it only ends. What does not end lasts to the end."""
+    begun = begun or 0 <= text.find("</think>") < (text + "<think>").find("<think>")
     text = f"<think>{text}" if begun and not text.lstrip().startswith("<think>") else text
     return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.S)
 
