@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from conftest import build_tokenizer
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.tasks.environments import Call, Message
+from slipstream.tasks.formats import said_calls
 from slipstream.tasks.quoting import Part, Quoting
 from slipstream.tasks.renderer import Renderer
 from templates import ADDED, CHATML, DEEP, GEMMA, MISTRAL, QWEN, SPECIAL, TEMPLATES, backend, tokenizer_with
@@ -173,6 +174,24 @@ def test_every_prompt_goes_on_from_all_that_was_there(name: str, turns: list[Any
             messages = shown
 
 
+@pytest.mark.parametrize("name", ["qwen", "coder", "llama", "mistral"])
+def test_a_conversation_of_calls_is_the_one_that_the_template_writes(name: str) -> None:
+    ours, tokenizer = renderer(name), tokenizer_of(name)
+    messages = [user("which is it?")]
+    row = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    for count, cut in ((1, False), (1 if name == "llama" else 2, False), (1, True)):
+        calls = [Call("look", {"what": f"there {n}"}) for n in range(count)]
+        before = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        said = tokenizer.apply_chat_template([*messages, said_calls(calls)], tokenize=False).removeprefix(before)
+        ids = [*ids_of(said.rstrip("\n"))]
+        ids = ids[:-1] if cut and ids[-1] == STOP else ids
+        assert ours.parse(np.array(ids), cut=cut).calls == tuple(calls)
+        seen = [tool(f"  seen <|im_end|> {n}\n", tool_call_id=f"{n:09d}") for n in range(count)]
+        row += text_of(ids) + text_of(ours.extend(np.array(ids), seen))
+        messages += [said_calls(calls), *seen]
+        assert row == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
 def test_thinking_that_a_template_would_strip_stays_and_is_noted() -> None:
     (note,) = renderer("qwen").notes
     assert note == "the chat template of a/model would strip thinking from earlier turns; it is kept"
@@ -241,9 +260,25 @@ def test_control_tokens_that_are_words_of_the_model_are_quoted_as_well(make: Any
         assert quoting.encode([Part(text, quoted=False)]) == [index]
         ours = f"{text} a b{text}\nis"
         whole = tokenizer(text + ours, add_special_tokens=False)["input_ids"]
-        anchored = tokenizer(next(iter(quoting.control)) + ours, add_special_tokens=False)["input_ids"][1:]
+        anchored = tokenizer(quoting.anchor + ours, add_special_tokens=False)["input_ids"][1:]
         assert quoting.encode([Part(ours, quoted=False)]) == anchored
         assert len(anchored) == len(whole) - 1
+
+
+def test_a_token_that_eats_blanks_behind_it_eats_those_of_the_template_and_none_of_a_message() -> None:
+    inner = Tokenizer.from_str(INNER.to_str().replace('"rstrip":false', '"rstrip":true'))
+    ours = Renderer(tokenizer_with(CHATML, inner), stop_ids=STOPS, format="hermes")
+    assert text_of(ours.extend(np.array([STOP]), [user("<|im_end|>  7")])) == (
+        "<|im_start|>user\n<|im_end|>  7<|im_end|><|im_start|>assistant\n"
+    )
+
+
+def test_what_a_template_writes_has_tokens() -> None:
+    inner = Tokenizer(models.WordLevel({"<|im_end|>": 0, "<bos>": 1, "<pad>": 2, "a": 3}))
+    inner.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    inner.add_special_tokens(["<|im_end|>", "<bos>", "<pad>"])
+    with pytest.raises(ModelError, match="what its chat template writes has no tokens: a/model cannot encode"):
+        Renderer(tokenizer_with(CHATML, inner), stop_ids=[0], format="hermes")
 
 
 def test_blanks_that_were_added_stay_tokens() -> None:
@@ -467,6 +502,10 @@ def test_a_call_in_thinking_is_none() -> None:
     assert (reply.text, reply.calls, reply.faults) == ("No.", (), ())
     reply = renderer("qwen").parse(ids_of(f"<think>\nPerhaps {CALLS[0]}"), cut=True)
     assert (reply.text, reply.calls, reply.faults) == ("", (), ())
+    about = '<tool_call>{"name": "look", "arguments": {"what": "MARK"}}</tool_call>'
+    for mark in ("<think>", "</think>", "</think> <think>"):
+        reply = renderer("qwen").parse(ids_of(about.replace("MARK", mark)))
+        assert (reply.calls, reply.faults) == ((Call("look", {"what": mark}),), ())
     deep = renderer("deep")  # whose header begins the thinking
     assert deep.parse(ids_of("Perhaps</think>No.")).text == "No."
     assert deep.parse(ids_of("Perhaps")).text == ""
@@ -509,8 +548,9 @@ def test_bare_json_is_a_call_only_if_it_looks_like_one() -> None:
     assert llama.parse(ids_of('The answer: {"name": 1}')).faults == ()
     assert llama.parse(ids_of('{"answer": 42}')).text == '{"answer": 42}'
     assert llama.parse(ids_of('<|start|>{"name": "look", "parameters": {}}')).calls == (Call("look", {}),)
-    assert len(llama.parse(ids_of('{"name": "look"}')).faults) == 1
-    assert len(llama.parse(ids_of('{"name": "look", "parameters": {}} so')).faults) == 1
+    for said in ('{"name": "look"}', '{"name": "look", "parameters": {}} so'):
+        reply = llama.parse(ids_of(said))
+        assert (reply.text, reply.calls, len(reply.faults)) == (said, (), 1)
 
 
 def test_special_tokens_are_not_a_part_of_what_is_said() -> None:

@@ -144,9 +144,10 @@ class Template:
             if calling or "tool_calls" in history[-1]:
                 end = wanted[0]  # some have a stop token of their own for calls
             if (end, after) != wanted:
+                instead = ', or write environment.format = "hermes"' if messages[0]["role"] == "tool" else ""
                 raise ModelError(
                     f"{self.name}: what its chat template puts after an assistant's turn depends on {what}, so that "
-                    "turns cannot be joined: give the tokenizer a template that does not"
+                    f"turns cannot be joined: give the tokenizer a template in which it does not{instead}"
                 )
 
     def _histories(self, messages: Sequence[Message]) -> Iterator[tuple[str, list[Message], dict[str, Any]]]:
