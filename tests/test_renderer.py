@@ -84,7 +84,7 @@ def odd_ids(text: str, rng: random.Random) -> list[int]:
 # --- the tail ---------------------------------------------------------------------------------------------------------
 
 TAILS = {
-    "qwen": "\n<|im_start|>user\n<tool_response>\n7</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "qwen": "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     "llama": '<|start|>ipython<|header|>\n\n"7"<|im_end|><|start|>assistant<|header|>\n\n',
     "mistral": '[RESULT]{"content": "7", "id": "000000000"}[/RESULT]',
     "deep": "[RESULTS][RESULT]7[/RESULT][/RESULTS]<|header|><think>\n",
@@ -93,8 +93,7 @@ TAILS = {
 
 @pytest.mark.parametrize("name", TAILS)
 def test_behind_a_stop_token_come_the_separator_what_was_seen_and_the_next_header(name: str) -> None:
-    tail = TAILS[name].replace("7<", "7\n<") if name == "qwen" else TAILS[name]
-    assert text_of(renderer(name).extend(np.array([70, STOP]), [tool("7")])) == tail
+    assert text_of(renderer(name).extend(np.array([70, STOP]), [tool("7")])) == TAILS[name]
 
 
 @pytest.mark.parametrize("name", TAILS)
@@ -107,6 +106,22 @@ def test_a_turn_that_was_cut_is_ended_first(name: str) -> None:
 def test_any_stop_token_ends_a_turn() -> None:
     tails = [renderer("llama").extend(np.array([70, stop]), [tool("7")]).tolist() for stop in STOPS]
     assert tails[0] == tails[1] == tails[2]
+
+
+def test_a_template_that_ends_no_turn_is_noted_and_what_was_sampled_stays() -> None:
+    ours = renderer_of("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:", format="hermes")
+    assert ours.notes == ("the chat template of a/model ends the assistant's turn by no stop token",)
+    for ids in ([70, STOP], [70]):
+        assert text_of(ours.extend(np.array(ids), [user("7")])) == "\nuser: 7\nassistant:"
+
+
+def test_one_answer_at_a_time_is_enough() -> None:
+    again = "loop.index > 1 and messages[loop.index0 - 1].role == 'tool'"
+    raises = "{% if " + again + " %}{{ raise_exception('two') }}{% endif %}"
+    ours = renderer_of(QWEN.replace('{% elif m.role == "tool" %}', '{% elif m.role == "tool" %}' + raises))
+    assert text_of(ours.extend(np.array([STOP]), [tool("7")])) == TAILS["qwen"]
+    with pytest.raises(DataError, match="refuses these messages: two"):
+        ours.extend(np.array([STOP]), [tool("7"), tool("8")])
 
 
 def test_several_answers_are_put_where_the_template_puts_them() -> None:

@@ -112,12 +112,13 @@ class Renderer:
     def _wraps(self, format: str) -> bool:
         if why := self.template.takes(ASKED):
             raise ModelError(f"{self.name}: no turn can follow one of the assistant: {why}")
-        self.template.prove(ASKED)
+        for messages in [ASKED], []:
+            self.template.prove(*messages)
         why = self.template.takes(SHOWN)
         if why and format == "auto":
             raise ModelError(f"{self.name}: it has no place for what tools say: {why}: {WRITE_HERMES}")
         try:
-            for messages in [] if why else [[SHOWN], [SHOWN, SHOWN_TOO]]:
+            for messages in [] if why else [[SHOWN], [SHOWN, SHOWN_TOO], [SHOWN, ASKED]]:
                 self.template.prove(*messages)
         except ModelError:
             if format == "auto":

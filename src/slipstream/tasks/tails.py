@@ -131,9 +131,13 @@ class Template:
         return why
 
     def prove(self, *messages: Message) -> None:
-        """ModelError unless these messages, which it takes, have one tail, whatever came before."""
-        calling = self.calling[messages[0]["role"] == "tool"]
-        wanted = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
+        """ModelError unless these messages have one tail, whatever came before."""
+        tool = bool(messages) and messages[0]["role"] == "tool"
+        calling = self.calling[tool]
+        try:
+            wanted = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
+        except Refused:  # and so they will be where they come
+            return
         for what, history, args in self._histories(messages):
             if self.as_text is None and any("tool_calls" in message for message in history):
                 continue
@@ -144,7 +148,7 @@ class Template:
             if calling or "tool_calls" in history[-1]:
                 end = wanted[0]  # some have a stop token of their own for calls
             if (end, after) != wanted:
-                instead = ', or write environment.format = "hermes"' if messages[0]["role"] == "tool" else ""
+                instead = ', or write environment.format = "hermes"' if tool else ""
                 raise ModelError(
                     f"{self.name}: what its chat template puts after an assistant's turn depends on {what}, so that "
                     f"turns cannot be joined: give the tokenizer a template in which it does not{instead}"
