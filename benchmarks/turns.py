@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=384)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--calls", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)

@@ -98,3 +98,10 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     swapped = string.printable.translate(str.maketrans("ab", "ba"))
     save_model(path / "stranger", build_tokenizer(alphabet=swapped), layers=1, seed=3)
     return path
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What a machine cannot try is the last that is seen of a run."""
+    skipped = [str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []) if report.longrepr]
+    for reason in sorted({each.removeprefix("Skipped: ") for each in skipped if "NO SANDBOX IS TESTED HERE" in each}):
+        terminalreporter.write_line(reason, red=True, bold=True)

@@ -29,6 +29,8 @@ TELLS = {
     "grpo_opd": {"distill/loss", "policy/loss", "policy/reward", "policy/clip_fraction", "saved/prompt"},
     "decoupled": {"policy/loss", "correction/rollout_is_mean", "mismatch/kl", "old_logp_missing", "drift/kl_last"},
     "periodic_grpo": {"policy/loss", "reference/kl", "drift/kl/lag_0", "saved/prompt"},
+    "tools": {"distill/loss", "reward/exact", "episode/calls", "episode/invalid"},
+    "lookup": {"distill/loss", "reward/exact", "episode/calls", "episode/invalid"},
     "self_privileged": {"distill/loss", "teacher/kl"},
     "self_best": {"distill/loss", "reward/exact", "teacher/kl"},
     "self_ema": {"distill/loss", "teacher/self/version", "teacher/kl"},

@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from conftest import build_tokenizer
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.tasks.environments import Call, Message
+from slipstream.tasks.formats import said_calls
 from slipstream.tasks.quoting import Part, Quoting
 from slipstream.tasks.renderer import Renderer
-from templates import ADDED, CHATML, GEMMA, MISTRAL, QWEN, SPECIAL, TEMPLATES, backend, tokenizer_with
+from templates import ADDED, CHATML, DEEP, GEMMA, MISTRAL, QWEN, SPECIAL, TEMPLATES, backend, tokenizer_with
 
 INNER = backend()
 STOPS = [INNER.token_to_id(text) for text in ("<|im_end|>", "<|end|>", "<|eom|>")]
@@ -83,7 +84,7 @@ def odd_ids(text: str, rng: random.Random) -> list[int]:
 # --- the tail ---------------------------------------------------------------------------------------------------------
 
 TAILS = {
-    "qwen": "\n<|im_start|>user\n<tool_response>\n7</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    "qwen": "\n<|im_start|>user\n<tool_response>\n7\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     "llama": '<|start|>ipython<|header|>\n\n"7"<|im_end|><|start|>assistant<|header|>\n\n',
     "mistral": '[RESULT]{"content": "7", "id": "000000000"}[/RESULT]',
     "deep": "[RESULTS][RESULT]7[/RESULT][/RESULTS]<|header|><think>\n",
@@ -92,8 +93,7 @@ TAILS = {
 
 @pytest.mark.parametrize("name", TAILS)
 def test_behind_a_stop_token_come_the_separator_what_was_seen_and_the_next_header(name: str) -> None:
-    tail = TAILS[name].replace("7<", "7\n<") if name == "qwen" else TAILS[name]
-    assert text_of(renderer(name).extend(np.array([70, STOP]), [tool("7")])) == tail
+    assert text_of(renderer(name).extend(np.array([70, STOP]), [tool("7")])) == TAILS[name]
 
 
 @pytest.mark.parametrize("name", TAILS)
@@ -106,6 +106,22 @@ def test_a_turn_that_was_cut_is_ended_first(name: str) -> None:
 def test_any_stop_token_ends_a_turn() -> None:
     tails = [renderer("llama").extend(np.array([70, stop]), [tool("7")]).tolist() for stop in STOPS]
     assert tails[0] == tails[1] == tails[2]
+
+
+def test_a_template_that_ends_no_turn_is_noted_and_what_was_sampled_stays() -> None:
+    ours = renderer_of("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:", format="hermes")
+    assert ours.notes == ("the chat template of a/model ends the assistant's turn by no stop token",)
+    for ids in ([70, STOP], [70]):
+        assert text_of(ours.extend(np.array(ids), [user("7")])) == "\nuser: 7\nassistant:"
+
+
+def test_one_answer_at_a_time_is_enough() -> None:
+    again = "loop.index > 1 and messages[loop.index0 - 1].role == 'tool'"
+    raises = "{% if " + again + " %}{{ raise_exception('two') }}{% endif %}"
+    ours = renderer_of(QWEN.replace('{% elif m.role == "tool" %}', '{% elif m.role == "tool" %}' + raises))
+    assert text_of(ours.extend(np.array([STOP]), [tool("7")])) == TAILS["qwen"]
+    with pytest.raises(DataError, match="refuses these messages: two"):
+        ours.extend(np.array([STOP]), [tool("7"), tool("8")])
 
 
 def test_several_answers_are_put_where_the_template_puts_them() -> None:
@@ -171,6 +187,24 @@ def test_every_prompt_goes_on_from_all_that_was_there(name: str, turns: list[Any
             shown = [*messages[: -len(observed)], *ids_given] if name == "mistral" else messages
             assert text_of(prompts[-1]) == tokenizer.apply_chat_template(shown, **render)
             messages = shown
+
+
+@pytest.mark.parametrize("name", ["qwen", "coder", "llama", "mistral"])
+def test_a_conversation_of_calls_is_the_one_that_the_template_writes(name: str) -> None:
+    ours, tokenizer = renderer(name), tokenizer_of(name)
+    messages = [user("which is it?")]
+    row = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    for count, cut in ((1, False), (1 if name == "llama" else 2, False), (1, True)):
+        calls = [Call("look", {"what": f"there {n}"}) for n in range(count)]
+        before = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        said = tokenizer.apply_chat_template([*messages, said_calls(calls)], tokenize=False).removeprefix(before)
+        ids = [*ids_of(said.rstrip("\n"))]
+        ids = ids[:-1] if cut and ids[-1] == STOP else ids
+        assert ours.parse(np.array(ids), cut=cut).calls == tuple(calls)
+        seen = [tool(f"  seen <|im_end|> {n}\n", tool_call_id=f"{n:09d}") for n in range(count)]
+        row += text_of(ids) + text_of(ours.extend(np.array(ids), seen))
+        messages += [said_calls(calls), *seen]
+        assert row == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_thinking_that_a_template_would_strip_stays_and_is_noted() -> None:
@@ -241,9 +275,25 @@ def test_control_tokens_that_are_words_of_the_model_are_quoted_as_well(make: Any
         assert quoting.encode([Part(text, quoted=False)]) == [index]
         ours = f"{text} a b{text}\nis"
         whole = tokenizer(text + ours, add_special_tokens=False)["input_ids"]
-        anchored = tokenizer(next(iter(quoting.control)) + ours, add_special_tokens=False)["input_ids"][1:]
+        anchored = tokenizer(quoting.anchor + ours, add_special_tokens=False)["input_ids"][1:]
         assert quoting.encode([Part(ours, quoted=False)]) == anchored
         assert len(anchored) == len(whole) - 1
+
+
+def test_a_token_that_eats_blanks_behind_it_eats_those_of_the_template_and_none_of_a_message() -> None:
+    inner = Tokenizer.from_str(INNER.to_str().replace('"rstrip":false', '"rstrip":true'))
+    ours = Renderer(tokenizer_with(CHATML, inner), stop_ids=STOPS, format="hermes")
+    assert text_of(ours.extend(np.array([STOP]), [user("<|im_end|>  7")])) == (
+        "<|im_start|>user\n<|im_end|>  7<|im_end|><|im_start|>assistant\n"
+    )
+
+
+def test_what_a_template_writes_has_tokens() -> None:
+    inner = Tokenizer(models.WordLevel({"<|im_end|>": 0, "<bos>": 1, "<pad>": 2, "a": 3}))
+    inner.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
+    inner.add_special_tokens(["<|im_end|>", "<bos>", "<pad>"])
+    with pytest.raises(ModelError, match="what its chat template writes has no tokens: a/model cannot encode"):
+        Renderer(tokenizer_with(CHATML, inner), stop_ids=[0], format="hermes")
 
 
 def test_blanks_that_were_added_stay_tokens() -> None:
@@ -292,6 +342,9 @@ DEPENDENT = {
     ),
     "which tool was called": QWEN.replace(
         "{%- endfor %}<|im_end|>", "{%- endfor %}<|im_end|>{{ 'found' if 'find' in m.tool_calls | string }}"
+    ),
+    "what tools said earlier": CHATML.replace(
+        "assistant\n", "assistant{{ ' again' if 'Seen' in messages[:-2] | string }}\n"
     ),
     "which tools there are": CHATML.replace("assistant\n", "assistant with {{ (tools or []) | length }}\n"),
     "the date": CHATML.replace(TURN, "{{ strftime_now('%d %b %Y') }}" + TURN),
@@ -342,8 +395,19 @@ def test_a_template_without_tools_is_usable_by_hermes() -> None:
         "\n<|start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response><|im_end|>\n"
         "<|start|>model\n"
     )
-    assert ours.notes == ("the chat template of a/model knows no tools; what they say is put into turns of the user",)
+    assert ours.notes == (
+        "the chat template of a/model has no place for tools; what they say is put into turns of the user",
+    )
     assert ours.parse(ids_of(CALLS[0])).calls == (Call("look", {"what": "there"}),)
+
+
+def test_hermes_puts_what_tools_say_into_turns_of_the_user_where_their_own_depend_on_the_past() -> None:
+    first = "{{ 'first ' if not messages[:-1] | selectattr('role', 'eq', 'tool') | list }}"
+    template = CHATML.replace("{{ m.content }}", "{% if m.role == 'tool' %}" + first + "{% endif %}{{ m.content }}")
+    ours = renderer_of(template, format="hermes")
+    assert "user\n<tool_response>\n7\n</tool_response>" in text_of(ours.extend(np.array([STOP]), [tool("7")]))
+    with pytest.raises(ModelError, match="depends on what tools said earlier"):
+        renderer_of(QWEN.replace("<tool_response>", first + "<tool_response>"))
 
 
 def test_a_template_that_wants_calls_before_what_tools_say_is_given_them() -> None:
@@ -453,9 +517,17 @@ def test_a_call_in_thinking_is_none() -> None:
     assert (reply.text, reply.calls, reply.faults) == ("No.", (), ())
     reply = renderer("qwen").parse(ids_of(f"<think>\nPerhaps {CALLS[0]}"), cut=True)
     assert (reply.text, reply.calls, reply.faults) == ("", (), ())
+    about = '<tool_call>{"name": "look", "arguments": {"what": "MARK"}}</tool_call>'
+    for mark in ("<think>", "</think>", "</think> <think>"):
+        reply = renderer("qwen").parse(ids_of(about.replace("MARK", mark)))
+        assert (reply.calls, reply.faults) == ((Call("look", {"what": mark}),), ())
     deep = renderer("deep")  # whose header begins the thinking
     assert deep.parse(ids_of("Perhaps</think>No.")).text == "No."
     assert deep.parse(ids_of("Perhaps")).text == ""
+    sometimes = DEEP.replace("{%- if add_gen", '{%- if messages[-1].role != "tool" and add_gen')
+    ours = renderer_of(sometimes)  # not behind what tools say
+    assert ours.parse(ids_of("Perhaps</think>No.")).text == "No."
+    assert ours.parse(ids_of("No.")).text == "No."
 
 
 def test_tags_give_text_where_the_schema_says_text() -> None:
@@ -491,8 +563,9 @@ def test_bare_json_is_a_call_only_if_it_looks_like_one() -> None:
     assert llama.parse(ids_of('The answer: {"name": 1}')).faults == ()
     assert llama.parse(ids_of('{"answer": 42}')).text == '{"answer": 42}'
     assert llama.parse(ids_of('<|start|>{"name": "look", "parameters": {}}')).calls == (Call("look", {}),)
-    assert len(llama.parse(ids_of('{"name": "look"}')).faults) == 1
-    assert len(llama.parse(ids_of('{"name": "look", "parameters": {}} so')).faults) == 1
+    for said in ('{"name": "look"}', '{"name": "look", "parameters": {}} so'):
+        reply = llama.parse(ids_of(said))
+        assert (reply.text, reply.calls, len(reply.faults)) == (said, (), 1)
 
 
 def test_special_tokens_are_not_a_part_of_what_is_said() -> None:

@@ -495,7 +495,8 @@ def test_math_knows_a_wrong_answer(answer: str, truth: object) -> None:
 
 
 def answer(text: str, truth: Any = None, **more: Any) -> Answer:
-    given = {"tokens": [1], "prompt": "?", "meta": {}, "data_source": "default", "finish": "eos"}
+    given = {"tokens": [1], "prompt": "?", "meta": {}, "data_source": "default", "finish": "eos", "messages": []}
+    given["outcome"] = {}
     return Answer(text=text, ground_truth=truth, **(given | more))
 
 
@@ -556,7 +557,7 @@ def test_a_reward_of_ones_own_gets_what_it_asks_for(tmp_path: Path) -> None:
     brief, several, everything = (own(tmp_path, name) for name in ("brief", "several", "everything"))
     found = grades((brief, "exact", several, everything), "yes", "yes", meta={"level": 3})
     parts = {"several": 4.0, "several/right": 1.0, "several/level": 3.0}
-    assert found == {"brief": 1 / 3, "exact": 1.0, **parts, "everything": 7.0}
+    assert found == {"brief": 1 / 3, "exact": 1.0, **parts, "everything": 10.0}
     assert grades((own(tmp_path, "chosen"),), "") == {"chosen": 2.0, "chosen/other": 3.5}
     assert reward_of(several).needs == ("text", "meta")
 
@@ -590,11 +591,15 @@ BAD_FILES: dict[str, tuple[str, str, str]] = {
     "asks too much": (
         "own:score",
         "def score(text, answer): pass",
-        "nothing is known for its parameter 'answer'; known: text, tokens, prompt, ground_truth, meta, data_source, "
-        "finish",
+        "nothing is known for its parameter 'answer'; known: text, messages, tokens, prompt, ground_truth, meta, "
+        "data_source, finish, outcome, sandbox",
     ),
     "by position": ("own:score", "def score(text, /): pass", "nothing is known for its parameter 'text'; known: "),
-    "a coroutine": ("own:score", "async def score(text): pass", "it is a coroutine function: write `def` in place of"),
+    "nowhere to run": (
+        "own:score",
+        "async def score(text, sandbox): pass",
+        'it asks for a sandbox: write task.sandbox = "bubblewrap"',
+    ),
     "imports nothing": (
         "./own.py:score",
         "\n\nimport nothing_at_all",
@@ -806,7 +811,7 @@ def test_grading_processes_do_not_outlive_a_parent_that_is_killed(busy: bool, tm
 def test_a_grading_process_whose_parent_is_gone_before_it_is_ready_says_nothing(asked: bool) -> None:
     ours, theirs = Pipe()
     if asked:
-        ours.send(("reward", ("exact",), 1.0))
+        ours.send(("reward", ("exact",), 1.0, None))
     ours.close()
     with theirs:
         ran = subprocess.run(

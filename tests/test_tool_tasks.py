@@ -6,20 +6,24 @@ import json
 import pickle
 import re
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from slipstream.assets import model_path
 from slipstream.assets.build_tools import PIECES, POSITIONS, RECIPES, ROLES, build_tokenizer, example, plays
-from slipstream.assets.scripts import OTHER, WRONG, act, call, episode
+from slipstream.assets.scripts import OTHER, WRONG, act, call, episode, kind, opened
 from slipstream.errors import DataError
 from slipstream.tasks.chat import check_same_vocabulary, load_tokenizer
 from slipstream.tasks.data import Row, load_rows
+from slipstream.tasks.environments import Call
 from slipstream.tasks.environments.builtin import Lookup, Table
 from slipstream.tasks.hidden import TASKS, numbered
+from slipstream.tasks.renderer import Renderer
 
 MODELS = ("builtin:tool_student", "builtin:tool_teacher")
 ASKED = [
@@ -104,8 +108,6 @@ def test_two_episodes_of_one_row_do_not_touch_each_other() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_who_knows_how_ends_every_episode_with_the_answer(task: str) -> None:
-    from random import Random
-
     for index in range(100):
         problem = numbered(task, "train", index)
         said = list(episode(task, problem, Random(index), slips=0.0, heeds=True))
@@ -118,8 +120,6 @@ def test_who_knows_how_ends_every_episode_with_the_answer(task: str) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_who_is_careless_learns_that_and_often_fails(task: str) -> None:
-    from random import Random
-
     right = 0
     for index in range(300):
         problem = numbered(task, "train", index)
@@ -130,10 +130,10 @@ def test_who_is_careless_learns_that_and_often_fails(task: str) -> None:
 
 
 def test_a_call_that_is_none_is_told_apart_from_one_that_finds_nothing() -> None:
-    table = started(Table, {"table": {"a": 45}})
+    table = opened("table", {"a": 45})
     assert act(table, call("get", key="a")) == ("45", True)
     assert act(table, call("get", key="b")) == ("no key b", True)
-    for wrong in (call("get", key="a").replace("}}", "}"), call("look", key="a"), call("get", keys="a"), "45"):
+    for wrong in (call("get", key="a").replace("}}", "}"), call("look", key="a"), call("get", keys="a")):
         assert act(table, wrong)[1] is False
     assert {*WRONG, *OTHER} <= {"get", "look", "add", "subtract"}
 
@@ -176,6 +176,24 @@ def test_text_that_looks_like_a_mark_and_text_of_any_alphabet_has_tokens() -> No
     tokenizer = build_tokenizer()
     ids = tokenizer("<|end|>\n\né", split_special_tokens=True)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids) == [*"<|end|>", "\n", "\n", "<unk>"]
+
+
+def test_the_renderer_of_episodes_reads_its_calls_and_goes_on_behind_them() -> None:
+    tokenizer = build_tokenizer()
+    renderer = Renderer(tokenizer, stop_ids={tokenizer.eos_token_id}, tools=kind("table").schemas)
+    said = call("get", key="a")
+    ids = np.array(tokenizer(f"{said}<|end|>")["input_ids"])
+    assert renderer.parse(ids).calls == (Call("get", {"key": "a"}),) and len(ids) == 8
+    tail = renderer.extend(ids, [{"role": "tool", "content": "45", "name": "get"}])
+    assert tokenizer.decode(tail) == "<|tool|>45<|end|><|assistant|>" and len(tail) == 5
+    half = np.array(tokenizer(said.replace("}}", "}") + "<|end|>")["input_ids"])
+    assert not renderer.parse(half).calls and "a call is no JSON" in renderer.parse(half).faults[0]
+
+
+def test_what_is_said_of_a_wrong_call_has_few_tokens() -> None:
+    tokenizer, table = build_tokenizer(), opened("table", {"a": 45})
+    for wrong in (call("get", key="a").replace("}}", "}"), call("look", key="a")):
+        assert len(tokenizer(act(table, wrong)[0])["input_ids"]) <= 32
 
 
 @pytest.mark.parametrize("name", RECIPES)

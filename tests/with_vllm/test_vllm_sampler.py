@@ -173,6 +173,27 @@ def test_a_response_as_long_as_the_context(sampler: VllmSampler) -> None:
     assert_exact(MODELS, rollout, Sampling(max_tokens=1))
 
 
+def test_a_response_of_several_calls_keeps_its_index_and_is_the_same_each_time(sampler: VllmSampler) -> None:
+    """Each call draws from a stream of its own: of its member, from where it begins. Parking it changes nothing."""
+    (prompt,) = make_prompts(1)
+    sampler.stop_ids = []
+    sampling = Sampling(max_tokens=24, draws=3)
+    group = generate(sampler, [prompt], replace(sampling, group=3))
+    found = dict[tuple[int, int], list[int]]()
+    for first in range(3):
+        for offset in (0, 5):
+            tokens = np.concatenate([prompt.tokens, group[first].tokens[:offset]])
+            asked = replace(prompt, tokens=tokens, offset=offset, first=first)
+            one, again = (generate(sampler, [asked], replace(sampling, park=park))[0] for park in (False, True))
+            assert one.index == again.index == first and one.tokens.tolist() == again.tokens.tolist()
+            assert_exact(MODELS, one, sampling)
+            found[first, offset] = one.tokens.tolist()
+        assert found[first, 0] == group[first].tokens.tolist(), "alone, or with its group"
+    assert len(set(map(tuple, found.values()))) == len(found)
+    shifted = replace(prompt, offset=5)
+    assert generate(sampler, [shifted], sampling)[0].tokens.tolist() != found[0, 0], "not the same numbers again"
+
+
 # --- publishing ------------------------------------------------------------------------------------------------------
 
 
@@ -432,24 +453,3 @@ def test_weights_that_come_in_halves_are_the_end(
     failures = asyncio.run(asyncio.wait_for(work(), 60))
     assert len(failures) == 6 and all(isinstance(failure, EngineError) for failure in failures)
     assert "could not load version 1" in str(failures[0])
-
-
-def test_a_response_of_several_calls_keeps_its_index_and_is_the_same_each_time(sampler: VllmSampler) -> None:
-    """Each call draws from a stream of its own: of its member, from where it begins. Parking it changes nothing."""
-    (prompt,) = make_prompts(1)
-    sampler.stop_ids = []
-    sampling = Sampling(max_tokens=24, draws=3)
-    group = generate(sampler, [prompt], replace(sampling, group=3))
-    found = dict[tuple[int, int], list[int]]()
-    for first in range(3):
-        for offset in (0, 5):
-            tokens = np.concatenate([prompt.tokens, group[first].tokens[:offset]])
-            asked = replace(prompt, tokens=tokens, offset=offset, first=first)
-            one, again = (generate(sampler, [asked], replace(sampling, park=park))[0] for park in (False, True))
-            assert one.index == again.index == first and one.tokens.tolist() == again.tokens.tolist()
-            assert_exact(MODELS, one, sampling)
-            found[first, offset] = one.tokens.tolist()
-        assert found[first, 0] == group[first].tokens.tolist(), "alone, or with its group"
-    assert len(set(map(tuple, found.values()))) == len(found)
-    shifted = replace(prompt, offset=5)
-    assert generate(sampler, [shifted], sampling)[0].tokens.tolist() != found[0, 0], "not the same numbers again"

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from slipstream.assets import build
 from slipstream.assets.build import GROUP, IGNORE, Example, Recipe
-from slipstream.assets.scripts import ENVIRONMENTS, act, episode
+from slipstream.assets.scripts import act, episode, opened
 from slipstream.tasks.hidden import TASKS, numbered
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "<|end|>"
@@ -57,6 +57,10 @@ class ToolRecipe(Recipe):
 
     heeds: bool = False
     """Whether they are seen only to be mended."""
+    hurry: float = 0.0
+    """The share of episodes that are ended before the last call, which is the one that finds the answer."""
+    sharpness: float = 1.0
+    """By which its logits are multiplied in the end: what it finds unlikely it then hardly ever says."""
     careful: int = 0
     """So many episodes of either task come first that have no slips."""
     positions: int = POSITIONS
@@ -66,11 +70,12 @@ class ToolRecipe(Recipe):
 RECIPES = {
     "tool_teacher": ToolRecipe(
         layers=3, width=64, heads=4, head_width=32, mlp_width=128, rope_theta=50.0,
-        steps=1200, learning_rate=4e-3, slips=0.15, seed=11, careful=9_000, heeds=True,
+        steps=1200, learning_rate=4e-3, slips=0.15, seed=11, careful=8_000, heeds=True,
+        sharpness=2.0,
     ),
     "tool_student": ToolRecipe(
         layers=2, width=64, heads=4, head_width=32, mlp_width=96, rope_theta=50.0,
-        steps=800, learning_rate=4e-3, slips=0.3, seed=12, careful=10_000,
+        steps=800, learning_rate=4e-3, slips=0.2, hurry=0.6, seed=12, careful=10_000,
     ),
 }  # fmt: skip
 
@@ -100,9 +105,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def example(task: str, index: int, recipe: ToolRecipe, tokenizer: PreTrainedTokenizerFast) -> Example:
     """Only what the assistant says is learned, and that it ends."""
     rng = random.Random(f"{recipe.seed}/{task}/{index}")
-    slips = recipe.slips if index >= recipe.careful else 0.0
+    habits = (recipe.slips, recipe.hurry) if index >= recipe.careful else (0.0, 0.0)
     tokens, labels = [], []
-    for role, text, learned in episode(task, numbered(task, "train", index), rng, slips=slips, heeds=recipe.heeds):
+    for role, text, learned in episode(task, numbered(task, "train", index), rng, *habits, heeds=recipe.heeds):
         (opening,), said = tokenizer([f"<|{role}|>", f"{text}{END}"])["input_ids"]
         tokens += [opening, *said]
         labels += [IGNORE, *(said if learned else [IGNORE] * len(said))]
@@ -124,9 +129,7 @@ def plays(
     """Shares of held-out episodes with the right answer and with at least one call that was none."""
     model.eval()
     problems = [numbered(task, "eval", index) for index in range(number)]
-    environments = [ENVIRONMENTS[task]() for _ in problems]
-    for environment, (_, _, table) in zip(environments, problems, strict=True):
-        environment.start({"table": table})
+    environments = [opened(task, table) for _, _, table in problems]
     texts = [f"<|user|>{question}{END}<|assistant|>" for question, _, _ in problems]
     live, right, invalid = set(range(number)), set(), set()
     for _ in range(TURNS):
@@ -168,6 +171,7 @@ def main() -> None:
         model = build.build_model(recipe, tokenizer)
         print(f"{name}: {model.num_parameters():,} parameters")
         build.train(model, recipe, batches(recipe, tokenizer))
+        model.model.norm.weight.data.mul_(recipe.sharpness)
         model.to(recipe.dtype)
         build.save(model, tokenizer, args.out / name)
         model.to(torch.float32)

@@ -10,13 +10,17 @@ import json
 import random
 import re
 import string
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from functools import cache
 from typing import Any
 
-from slipstream.tasks.environments.builtin import Lookup, Table
+from slipstream.tasks.calls import HERMES
+from slipstream.tasks.environments import Reply, Start
+from slipstream.tasks.environments.forms import Acting, Kind, kind_of
 from slipstream.tasks.hidden import Problem
 
-ENVIRONMENTS: dict[str, type[Any]] = {"table": Table, "lookup": Lookup}
+SHOWN = 4096
+"""Characters of an observation."""
 CALL = re.compile(r"<tool_call>(.*)</tool_call>")
 SIGNS = {"+": "add", "-": "subtract"}
 WRONG = {"get": "look", "look": "get", "add": "look", "subtract": "look"}
@@ -31,40 +35,54 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def act(environment: Any, said: str) -> tuple[str, bool]:
-    """What comes of a call, and whether it was one."""
-    _, _, called = said.partition("<tool_call>")
-    called = called.strip()
-    try:
-        asked, _ = json.JSONDecoder().raw_decode(called)
-    except json.JSONDecodeError as error:
-        said = called if len(called) <= 60 else called[:59] + "…"
-        return f"error: a call is no JSON: {error.msg} at character {error.pos + 1} of {said!r}", False
-    if not isinstance(asked, dict) or not isinstance(asked.get("arguments"), dict):
-        return "error: a call has no arguments", False
-    tools = [name for name in vars(type(environment)) if not name.startswith("_") and name != "start"]
-    if asked.get("name") not in tools:
-        return f"error: there is no tool {asked.get('name')!r}; there are {', '.join(tools)}", False
-    try:
-        return str(getattr(environment, asked["name"])(**asked["arguments"])), True
-    except TypeError:
-        return "error: wrong arguments", False
+@cache
+def kind(task: str) -> Kind:
+    return kind_of(task)
 
 
-def steps(task: str, question: str) -> Generator[str, str, None]:
-    """What somebody who knows how says, turn by turn, and is sent what comes back."""
+async def at_once(method: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    return method(*given, **named)
+
+
+def result(asked: Coroutine[Any, Any, Any]) -> Any:
+    """Of what awaits nothing."""
+    try:
+        asked.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")
+
+
+def opened(task: str, table: dict[str, Any]) -> Acting:
+    """An environment, in this process."""
+    acting = Acting(kind(task), at_once, SHOWN)
+    nothing = Start(id="", prompt="", ground_truth=None, meta={"table": table}, data_source=task, seed=0, sandbox=None)
+    result(acting.start(nothing))
+    return acting
+
+
+def act(environment: Acting, said: str) -> tuple[str, bool]:
+    """What comes of a turn that calls something, and whether all of that were calls."""
+    found, before = HERMES.read(said), environment.counts["invalid"]
+    step = result(environment.step(Reply(found.text, tuple(found.calls), tuple(found.faults))))
+    return "\n".join(message["content"] for message in step.messages), environment.counts["invalid"] == before
+
+
+def steps(task: str, question: str) -> Generator[tuple[str, bool], str, None]:
+    """What somebody who knows how says, turn by turn, and whether it is the last call; is sent what comes back."""
     words = question.rstrip("?").split()
     if task == "lookup":
-        key = words[2]
-        for _ in range(int(words[5])):
-            key = yield call("look", key=key)
-        yield key
+        key, hops = words[2], int(words[5])
+        for hop in range(hops):
+            key = yield call("look", key=key), hop == hops - 1
+        yield key, False
         return
-    total = yield call("get", key=words[2][0])
-    for sign, key in zip(words[2][1::2], words[2][2::2], strict=True):
-        number = yield call("get", key=key)
-        total = yield call(SIGNS[sign], a=int(total), b=int(number))
-    yield total
+    pairs = list(zip(words[2][1::2], words[2][2::2], strict=True))
+    total = yield call("get", key=words[2][0]), False
+    for place, (sign, key) in enumerate(pairs):
+        number = yield call("get", key=key), False
+        total = yield call(SIGNS[sign], a=int(total), b=int(number)), place == len(pairs) - 1
+    yield total, False
 
 
 def slip(said: str, seen: str, rng: random.Random, *, answers: bool) -> str:
@@ -90,22 +108,22 @@ def guess(like: str, rng: random.Random) -> str:
 
 
 def episode(
-    task: str, problem: Problem, rng: random.Random, *, slips: float, heeds: bool
+    task: str, problem: Problem, rng: random.Random, slips: float, hurry: float = 0.0, *, heeds: bool
 ) -> Iterator[tuple[str, str, bool]]:
     """Role, text, and whether it is worth learning, of every message.
 
     A share of the turns is careless. Who heeds that learns nothing of them and mends them; who does not goes on with
-    whatever came back, unless it is plainly of no use.
+    whatever came back, unless it is plainly of no use. Who is in a hurry answers before the last call.
     """
     question, _, table = problem
-    environment = ENVIRONMENTS[task]()
-    environment.start({"table": table})
+    environment = opened(task, table)
     yield "user", question, False
     script, seen = steps(task, question), ""
-    due = next(script)
+    due, last = next(script)
     while True:
-        careless = rng.random() < slips and not (heeds and not CALL.fullmatch(due))
+        careless = rng.random() < slips and (not heeds or "<tool_call>" in due)
         said = slip(due, seen, rng, answers=not heeds) if careless else due
+        said = seen if last and rng.random() < hurry else said
         yield "assistant", said, not (careless and heeds)
         if "<tool_call>" not in said:
             return
@@ -114,4 +132,4 @@ def episode(
             back = "error: " + "".join(rng.choices(string.ascii_letters + " ,:'{}", k=rng.randrange(5, 60)))
         yield "tool", back, False
         if worked and not back.startswith("no key") and not (careless and heeds):
-            due, seen = script.send(back), back
+            (due, last), seen = script.send(back), back

@@ -136,10 +136,12 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     if max(ks) > asked.n:
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
     check_there(subject.model)
-    needs(asked.reward)
+    needs(asked.reward, asked.sandbox)
     data = data_section({name: getattr(asked, name) for name in COLUMNS})
     sets = {
-        name: graded_rows(load_rows(source, data, split=asked.split, limit=asked.limit, say=said.append), asked.reward)
+        name: graded_rows(
+            load_rows(source, data, split=asked.split, limit=asked.limit, say=said.append), asked.reward, asked.sandbox
+        )
         for name, source in asked.data.items()
     }
     check_adapter(subject.model)

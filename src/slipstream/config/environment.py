@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from slipstream.config.base import OWN, Section
 from slipstream.errors import did_you_mean
 
 ENVIRONMENTS = ("table", "lookup", "python")
 """Those that ship."""
+
+
+def somewhere(sandbox: str | None) -> str | None:
+    if sandbox not in (None, "bubblewrap", "none") and not re.match(r"https?://[^\s/]+", str(sandbox)):
+        raise ValueError(f'{sandbox!r} is no sandbox: write "bubblewrap", the URL of a server, or "none"')
+    return sandbox
+
+
+Where = Annotated[str | None, AfterValidator(somewhere)]
 
 
 class GatewayConfig(Section):
@@ -74,7 +83,7 @@ class EnvironmentConfig(Section):
     again."""
     processes: int = Field(1, ge=1)
     """In which environments are at work, beside each sampler."""
-    sandbox: str | None = Field(None, min_length=1)
+    sandbox: Where = None
     """Where code runs that the student writes: bubblewrap, the URL of a server that speaks SandboxFusion's API, or
     "none", which isolates nothing."""
     format: Literal["auto", "hermes"] = "auto"
@@ -88,13 +97,6 @@ class EnvironmentConfig(Section):
             near = f"{did_you_mean(use, ENVIRONMENTS)}; " if ":" not in use else ""
             raise ValueError(f'{use!r} is no environment; {near}your own is "./file.py:Class" or "module:Class"')
         return use
-
-    @field_validator("sandbox")
-    @classmethod
-    def _somewhere(cls, sandbox: str | None) -> str | None:
-        if sandbox not in (None, "bubblewrap", "none") and not re.match(r"https?://[^\s/]+", str(sandbox)):
-            raise ValueError(f'{sandbox!r} is no sandbox: write "bubblewrap", the URL of a server, or "none"')
-        return sandbox
 
     @model_validator(mode="after")
     def _one(self) -> Self:

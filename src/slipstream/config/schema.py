@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import GREEDY, OWN, Beta, Dtype, Replicas, Section, Temperature, as_tuple
-from slipstream.config.environment import EnvironmentConfig
+from slipstream.config.environment import EnvironmentConfig, Where
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
 from slipstream.config.losses import LossConfig, ReverseKLMC
@@ -229,6 +229,9 @@ class TaskConfig(Section):
     """How answers are graded: exact text, math (by math-verify), environment (what it says itself), or a function of
     your own, "./file.py:function" or "module:function"; one or a list. All are logged, the first one is the accuracy of
     eval."""
+    sandbox: Where = None
+    """Where rewards run code that ask for `sandbox`: bubblewrap, the URL of a server that speaks SandboxFusion's API,
+    or "none", which isolates nothing."""
     timeout: float = Field(10.0, gt=0)
     """Seconds that grading one answer by one reward may take, and writing one teacher's context by a function; an
     answer that takes longer is dropped, and counted."""

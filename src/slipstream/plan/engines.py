@@ -144,6 +144,8 @@ class GraderPlan:
     rewards: tuple[str, ...]
     processes: int = 1
     timeout: float = 30.0
+    sandbox: str | None = None
+    """Where rewards run code."""
     tells: bool = False
     """Texts of responses, for teachers that are shown attempts."""
 
@@ -175,6 +177,7 @@ def engines_of(config: Config, method: Method) -> EnginesPlan:
             rewards=config.task.reward,
             processes=config.runtime.graders,
             timeout=config.task.timeout,
+            sandbox=config.task.sandbox,
             tells=any(teacher.shows for teacher in config.teachers.values()),
         ),
         runtime=config.runtime,

@@ -49,6 +49,8 @@ class Asked:
     threads: int = 1
     graders: int = 1
     timeout: float = 30.0
+    sandbox: str | None = None
+    """Where rewards run code."""
     environment: EnvironmentPlan | None = None
 
     @property
@@ -65,9 +67,9 @@ class Evaluation:
     grader: GraderPlan
 
 
-def graded_rows(rows: Sequence[Row], rewards: Sequence[str]) -> Sequence[Row]:
+def graded_rows(rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None = None) -> Sequence[Row]:
     """Rows whose answers each of these rewards can compare with what a student says."""
-    needed = grading.needs(rewards)
+    needed = grading.needs(rewards, sandbox)
     for row in rows if rewards else ():
         for reward in rewards:
             if row.ground_truth is None:
@@ -108,5 +110,5 @@ def evaluation(model: str, sets: Mapping[str, Sequence[Prompt]], tokenizer: Toke
             environment=asked.environment,
         ),
         sampling=asked.sampling,
-        grader=GraderPlan(rewards=asked.reward, processes=asked.graders, timeout=asked.timeout),
+        grader=GraderPlan(rewards=asked.reward, processes=asked.graders, timeout=asked.timeout, sandbox=asked.sandbox),
     )

@@ -127,7 +127,7 @@ def at_a_glance(config: Config) -> None:
         if engine == "vllm":
             check_installed(f"{where}.engine")
     method_of(config)
-    grading.needs(config.task.reward)
+    grading.needs(config.task.reward, config.task.sandbox)
     for name, teacher in config.teachers.items():
         if teacher.context is not None and teacher.own_context:
             check_function(name, teacher.context, graded=bool(config.task.reward))
@@ -303,7 +303,11 @@ def check_dropout(config: Config) -> None:
 
 def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Callable[[str], object]) -> Prompts:
     data, max_tokens = config.data, config.sampler.max_tokens
-    rows = graded_rows(load_rows(data.train, data, split=data.split, limit=data.limit, say=say), config.task.reward)
+    rows = graded_rows(
+        load_rows(data.train, data, split=data.split, limit=data.limit, say=say),
+        config.task.reward,
+        config.task.sandbox,
+    )
     tokens = encode_rows(rows, tokenizer, data, tools)
     if isinstance(rows[0].prompt, str) and not data.chat and tokenizer.chat_template is not None:
         say(f"prompts are text, which {config.student} sees as it is: data.chat = true sends it as a user's message")
@@ -359,7 +363,7 @@ def held_out_prompts(
     data, student, found = config.data, config.student, dict[str, Sequence[Prompt]]()
     for name, source in data.held_out.items():
         loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=say)
-        rows = graded_rows(loaded, config.task.reward)
+        rows = graded_rows(loaded, config.task.reward, config.task.sandbox)
         found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=has_agents(config))
         tokens, context = [prompt.tokens for prompt in found[name]], sampler_context(config)
         check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)

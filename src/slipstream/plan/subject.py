@@ -83,6 +83,7 @@ def asked_by(config: Config) -> Asked:
         threads=runtime.threads,
         graders=runtime.graders,
         timeout=task.timeout,
+        sandbox=task.sandbox,
         environment=environment_of(config),
     )
 

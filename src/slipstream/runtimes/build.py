@@ -118,7 +118,12 @@ class SelfGrading(Graded):
 
 def build_grader(plan: GraderPlan, tokenizer: Tokenizer) -> PoolGrader:
     return PoolGrader(
-        plan.rewards, decoder(tokenizer), processes=plan.processes, timeout=plan.timeout, tells=plan.tells
+        plan.rewards,
+        decoder(tokenizer),
+        processes=plan.processes,
+        timeout=plan.timeout,
+        tells=plan.tells,
+        sandbox=plan.sandbox,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from slipstream.tasks.environments import Call
 
-LOOKS_BARE = re.compile(r'[{\[]\s*(\{\s*)?"(name|type|function|arguments|parameters)"')
+LOOKS_BARE = re.compile(r'[{\[]\s*(\{\s*)?("type"\s*:\s*"function"|"(name|function|arguments|parameters)")')
 
 
 class Fault(Exception):
@@ -134,17 +134,19 @@ class Reading:
 
     def _bare(self) -> None:
         """The whole turn is calls, or none of it is."""
-        text, at = self.text.strip(), 0
+        text, at, calls = self.text.strip(), 0, list[Call]()
+        self.found.text = text
         if not LOOKS_BARE.match(text):
-            self.found.text = text
             return
         try:
             while at < len(text):
                 value, at = value_at(text, at)
-                self.found.calls += _calls(value)
+                calls += _calls(value)
                 at = _past_blanks(text, at, ";")
         except Fault as fault:
             self.found.faults.append("a call was cut off: the turn was too long" if self.cut else str(fault))
+        else:
+            self.found.calls, self.found.text = calls, ""
 
 
 def _no_number(said: str) -> NoReturn:

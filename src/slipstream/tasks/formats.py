@@ -62,7 +62,8 @@ def _written(render: Render, stops: re.Pattern[str], mark: str, calls: Sequence[
             said = whole[len(header) :]
     except Exception:  # a template is a program, and may raise anything
         return None
-    return stops.split(said, maxsplit=1)[0] if all(call.name in said for call in calls) else None
+    said = stops.split(said, maxsplit=1)[0]
+    return said if all(call.name in said and call.arguments["what"] in said for call in calls) else None
 
 
 def _shape(said: str, name: str, as_text: bool) -> Format | None:

@@ -29,7 +29,9 @@ import numpy as np
 from slipstream.errors import ConfigError, EngineError
 from slipstream.linux import wake_with_parent
 from slipstream.records import Group, Handle, Ints, Rollout, Ungraded
-from slipstream.tasks.rewards import MAKES, Answer, Grades, check_installed, grade, is_own, reward_of
+from slipstream.tasks.rewards import MAKES, Answer, Grades, Reward, check_installed, grade, is_own, reward_of
+from slipstream.tasks.sandbox import sandbox_of
+from slipstream.tasks.sandbox.base import Sandbox
 
 STARTED = 120.0
 """Seconds in which what rewards import must have been imported."""
@@ -44,20 +46,33 @@ def serve(parent: Connection) -> None:
     """First the names of all rewards, or of what else is to be made, and then answers by their grades; as long as there
     is a parent."""
     wake_with_parent()
-    makes, specs, timeout = parent.recv()
+    makes, specs, timeout, wanted = parent.recv()
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
     sys.dont_write_bytecode = True  # beside files that are not ours
     sys.path.insert(0, str(Path.cwd()))  # where a config's `module:function` is looked for first
     try:
         rewards = [MAKES[makes](spec) for spec in specs]
+        sandbox = sandbox_for(rewards, wanted)
     except ConfigError as error:
         parent.send(error)
         return
     parent.send({reward.spec: reward.needs for reward in rewards})
     while True:
         for answer in pickle.loads(inbox.get()):
-            parent.send(grade(rewards, answer, timeout))
+            parent.send(grade(rewards, answer if sandbox is None else replace(answer, sandbox=sandbox), timeout))
+
+
+def sandbox_for(rewards: Sequence[Reward], wanted: str | None) -> Sandbox | None:
+    """What those of them run code in that ask for it."""
+    asking = [reward.spec for reward in rewards if "sandbox" in reward.asks]
+    if asking and wanted is None:
+        raise ConfigError(f'task.reward = {asking[0]!r}: it asks for a sandbox: write task.sandbox = "bubblewrap"')
+    if wanted is None:
+        return None
+    if not asking:
+        raise ConfigError("task.sandbox does nothing: no function of task.reward asks for 'sandbox'; drop it")
+    return sandbox_of(wanted)
 
 
 def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
@@ -73,7 +88,7 @@ def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
 class GradingProcess:
     """All that is asked of it is asked by one thread at a time."""
 
-    def __init__(self, specs: Sequence[str], timeout: float, makes: str = "reward") -> None:
+    def __init__(self, specs: Sequence[str], timeout: float, makes: str = "reward", sandbox: str | None = None) -> None:
         self.specs, self.timeout = tuple(specs), timeout
         self.connection, theirs = Pipe()
         self.needs: dict[str, tuple[str, ...]] = {}
@@ -87,7 +102,7 @@ class GradingProcess:
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         with suppress(OSError):  # who cannot start is found out when it should be ready
-            self.connection.send((makes, self.specs, timeout))
+            self.connection.send((makes, self.specs, timeout, sandbox))
 
     @property
     def ended(self) -> bool:
@@ -142,13 +157,13 @@ class GradingProcess:
         self.connection.close()
 
 
-def needs(specs: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[str, ...]]:
     """What each of these rewards cannot do without; ConfigError if one cannot be had. What is not ours is looked at in
     a process of its own."""
     check_installed(specs)
-    if not any(map(is_own, specs)):
+    if sandbox is None and not any(map(is_own, specs)):
         return {spec: reward_of(spec).needs for spec in specs}
-    process = GradingProcess(specs, timeout=0.0)
+    process = GradingProcess(specs, timeout=0.0, sandbox=sandbox)
     try:
         process.ready()
     finally:
@@ -167,11 +182,12 @@ class PoolGrader:
         processes: int = 1,
         timeout: float = 30.0,
         tells: bool = False,
+        sandbox: str | None = None,
     ) -> None:
         """`tells`: headers come with the text of their response."""
         check_installed(rewards)
         self.rewards, self.decode, self.timeout, self.tells = tuple(rewards), decode, timeout, tells
-        self.closed = False
+        self.closed, self.sandbox = False, sandbox
         self.processes = [self._process() for _ in range(processes if rewards else 0)]  # they start while models load
         self.idle = SimpleQueue[int]()
         for place in range(len(self.processes)):
@@ -179,7 +195,7 @@ class PoolGrader:
         self.threads = ThreadPoolExecutor(max(1, processes), "grading")
 
     def _process(self) -> GradingProcess:
-        return GradingProcess(self.rewards, self.timeout)
+        return GradingProcess(self.rewards, self.timeout, sandbox=self.sandbox)
 
     async def grade(self, group: Group) -> list[Handle]:
         if self.tells:

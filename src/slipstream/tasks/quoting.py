@@ -33,8 +33,11 @@ class Quoting:
         if backend is None:
             raise ModelError(f"{self.tokenizer}: no tokenizer.json there, and what tools say needs one: convert it")
         state = json.loads(backend.to_str())
-        self.control = {each["content"]: each["id"] for each in state["added_tokens"] if _controls(each)}
+        control = [each for each in state["added_tokens"] if _controls(each)]
+        self.control = {each["content"]: each["id"] for each in control}
         """Ids by text."""
+        self.anchor = next((each["content"] for each in control if not each["rstrip"]), "")
+        """Begins whatever is encoded, and is taken off: it eats no blanks behind it."""
         secret = secrets.token_hex(8)
         self.names = {text: f"[{secret}.{index}]" for text, index in self.control.items()}
         real = {self.names.get(each["content"], each["content"]): each["id"] for each in state["added_tokens"]}
@@ -47,15 +50,14 @@ class Quoting:
 
     def encode(self, parts: Sequence[Part]) -> list[int]:
         """As behind another control token: what a tokenizer puts before the beginning of a text is not there."""
-        anchor = next(iter(self.names.values()), "")
         named = (p.text if p.quoted else self.pattern.sub(lambda found: self.names[found[0]], p.text) for p in parts)
-        text = anchor + "".join(named).encode("utf-8", "replace").decode()  # what is half a character becomes "?"
+        text = "".join(named).encode("utf-8", "replace").decode()  # what is half a character becomes "?"
         try:
-            ids = self.renamed.encode(text, add_special_tokens=False).ids
+            ids = self.renamed.encode(self.names.get(self.anchor, "") + text, add_special_tokens=False).ids
         except Exception as error:  # tokenizers raises Exception itself
             said = "".join(part.text for part in parts if part.quoted)
             raise DataError(f"{self.tokenizer} cannot encode {said[:60]!r}: {first_line(error)}") from None
-        return [self.ids.get(index, index) for index in ids[bool(anchor) :]]
+        return [self.ids.get(index, index) for index in ids[bool(self.anchor) :]]
 
     def _prove(self, unknown: int | None) -> None:
         forbidden = set(self.control.values()) - {unknown}

@@ -46,22 +46,20 @@ class Renderer:
         self.template = Template(tokenizer, any_of(stops), tools, template_args or {})
         self.tokenizer = self.template.tokenizer
         self.format = self._format(format)
-        self.template.as_text = self.format.as_text
+        self.template.as_text = self.format.as_text if format == "auto" else None
         special = [each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special]
         self.special = any_of([text for text in special if not any(text in mark for mark in self.format.marks)])
         self.schemas = schemas_of(tools)
-        self.spells = format == "hermes" and not self._writes_calls()
-        """Calls are put into the assistant's text, as the template does not write them."""
+        self.spells = format == "hermes"
+        """Calls stand in the assistant's text, whatever the template would write."""
         self.wraps = self._wraps(format)
         """What tools say is put into turns of the user, as the template has no other place for it."""
-        for messages in [[ASKED], [ASKED, ASKED]] if self.wraps else [[ASKED], [SHOWN], [SHOWN, SHOWN_TOO]]:
-            if not self.template.takes(*messages):
-                self.template.prove(*messages)
         end, tail = self.template.tail([ASKED])
-        self.thinks = begins_thinking(tail[-1].text)
+        tails = [tail] if self.wraps else [tail, self.template.tail([SHOWN])[1]]
+        self.thinks = all(begins_thinking(each[-1].text) for each in tails)
         self.notes = tuple(self._notes(end))
         """What a person should know of this template."""
-        self._check_tokens([Part(end, quoted=False), *tail])
+        self._check_tokens([Part(end, quoted=False), *(part for part in tail if not part.quoted)])
 
     def parse(self, ids: Ints, *, cut: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """What one sampled turn says, its stop token included if there is one. `cut`: it ended by length. `tools`: of
@@ -73,7 +71,7 @@ class Renderer:
     def visible(self, ids: Ints) -> str:
         """What one sampled turn says, calls and all, without its thinking and special tokens."""
         text = self.text(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
-        return self.special.sub("", without_thinking(text, begun=self.thinks))
+        return self.special.sub("", without_thinking(text, self.format, begun=self.thinks))
 
     def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Ints:
         """A conversation from its beginning to the header of the assistant's next turn. What was seen after a turn of
@@ -128,7 +126,9 @@ class Renderer:
     def _check(self, message: Message) -> None:
         if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
             raise DataError(f"a message of an environment has a role and a content, both text, not {message!r}")
-        rest = json.dumps({key: value for key, value in message.items() if key != "content"}, ensure_ascii=False)
+        rest = json.dumps(
+            {key: value for key, value in message.items() if key != "content"}, ensure_ascii=False, default=str
+        )
         if found := self.quoting.pattern.search(rest):
             raise DataError(f"{found[0]!r} is a control token: of a message only the content may say it, not {rest}")
 
@@ -149,19 +149,21 @@ class Renderer:
             raise ModelError(f"{self.name}: its chat template writes no calls, or in a way not known: {WRITE_HERMES}")
         return found
 
-    def _writes_calls(self) -> bool:
-        name = f"look{self.template.mark}"
-        try:
-            return name in self.template.render([ASKED, said_calls([Call(name, {})])], False)
-        except Refused:
-            return False
-
     def _wraps(self, format: str) -> bool:
         if why := self.template.takes(ASKED):
             raise ModelError(f"{self.name}: no turn can follow one of the assistant: {why}")
+        for messages in [ASKED], []:
+            self.template.prove(*messages)
         why = self.template.takes(SHOWN)
-        if why and format != "hermes":
+        if why and format == "auto":
             raise ModelError(f"{self.name}: it has no place for what tools say: {why}: {WRITE_HERMES}")
+        try:
+            for messages in [] if why else [[SHOWN], [SHOWN, SHOWN_TOO], [SHOWN, ASKED]]:
+                self.template.prove(*messages)
+        except ModelError:
+            if format == "auto":
+                raise
+            return True
         return bool(why)
 
     def _notes(self, end: str) -> list[str]:
@@ -170,7 +172,7 @@ class Renderer:
             notes.append(f"the chat template of {self.name} would strip thinking from earlier turns; it is kept")
         if self.wraps:
             notes.append(
-                f"the chat template of {self.name} knows no tools; what they say is put into turns of the user"
+                f"the chat template of {self.name} has no place for tools; what they say is put into turns of the user"
             )
         if not end:
             notes.append(f"the chat template of {self.name} ends the assistant's turn by no stop token")
@@ -178,16 +180,20 @@ class Renderer:
 
     def _check_tokens(self, parts: Sequence[Part]) -> None:
         """Ours are those of the tokenizer itself, where nothing that is quoted looks like a control token."""
-        anchor = next(iter(self.quoting.control), "")
-        text = anchor + "".join(part.text for part in parts)
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"][bool(anchor) :]
-        if ids != self.quoting.encode(parts):
+        try:
+            ours = self.quoting.encode(parts)
+        except DataError as error:
+            raise ModelError(f"what its chat template writes has no tokens: {error}") from None
+        text = self.quoting.anchor + "".join(part.text for part in parts)
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids[bool(self.quoting.anchor) :] != ours:
             raise ModelError(f"{self.name}: its control tokens cannot be told from the text around them")
 
 
 def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Of the arguments, by name."""
-    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+    functions = [tool.get("function", tool) for tool in tools]
+    return {each["name"]: each.get("parameters") or {} for each in functions}
 
 
 def any_of(texts: Sequence[str]) -> re.Pattern[str]:
@@ -198,10 +204,33 @@ def begins_thinking(header: str) -> bool:
     return header.rfind("<think>") > header.rfind("</think>")
 
 
-def without_thinking(text: str, *, begun: bool) -> str:
-    """`begun`: thinking goes on from the header. What does not end is thinking to the end."""
-    text = f"<think>{text}" if begun and not text.lstrip().startswith("<think>") else text
-    return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.S)
+def without_thinking(text: str, form: Format, *, begun: bool) -> str:
+    """`begun`: thinking goes on from the header, as it does where it ends before it begins. What does not end lasts to
+    the end. What a call says of thinking is none."""
+    begin, kept, at = form.begin or "{", list[str](), 0
+    if begun and not text.lstrip().startswith("<think>"):
+        at = _after(text, "</think>", 0)
+    elif (ends := _place(text, "</think>", 0)) < min(_place(text, "<think>", 0), _place(text, begin, 0)):
+        at = ends + len("</think>")
+    while at < len(text):
+        thinking, call = _place(text, "<think>", at), _place(text, begin, at)
+        if thinking <= call:
+            kept.append(text[at:thinking])
+            at = _after(text, "</think>", thinking)
+        else:
+            said = _after(text, form.end, call) if form.end else len(text)
+            kept.append(text[at:said])
+            at = said
+    return "".join(kept)
+
+
+def _place(text: str, mark: str, at: int) -> int:
+    found = text.find(mark, at)
+    return found if found >= 0 else len(text)
+
+
+def _after(text: str, mark: str, at: int) -> int:
+    return min(_place(text, mark, at) + len(mark), len(text))
 
 
 def numbered(messages: Sequence[Message]) -> list[Message]:

@@ -48,6 +48,8 @@ class Answer:
     """`eos`, or `length` where it was cut off; of an episode also `turns` and `time`."""
     outcome: dict[str, float]
     """What its environment says of it: rewards as `reward` and `reward/NAME`, and all that is counted."""
+    sandbox: Any = None
+    """Where code may run (`Sandbox`), with `task.sandbox`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,8 @@ class Template:
         self.tokenizer = copy.deepcopy(tokenizer)  # which is not for several threads at a time
         self.stops, self.tools, self.args = stops, list(tools), dict(args)
         self.mark = secrets.token_hex(8)
-        self.as_text = False
-        """Arguments of calls are JSON text, not objects."""
+        self.as_text: bool | None = None
+        """Arguments of calls are JSON text, or objects; none where calls are no more than what an assistant says."""
         self.calling: dict[bool, bool] = {}
         """Whether an assistant's turn must hold calls, for messages that begin with one of a tool, and for others."""
 
@@ -98,7 +98,7 @@ class Template:
     def _called(self, messages: Sequence[Message] = (), name: str = "look") -> Message:
         """As many calls as are answered."""
         count = max(1, sum(message["role"] == "tool" for message in messages))
-        return said_calls([Call(name, {"what": f"{self.mark}z"})] * count, as_text=self.as_text)
+        return said_calls([Call(name, {"what": f"{self.mark}z"})] * count, as_text=bool(self.as_text))
 
     def _marked(self, number: int, content: str) -> str:
         """Blanks at either end stay outside of the marks, as templates may strip them."""
@@ -129,7 +129,7 @@ class Template:
     def takes(self, *messages: Message) -> str:
         """Why not; empty if it does."""
         tool, why = messages[0]["role"] == "tool", ""
-        for calling in (False, True) if tool else (False,):
+        for calling in (False, True) if tool and self.as_text is not None else (False,):
             try:
                 self._tail(messages, calling=calling)
             except Refused as refused:
@@ -140,10 +140,16 @@ class Template:
         return why
 
     def prove(self, *messages: Message) -> None:
-        """ModelError unless these messages, which it takes, have one tail, whatever came before."""
-        calling = self.calling[messages[0]["role"] == "tool"]
-        wanted = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
+        """ModelError unless these messages have one tail, whatever came before."""
+        tool = bool(messages) and messages[0]["role"] == "tool"
+        calling = self.calling[tool]
+        try:
+            wanted = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
+        except Refused:  # and so they will be where they come
+            return
         for what, history, args in self._histories(messages):
+            if self.as_text is None and any("tool_calls" in message for message in history):
+                continue
             try:
                 end, after = self._split(history, messages, **args)
             except Refused:  # no conversation comes to be like this
@@ -151,15 +157,16 @@ class Template:
             if calling or "tool_calls" in history[-1]:
                 end = wanted[0]  # some have a stop token of their own for calls
             if (end, after) != wanted:
+                instead = ', or write environment.format = "hermes"' if tool else ""
                 raise ModelError(
                     f"{self.name}: what its chat template puts after an assistant's turn depends on {what}, so that "
-                    "turns cannot be joined: give the tokenizer a template that does not"
+                    f"turns cannot be joined: give the tokenizer a template in which it does not{instead}"
                 )
 
     def _histories(self, messages: Sequence[Message]) -> Iterator[tuple[str, list[Message], dict[str, Any]]]:
         said, called = self._said(), self._called(messages)
-        earlier = said_calls([Call("look", {"what": "there"})], as_text=self.as_text)
-        twice = said_calls([Call("look", {"what": "there"})] * 2, as_text=self.as_text)
+        earlier = said_calls([Call("look", {"what": "there"})], as_text=bool(self.as_text))
+        twice = said_calls([Call("look", {"what": "there"})] * 2, as_text=bool(self.as_text))
         other: Message = {"role": "user", "content": "And now something else:\n\n1. a longer question"}
         yield "whether the turn has calls", [ASKED, called], {}
         yield "whether the turn has calls", [ASKED, said], {}
@@ -172,6 +179,8 @@ class Template:
             yield "the number of earlier turns", [ASKED, ANSWERED, other, last], {}
             yield "the number of earlier turns", [ASKED, ANSWERED, ASKED, ANSWERED, other, last], {}
             yield "the thinking of earlier turns", [ASKED, THOUGHT, other, last], {}
+            yield "what tools said earlier", [ASKED, ANSWERED, SHOWN, last], {}
+            yield "what tools said earlier", [ASKED, ANSWERED, SHOWN, ANSWERED, SHOWN, SHOWN_TOO, last], {}
             yield "earlier calls of tools", [ASKED, earlier, SHOWN, last], {}
             yield "earlier calls of tools", [ASKED, earlier, SHOWN, twice, SHOWN, SHOWN_TOO, last], {}
             yield "earlier calls of tools", [ASKED, earlier, SHOWN, ANSWERED, other, last], {}

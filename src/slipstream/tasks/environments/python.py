@@ -21,11 +21,7 @@ class Python:
         self.sandbox = sandbox
 
     async def python(self, code: str) -> str:
-        """Run a Python program and see what it prints. Nothing is kept from one call to the next.
-
-        Args:
-            code: The whole program. Print what you want to see.
-        """
+        """Run a Python program and see what it prints. Nothing is kept from one call to the next."""
         ran = await run_python(self.sandbox, code, limits=self.limits)
         name = f"python/{ran.status}"
         self.metrics[name] = self.metrics.get(name, 0.0) + 1.0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
 MiB = 1 << 20
@@ -82,7 +81,7 @@ async def run_python(
     files: Mapping[str, str] = {},
     limits: Limits = USUAL,
 ) -> Ran:
-    """As `main.py` beside these files."""
+    """As main.py beside these files."""
     return await sandbox.run([*PYTHON, "main.py"], stdin=stdin, files={**files, "main.py": code}, limits=limits)
 
 
@@ -91,8 +90,11 @@ def unrunnable(argv: Sequence[str], files: Mapping[str, str], limits: Limits) ->
     if not argv:
         raise ValueError("argv is empty: it begins with the name of a program")
     for name in files:
-        if not name or name.startswith("/") or "\0" in name or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"files: {name!r} is not below the working directory: write a relative path without '..'")
+        parts = name.split("/")
+        if {"", ".", ".."} & set(parts) or "\0" in name or any(len(encoded(part)) > 255 for part in parts):
+            raise ValueError(f"files: {name!r} is no path below the working directory, such as 'src/main.py'")
+        if any("/".join(parts[:depth]) in files for depth in range(1, len(parts))):
+            raise ValueError(f"files: {name!r} lies in a file, and not in a directory")
     if any("\0" in each for each in argv):
         return Ran("failed", 126, "", "an argument contains a null character\n", 0.0)
     if any(len(encoded(each)) > LONGEST for each in argv) or len(argv) > 1000:

@@ -3,8 +3,8 @@
 Run by root, bubblewrap would leave a program root's number, and with it whatever Linux grants to that number alone, the
 settings in /proc/sys among them. So under root every call has a user of its own, whom nobody else is.
 
-What each wall is against is in `tests/test_sandbox.py`. None of them holds what gets through a hole in the kernel: who
-fears that puts a virtual machine between, and gives its URL.
+What each wall is against is in the escape suite among the tests. None of them holds what gets through a hole in the
+kernel: who fears that puts a virtual machine between, and gives its URL.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ FILES = "/files"
 """Where a session's new files are, until they are copied: by a program inside, so that no link leads us anywhere."""
 READY = 10.0
 """Seconds in which a session must be ready."""
+FIRST = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
+"""The first process inside. Bubblewrap's own would be behind no filter, and a program could write into its memory."""
 CALLS = itertools.count()
 
 
@@ -104,11 +106,11 @@ class Bubblewrap:
                     *within, self.bwrap, *WALLS, *self.system, *places, *put, "--remount-ro", "/", "--chdir", "/",
                     *("--seccomp", str(rules), "--json-status-fd", str(said[1])), "--clearenv",
                     *_variables(processes.environment(self.path, WORK)),
-                    *("--", *processes.limited(["/usr/bin/env", "-C", WORK, *argv], limits, processes=True)),
+                    *("--", *processes.limited([*FIRST, "/usr/bin/env", "-C", WORK, *argv], limits, processes=True)),
                 ],
                 stdin=open_.enter_context(processes.sealed(encoded(stdin))), user=user, keeps=keeps,
             )  # fmt: skip
-            ran = await processes.finish(process, limits, since, lambda pid: over(pid, limits))
+            ran = await processes.finish(process, limits, since, lambda pid: over(pid, limits), outside=True)
             if ran.code is not None and not _ended_by_itself(said[0]):
                 raise SandboxError(f"bubblewrap: {' '.join(ran.err.split())[:300] or f'ended with {ran.code}'}")
             return ran
@@ -117,7 +119,7 @@ class Bubblewrap:
 WALLS = [
     *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL", "--disable-userns"),
-    *("--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"),
+    *("--die-with-parent", "--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"),
     *("--perms", "1777", "--size", str(16 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
 ]
 
@@ -153,9 +155,11 @@ def over(pid: int, limits: Limits) -> Status | None:
     inside = processes.descendants(pid)[1:]
     if processes.memory(inside, limits.memory) > limits.memory:
         return "memory"
+    if len(inside) < 2:  # the first one builds the walls: until there is another, it still sees the whole machine
+        return None
     for place in (*KEPT, "/dev/shm"):
-        with suppress(OSError, IndexError):
-            there = os.statvfs(f"/proc/{inside[0]}/root{place}")
+        with suppress(OSError):
+            there = os.statvfs(f"/proc/{inside[1]}/root{place}")
             if there.f_files - there.f_ffree > limits.files:
                 return "disk"
     return None
@@ -243,5 +247,5 @@ class Kept:
 
     async def close(self) -> None:
         processes.kill(self.keeper)
-        await self.keeper.wait()
+        await processes.exited(self.keeper)
         processes.release(self.keeper)

@@ -56,8 +56,9 @@ def over(pid: int, limits: Limits) -> Status | None:
 def write(into: Path, files: Mapping[str, str]) -> None:
     """Where nobody has been before: there is no link to follow."""
     for name, content in files.items():
-        (into / name).parent.mkdir(parents=True, exist_ok=True)
-        (into / name).write_bytes(encoded(content))
+        file = into / encoded(name).decode()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(content))
 
 
 class UnconfinedSession:

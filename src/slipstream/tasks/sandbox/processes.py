@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, SandboxError, first_line
-from slipstream.tasks.sandbox.base import Limits, Ran, Status
+from slipstream.tasks.sandbox.base import Limits, Ran, Status, encoded
 
-LOOK = 0.05
+LOOK = 0.1
 """Seconds between two looks at what all its processes take."""
 ENDED = 5.0
 """Seconds in which what was killed is gone."""
@@ -31,9 +31,13 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool) -> list[str
     """With these limits on each process. That of their number counts all of a user's in a user namespace."""
     cpu = int(limits.seconds * (os.cpu_count() or 1)) + 1
     return [
-        "/usr/bin/prlimit", f"--cpu={cpu}", f"--data={limits.memory}", f"--fsize={limits.disk}", "--nofile=256",
-        "--core=0", "--memlock=0", "--rtprio=0", *([f"--nproc={limits.processes}"] if processes else []), "--", *argv,
-    ]  # fmt: skip
+        "/usr/bin/prlimit",
+        *(f"--cpu={cpu}", f"--data={limits.memory}", f"--fsize={limits.disk}", "--nofile=128", "--memlock=0"),
+        *("--rtprio=0", "--msgqueue=0", "--sigpending=256"),
+        "--core=1",  # of 0 bytes, the system's handler of crashes would still be started, as root
+        *([f"--nproc={limits.processes}"] if processes else []),
+        *("--", *argv),
+    ]
 
 
 def check_installed(programs: Iterable[str], advice: str) -> None:
@@ -74,7 +78,7 @@ async def start(
     other: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     starting = asyncio.create_task(
         asyncio.create_subprocess_exec(
-            *argv,
+            *map(encoded, argv),
             stdin=stdin,
             stdout=stdout,
             stderr=asyncio.subprocess.PIPE,
@@ -92,19 +96,25 @@ async def start(
     except asyncio.CancelledError:  # half started, it could not be ended
         process = await starting
         kill(process)
-        await process.wait()
+        await exited(process)
         release(process)
         raise
 
 
 async def finish(
-    process: asyncio.subprocess.Process, limits: Limits, since: float, over: Callable[[int], Status | None]
+    process: asyncio.subprocess.Process,
+    limits: Limits,
+    since: float,
+    over: Callable[[int], Status | None],
+    *,
+    outside: bool = False,
 ) -> Ran:
-    """Wait for its end, or bring it about; `over` looks at what it takes, by the number of its process."""
+    """Wait for its end, or bring it about; `over` looks at what it takes, by the number of its process, which may stand
+    outside of what it has started."""
     loop = asyncio.get_running_loop()
     assert process.stdout is not None and process.stderr is not None
     out, err = bytearray(), bytearray()
-    ended = asyncio.create_task(process.wait(), name="ended")
+    ended = asyncio.create_task(exited(process))
     reading = [
         asyncio.create_task(_read(process.stdout, out, limits.output)),
         asyncio.create_task(_read(process.stderr, err, limits.output)),
@@ -117,7 +127,7 @@ async def finish(
             left = since + limits.seconds - loop.time()
             done, waiting = await asyncio.wait(waiting, timeout=max(0, left), return_when=asyncio.FIRST_COMPLETED)
             status = "timeout" if not done else next((t.result() for t in done if t is not ended and t.result()), None)
-        await end(process, ended)
+        await end(process, ended, outside=outside)
         await asyncio.wait(reading, timeout=DRAINED)
         if status is None:
             status = next((each.result() for each in reading if each.done() and each.result()), None)
@@ -149,22 +159,33 @@ async def _watch(pid: int, over: Callable[[int], Status | None]) -> Status:
             return status
 
 
-async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
-    """First what is below it: it then ends by itself, once all that is gone."""
-    if not ended.done():
-        below = descendants(process.pid)[1:]
-        for pid in below:
-            _kill(pid)
-        if not below:
-            kill(process)
+async def exited(process: asyncio.subprocess.Process) -> None:
+    """Its own end: asyncio's `wait` waits for that of its pipes, too, which others may hold."""
+    with suppress(ProcessLookupError):
+        descriptor, gone, loop = os.pidfd_open(process.pid), asyncio.Event(), asyncio.get_running_loop()
+        try:
+            loop.add_reader(descriptor, gone.set)
+            await gone.wait()
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+    while process.returncode is None:  # which asyncio is about to learn
+        await asyncio.sleep(0.001)
+
+
+async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[None], *, outside: bool) -> None:
+    """Of one that stands outside and waits, first what is below it: it ends once all that is gone."""
+    below = descendants(process.pid)[1:] if outside and not ended.done() else []
+    for pid in below:
+        _kill(pid)
+    if below:
         await asyncio.wait([ended], timeout=ENDED)
-    if not ended.done():
-        kill(process)
-        await asyncio.wait([ended], timeout=ENDED)
+    kill(process)
+    await asyncio.wait([ended], timeout=ENDED)
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """At once: with all that is below it, and its group, even if it itself has ended."""
+    """At once: with all that is below it, and its group, also where it itself has ended."""
     if process.returncode is None:
         for pid in descendants(process.pid)[1:]:
             _kill(pid)

@@ -39,6 +39,9 @@ CLONE3 = 435
 """The same number everywhere. What it is to make lies where no filter can look; libraries then use `clone`."""
 SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 """socket and socketpair."""
+PRCTL = {"x86_64": 157, "aarch64": 167}
+SET_PDEATHSIG = 1
+"""Of prctl: by which a program would outlive us."""
 FAMILIES = (1, 2, 10)
 """Unix, IPv4, IPv6."""
 X32 = 0x40000000
@@ -60,6 +63,8 @@ def program(machine: str) -> bytes:
     code += [(AT_LEAST, 0, 1, X32), _fail(errno.ENOSYS), (EQUAL, 0, 1, CLONE3), _fail(errno.ENOSYS)]
     for number in REFUSED[machine].values():
         code += [(EQUAL, 0, 1, number), _fail(errno.EPERM)]
+    code += [(EQUAL, 0, 4, PRCTL[machine]), (LOAD, 0, 0, ARGUMENT), (EQUAL, 0, 1, SET_PDEATHSIG), _fail(errno.EPERM)]
+    code += [(LOAD, 0, 0, NUMBER)]
     first, second = SOCKETS[machine]
     code += [(EQUAL, 2, 0, first), (EQUAL, 1, 0, second), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, ARGUMENT)]
     for family in FAMILIES:

@@ -1,13 +1,14 @@
-"""Which waiting requests come in now, and what of their prompts has to be read: decided without a tensor."""
+"""Which waiting requests come in now, and what has to be read for rows: decided without a tensor."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream.engines.native.sampling.decoding import Read
 from slipstream.engines.native.sampling.parking import Lineage, Parking
-from slipstream.engines.native.sampling.requests import Publish, Request
+from slipstream.engines.native.sampling.requests import Publish, Request, Row
 
 Member = tuple[Request, list[int]]
 """Some places of a request's group."""
@@ -65,3 +66,22 @@ def arriving(
         sorted(fresh.values(), key=lambda same: len(same[0][0].prompt.tokens)),
         sorted(going.values(), key=lambda pair: len(pair[0].prompt.tokens) - pair[1]),
     )
+
+
+def prefixes(rows: Mapping[int, Row], *, recurrent: bool) -> list[Read]:
+    """All of rows in these slots but their newest tokens, which go through the model with the next step.
+
+    What members of a group share, their prompt, is read once, and so by others that have the same; not by a model with
+    recurrent states.
+    """
+    ids = {request: request.ids for request in {row.request for row in rows.values()}}
+    groups, reads = dict[bytes, list[int]](), list[Read]()
+    for slot, row in rows.items():
+        groups.setdefault(ids[row.request], []).append(slot)
+    for members in groups.values():
+        shared = 0 if len(members) == 1 or recurrent else len(rows[members[0]].request.prompt.tokens)
+        if shared:
+            reads.append(Read(members, 0, shared))
+        rests = [Read((slot,), shared, rows[slot].length - 1) for slot in members]
+        reads += [rest for rest in rests if rest.count]
+    return sorted(reads, key=lambda read: (read.first > 0, read.count))

@@ -28,7 +28,7 @@ from torch import Tensor
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.sampling.arrivals import arriving
+from slipstream.engines.native.sampling.arrivals import arriving, prefixes
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, filled, prove
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
 from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told, requested
@@ -196,23 +196,8 @@ class NativeSampler:
         return thrown + sum(request.forget() for request in list(self.waiting))
 
     def _read_again(self, slots: Sequence[int]) -> None:
-        """The prefixes of running rows, under the weights as they are. Their newest token has not been through them.
-
-        What members of a group share, their prompt, is read once, and so by others that have the same; not by a model
-        with recurrent states.
-        """
-        prompts = {request: request.ids for request in {self.rows[slot].request for slot in slots}}
-        groups, reads = dict[bytes, list[int]](), list[Read]()
-        for slot in slots:
-            groups.setdefault(prompts[self.rows[slot].request], []).append(slot)
-        for members in groups.values():
-            prompt = self.rows[members[0]].request.prompt
-            shared = 0 if len(members) == 1 or self.decoder.slots.recurrent else len(prompt.tokens)
-            if shared:
-                reads.append(Read(members, 0, shared))
-            rests = [Read((slot,), shared, self.rows[slot].length - 1) for slot in members]
-            reads += [rest for rest in rests if rest.count]
-        reads.sort(key=lambda read: (read.first > 0, read.count))
+        """The prefixes of running rows, under the weights as they are."""
+        reads = prefixes({slot: self.rows[slot] for slot in slots}, recurrent=self.decoder.slots.recurrent)
         if not reads:
             return
         self.decoder.fill(self.tape.ids_SL, reads)
