@@ -41,6 +41,8 @@ class Sampling:
     """Tell with every token what else these three left."""
     greedy: bool = False
     """Beside the group, an answer drawn greedily and graded, of which only the rewards stay (see `Graded`)."""
+    alone: bool = False
+    """One answer of the student to each prompt, and no agent: by these engines are compared."""
     park: bool = False
     """These sequences will probably be gone on with: what is known of them may be kept while the weights stay."""
 
