@@ -213,7 +213,8 @@ def settings(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> str:
     """What is of the run, and what of the command line, in one line."""
     words = {name: f"{name} {told(value)}".strip() for name, value in chosen(asked).items()}
     if asked.environment is not None:
-        words["environment"] = f"environment {asked.environment.wanted.spec}"
+        wanted = asked.environment.wanted
+        words["environment"] = f"environment {wanted.spec if wanted is not None else 'gateway'}"
     ours, theirs = (", ".join(text for name, text in words.items() if (name in given) is it) for it in (False, True))
     assert subject.run is not None
     if "data" not in given and subject.trained_on:
