@@ -220,7 +220,7 @@ def test_what_fails_is_counted_and_left_out_and_nobody_else_is(tmp_path: Path) -
 
 def test_time_ends_an_agent_with_all_that_it_has_started_and_what_it_said_is_learned_from(tmp_path: Path) -> None:
     mark = f"mark-{os.getpid()}"
-    with agents(tmp_path, seconds=1.5) as made:
+    with agents(tmp_path, seconds=3) as made:
         (group,) = played(made, asked("hangs", mark=mark))
         assert [handle.header.finish for handle in group] == ["time", "time"]
         assert all(handle.header.outcome["turns"] == 1 for handle in group)
