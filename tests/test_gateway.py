@@ -237,11 +237,6 @@ FIELDS = [
 ]
 
 
-def littered(rng: Any, given: Any) -> Any:
-    """With something somewhere in it in place of what was there."""
-    return given
-
-
 @settings(max_examples=120, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=4),
