@@ -148,7 +148,11 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     tokenizer = load_tokenizer(subject.model)
     check_ends(subject.model, tokenizer)
     tools = tools_of(asked.environment, tokenizer, subject.model, said.append)
-    prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed, tools=tools) for name, rows in sets.items()}
+    tells = asked.environment is not None and asked.environment.gateway is not None
+    prompts = {
+        name: eval_prompts(rows, tokenizer, data, seed=asked.seed, tools=tools, tells=tells)
+        for name, rows in sets.items()
+    }
     made = evaluation(subject.model, prompts, tokenizer, asked)
     from slipstream.engines.native.model import pick_device
 
@@ -209,7 +213,8 @@ def settings(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> str:
     """What is of the run, and what of the command line, in one line."""
     words = {name: f"{name} {told(value)}".strip() for name, value in chosen(asked).items()}
     if asked.environment is not None:
-        words["environment"] = f"environment {asked.environment.wanted.spec}"
+        wanted = asked.environment.wanted
+        words["environment"] = f"environment {wanted.spec if wanted is not None else 'gateway'}"
     ours, theirs = (", ".join(text for name, text in words.items() if (name in given) is it) for it in (False, True))
     assert subject.run is not None
     if "data" not in given and subject.trained_on:

@@ -543,6 +543,8 @@ class Config(Section):
             if "environment" in self.task.reward:
                 raise ValueError('task.reward = "environment" is what an environment says: add [environment]')
             return
+        if there.gateway is not None and there.gateway.listen is not None and self.sampler.replicas != 1:
+            raise ValueError("environment.gateway.listen is one port, of one sampler: drop sampler.replicas")
         if there.turn_tokens is not None and there.turn_tokens >= limit:
             raise ValueError(
                 f"environment.turn_tokens = {there.turn_tokens} does nothing: sampler.max_tokens = {limit} is for a "

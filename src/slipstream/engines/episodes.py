@@ -182,6 +182,7 @@ class Episode:
             "premature": float(finish == "eos" and self.silent),
             "seconds": sum(seconds for what, _, seconds in self.spans if what != TURN),
             "failures": float(self.failures),
+            "branches": 1.0,
         }
         return lineage(self.call.prompt, self.index, self.parts, finish=finish, outcome=outcome)
 
@@ -242,7 +243,7 @@ class Episodes:
                 error = failure
                 if episode.parts:
                     begun = episode.rollout("released", {})
-        return Handle(_failed(call.prompt, call.prompt.first + place, error), None)
+        return Handle(failed(call.prompt, call.prompt.first + place, error), None)
 
     async def _played(self, episode: Episode, begun: Rollout | None) -> Rollout:
         given = self._given(episode.call.prompt)
@@ -363,7 +364,7 @@ class Episodes:
         return asyncio.get_running_loop().time()
 
 
-def _failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:
+def failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:
     return Header(
         prompt=prompt.id,
         number=prompt.number,
