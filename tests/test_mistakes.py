@@ -146,7 +146,7 @@ CONFIG = table("""
 --task.reward vibes | run.toml: task.reward: 'vibes' is no reward; known: environment, exact, math
 --task.reward environment | run.toml: task.reward = "environment" is what an environment says: add [environment]
 --environment.use shop | run.toml: environment.use: 'shop' is no environment; known: lookup, python, table; your own is
---environment.turns 3 | run.toml: environment.use: 
+--environment.turns 3 | run.toml: environment: needs use, an environment, or [environment.gateway], an agent
 --environment.use table --environment.turn_tokens 999 | run.toml: environment.turn_tokens = 999 does nothing: samp
 --environment.use table --environment.sandbox docker | run.toml: environment.sandbox: 'docker' is no sandbox: write "b
 --log.to excel | run.toml: log.to: 
