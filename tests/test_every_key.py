@@ -55,6 +55,10 @@ kind = "inline"
 device = "cpu"
 """
 ITSELF = "teachers.main.model=self teachers.main.context={prompt}{ground_truth}"
+TOOLS = (
+    "student=builtin:tool_student teachers.main.model=builtin:tool_teacher data.train=builtin:table "
+    "data.eval=builtin:table sampler.max_tokens=150"
+)
 STEERED = "reference.control=adaptive reference.target=0.001 reference.horizon=10"
 WITH = {
     "policy.reward_weights": 'policy.loss=vanilla policy.advantage=gdpo task.reward=["exact","math"]',
@@ -78,6 +82,9 @@ WITH = {
     "loss.k:jsd": "loss.cache=teacher_topk",
     "learner.lora.": "learner.lora.rank=2",
     "guards.gac.every": "guards.gac.below=0.5",
+    "environment.sandbox": f"{TOOLS} environment.use=python environment.sandbox=http://127.0.0.1:1",
+    "environment.": f"{TOOLS} environment.use=table",
+    "task.sandbox": "task.reward=./rewards.py:runs task.sandbox=http://127.0.0.1:1",
     "data.teacher_key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
     "data.prompt": "data.train=rows.jsonl",
     "data.answer": "data.train=rows.jsonl",
@@ -139,6 +146,11 @@ OTHER = {
     "correction.is_level": "geometric",
     "correction.ctpo_clip": "0.001",
     "correction.rs": "{token_k1=[0.9999,1.0001]}",
+    "environment.use": "lookup",
+    "environment.turn_tokens": "30",
+    "environment.sandbox": "http://127.0.0.1:2",
+    "environment.format": "hermes",
+    "task.sandbox": "http://127.0.0.1:2",
     "freshness.drift": "snapshots",
     "freshness.m": "3",
     "freshness.also": "policy",
@@ -358,6 +370,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(4)
         for source, level in (("main", "other"), ("other", "main"))
     ]
+    Path("rewards.py").write_text("async def runs(text, sandbox): return 1.0")
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -52,6 +52,7 @@ LOADS = {
     "tasks.environments.forms": "numpy pydantic",
     "engines.base": "",
     "engines.asked": "",
+    "engines.gateway": "numpy h11",
     "engines.native.config": "",
     "objective.method": "",
     "plan": "numpy",

@@ -557,7 +557,7 @@ def test_a_reward_of_ones_own_gets_what_it_asks_for(tmp_path: Path) -> None:
     brief, several, everything = (own(tmp_path, name) for name in ("brief", "several", "everything"))
     found = grades((brief, "exact", several, everything), "yes", "yes", meta={"level": 3})
     parts = {"several": 4.0, "several/right": 1.0, "several/level": 3.0}
-    assert found == {"brief": 1 / 3, "exact": 1.0, **parts, "everything": 7.0}
+    assert found == {"brief": 1 / 3, "exact": 1.0, **parts, "everything": 10.0}
     assert grades((own(tmp_path, "chosen"),), "") == {"chosen": 2.0, "chosen/other": 3.5}
     assert reward_of(several).needs == ("text", "meta")
 
@@ -598,7 +598,7 @@ BAD_FILES: dict[str, tuple[str, str, str]] = {
     "nowhere to run": (
         "own:score",
         "async def score(text, sandbox): pass",
-        'asks for a sandbox: write task.sandbox = "bubblewrap"',
+        'it asks for a sandbox: write task.sandbox = "bubblewrap"',
     ),
     "imports nothing": (
         "./own.py:score",

@@ -30,6 +30,7 @@ from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
 from tiny import EOS, VOCAB, make_model, wrap
+from turns import World
 
 ROOT = Path(__file__).parents[1]
 TOY_VOCAB = 6
@@ -187,7 +188,8 @@ class Failing(toy.ToySampler):
 
 
 def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
-    """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old, and a sampler dies."""
+    """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old, environments, too, and
+    a sampler dies."""
     tree = {**TREE, "updates": 20, "schedule": schedule, "task": {}}
     config, student = parse(tree), toy.random_table(TOY_VOCAB, seed=0)
     tokens = [np.array([1 + i % (TOY_VOCAB - 1)], np.int32) for i in range(8)]
@@ -195,10 +197,10 @@ def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     async def replace(_: Any) -> Any:
         other = Failing(student, seconds=0.5)
         other.mortal = False
-        return Graded(other, toy.ToyGrader())
+        return Graded(World(faults=0.1).sampler(other), toy.ToyGrader())
 
     engines = Engines(
-        samplers=(Graded(Failing(student, seconds=0.5), Overtaxed()),),
+        samplers=(Graded(World(faults=0.1).sampler(Failing(student, seconds=0.5)), Overtaxed()),),
         scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
         learner=toy.ToyLearner(student, cost=lambda _: 0.1),
         close=lambda: None,

@@ -89,7 +89,11 @@ class Room:
         spoken = sum(reply.calls[0].arguments["ids"], self.number if self.world.moody else 0)
         seen = f"{1 + spoken % 5} {2 + len(said) % 3}"
         done = len(said) == self.world.turns
-        return Step(() if done else ({"role": "tool", "content": seen},), done, {"calls": float(len(said))})
+        return Step(
+            () if done else ({"role": "tool", "content": seen},),
+            done,
+            {"calls": float(len(said)), "own/spoken": spoken},
+        )
 
     async def close(self) -> dict[str, float]:
         self.world.closed += 1

@@ -69,6 +69,8 @@ class Prompt:
     """Index of the first response in its group; one that is continued keeps its own."""
     meta: dict[str, Any] = field(default_factory=dict)
     """The other columns of its row, but for what JSON does not hold."""
+    asked: Any = None
+    """What it was before it was tokens, text or messages, where agents are told."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) == 0:

@@ -148,7 +148,11 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     tokenizer = load_tokenizer(subject.model)
     check_ends(subject.model, tokenizer)
     tools = tools_of(asked.environment, tokenizer, subject.model, said.append)
-    prompts = {name: eval_prompts(rows, tokenizer, data, seed=asked.seed, tools=tools) for name, rows in sets.items()}
+    tells = asked.environment is not None and asked.environment.gateway is not None
+    prompts = {
+        name: eval_prompts(rows, tokenizer, data, seed=asked.seed, tools=tools, tells=tells)
+        for name, rows in sets.items()
+    }
     made = evaluation(subject.model, prompts, tokenizer, asked)
     from slipstream.engines.native.model import pick_device
 

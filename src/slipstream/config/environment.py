@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from slipstream.config.base import OWN, Section
 from slipstream.errors import did_you_mean
@@ -23,14 +23,53 @@ def somewhere(sandbox: str | None) -> str | None:
 Where = Annotated[str | None, AfterValidator(somewhere)]
 
 
+class GatewayConfig(Section):
+    """An agent that speaks to the student over the chat API: started here for every episode, or somewhere else."""
+
+    command: str | None = Field(None, min_length=1)
+    """The agent: a program and its arguments, without a shell. OPENAI_BASE_URL and OPENAI_API_KEY are set, and
+    {base_url}, {session}, {workspace}, {prompt} and {prompt_file} are filled in."""
+    workspace: str | None = Field(None, min_length=1)
+    """A directory of which every episode has a copy. There the agent begins, and finds task.json: its row, but for the
+    answer."""
+    verify: str | None = Field(None, min_length=1)
+    """A program that is run there when the agent has ended. The reward is what it writes into reward.json; if it writes
+    none, 1 if its exit status is 0, else 0. Without it the agent itself may write that file."""
+    at_once: int = Field(8, ge=1)
+    """Agents that are at work at a time, beside each sampler."""
+    listen: str | None = Field(None, min_length=1)
+    """In place of a command: where agents that are started elsewhere ask for episodes, such as "127.0.0.1:8008"."""
+
+    @field_validator("listen")
+    @classmethod
+    def _here(cls, listen: str | None) -> str | None:
+        if listen is not None and not re.fullmatch(r"(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}", listen):
+            raise ValueError(
+                f'{listen!r} is no port of this machine, such as "127.0.0.1:8008"; who is elsewhere comes by a tunnel'
+            )
+        return listen
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.command is None) == (self.listen is None):
+            raise ValueError("write command, or listen for agents that are started elsewhere; one of the two")
+        if self.listen is not None:
+            for name in ("workspace", "verify", "at_once"):
+                if name in self.model_fields_set:
+                    raise ValueError(f"{name} is of agents that are started here, and listen waits for others: drop it")
+        return self
+
+
 class EnvironmentConfig(Section):
     """Roll out episodes: the student calls tools, sees what they return, and goes on."""
 
-    use: str
+    use: str | None = None
     """The environment: one that ships (table, lookup, python), or a class of your own, "./file.py:Class" or
     "module:Class", whose public methods are the tools, or which has step(reply)."""
+    gateway: GatewayConfig | None = None
+    """In place of use: an agent that is given the student as a chat API."""
     turns: int = Field(10, ge=1)
-    """Most turns of the student."""
+    """Most turns of the student; of an agent, most calls in all its conversations."""
     calls: int = Field(6, ge=0)
     """Most calls of tools, malformed ones among them."""
     turn_tokens: int | None = Field(None, ge=1)
@@ -53,8 +92,25 @@ class EnvironmentConfig(Section):
 
     @field_validator("use")
     @classmethod
-    def _known(cls, use: str) -> str:
-        if use not in ENVIRONMENTS and not OWN.fullmatch(use):
+    def _known(cls, use: str | None) -> str | None:
+        if use is not None and use not in ENVIRONMENTS and not OWN.fullmatch(use):
             near = f"{did_you_mean(use, ENVIRONMENTS)}; " if ":" not in use else ""
             raise ValueError(f'{use!r} is no environment; {near}your own is "./file.py:Class" or "module:Class"')
         return use
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.use is None) == (self.gateway is None):
+            raise ValueError("needs use, an environment, or [environment.gateway], an agent; one of the two")
+        if self.gateway is None:
+            return self
+        for name in ("calls", "observation", "processes"):
+            if name in self.model_fields_set:
+                raise ValueError(f"{name} does nothing with a gateway: what its agent does is its own matter; drop it")
+        if self.gateway.listen is not None and self.sandbox is not None:
+            raise ValueError("sandbox does nothing: agents are started elsewhere; drop it")
+        if self.gateway.command is not None and self.sandbox not in ("bubblewrap", "none"):
+            raise ValueError(
+                'an agent may run what the student writes: write sandbox = "bubblewrap", or "none" if it sees to that'
+            )
+        return self

@@ -230,8 +230,8 @@ class TaskConfig(Section):
     your own, "./file.py:function" or "module:function"; one or a list. All are logged, the first one is the accuracy of
     eval."""
     sandbox: Where = None
-    """Where rewards run code that ask for `sandbox`: bubblewrap, the URL of a server that speaks SandboxFusion's API, or
-    "none", which isolates nothing."""
+    """Where rewards run code that ask for `sandbox`: bubblewrap, the URL of a server that speaks SandboxFusion's API,
+    or "none", which isolates nothing."""
     timeout: float = Field(10.0, gt=0)
     """Seconds that grading one answer by one reward may take, and writing one teacher's context by a function; an
     answer that takes longer is dropped, and counted."""
@@ -543,6 +543,8 @@ class Config(Section):
             if "environment" in self.task.reward:
                 raise ValueError('task.reward = "environment" is what an environment says: add [environment]')
             return
+        if there.gateway is not None and there.gateway.listen is not None and self.sampler.replicas != 1:
+            raise ValueError("environment.gateway.listen is one port, of one sampler: drop sampler.replicas")
         if there.turn_tokens is not None and there.turn_tokens >= limit:
             raise ValueError(
                 f"environment.turn_tokens = {there.turn_tokens} does nothing: sampler.max_tokens = {limit} is for a "

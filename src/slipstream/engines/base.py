@@ -273,9 +273,18 @@ class Graded:
         group = await self.sampler.generate(prompt, sampling, begun)
         if unfinished(group):
             return group
-        answered = [handle for handle in group if handle.header.finish != "error"]
-        graded = {handle.header.index: handle for handle in (await self.grader.grade(answered) if answered else ())}
-        return [graded.get(handle.header.index, handle) for handle in group]
+        # an episode is graded once, by its last branch
+        answered = list({handle.header.episode: handle for handle in group if handle.header.finish != "error"}.values())
+        graded = {h.header.episode: h.header for h in (await self.grader.grade(answered) if answered else ())}
+        return [with_grade(handle, graded.get(handle.header.episode)) for handle in group]
+
+
+def with_grade(handle: Handle, graded: Header | None) -> Handle:
+    """As its episode was graded, if it was."""
+    if graded is None:
+        return handle
+    header = replace(handle.header, rewards=graded.rewards, ungraded=graded.ungraded, said=graded.said)
+    return Handle(header, handle.body)
 
 
 def beside(best: Header, group: Group) -> list[Handle]:

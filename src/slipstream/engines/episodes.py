@@ -237,7 +237,7 @@ class Episodes:
                 error = failure
                 if episode.parts:
                     begun = episode.rollout("released", {})
-        return Handle(_failed(call.prompt, call.prompt.first + place, error), None)
+        return Handle(failed(call.prompt, call.prompt.first + place, error), None)
 
     async def _played(self, episode: Episode, begun: Rollout | None) -> Rollout:
         given = self._given(episode.call.prompt)
@@ -356,7 +356,7 @@ class Episodes:
         return asyncio.get_running_loop().time()
 
 
-def _failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:
+def failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:
     return Header(
         prompt=prompt.id,
         number=prompt.number,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slipstream.config.base import at_first
+from slipstream.config.environment import GatewayConfig
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
 from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.base import Follower
 from slipstream.engines.episodes import Limits
+from slipstream.engines.gateway.programs import Agent
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.native.config import vocabulary_of, width_of
 from slipstream.engines.vllm.core import Settings
+from slipstream.errors import ConfigError
 from slipstream.objective.method import Method
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings
@@ -37,9 +41,24 @@ class ModelPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatewayPlan:
+    agent: Agent | None
+    """Who is started for every episode."""
+    at_once: int
+    host: str
+    port: int
+    name: str
+    """Of the model, as agents see it."""
+    vocabulary: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EnvironmentPlan:
-    wanted: Wanted
+    """Either of the two."""
+
+    wanted: Wanted | None
     """What a process for it is told."""
+    gateway: GatewayPlan | None
     processes: int
     limits: Limits
     renderer: Mapping[str, Any]
@@ -191,7 +210,8 @@ def environment_of(config: Config) -> EnvironmentPlan | None:
     if there is None:
         return None
     return EnvironmentPlan(
-        wanted=Wanted(there.use, there.sandbox, there.observation),
+        wanted=None if there.use is None else Wanted(there.use, there.sandbox, there.observation),
+        gateway=gateway_of(config),
         processes=there.processes,
         limits=Limits(
             turns=there.turns,
@@ -202,6 +222,34 @@ def environment_of(config: Config) -> EnvironmentPlan | None:
         ),
         renderer={"format": there.format, "template_args": config.data.template_args},
     )
+
+
+def gateway_of(config: Config) -> GatewayPlan | None:
+    there = config.environment
+    if there is None or there.gateway is None:
+        return None
+    gateway = there.gateway
+    host, _, port = (gateway.listen or "127.0.0.1:0").rpartition(":")
+    return GatewayPlan(
+        agent=None if gateway.command is None else agent_of(gateway, there.sandbox == "bubblewrap"),
+        at_once=gateway.at_once,
+        host=host.strip("[]"),
+        port=int(port),
+        name=config.student,
+        vocabulary=vocabulary_of(config.student),
+    )
+
+
+def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
+    """`walled`: in a sandbox."""
+    words: dict[str, tuple[str, ...] | None] = {"verify": None}
+    for name in ("command", "verify"):
+        if (given := getattr(gateway, name)) is not None:
+            try:
+                words[name] = tuple(shlex.split(given))
+            except ValueError as error:
+                raise ConfigError(f"environment.gateway.{name} = {given!r}: {error}") from None
+    return Agent(command=words["command"] or (), verify=words["verify"], workspace=gateway.workspace, walled=walled)
 
 
 def scorer_of(config: Config, name: str) -> ScorerPlan:

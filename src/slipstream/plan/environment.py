@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from slipstream.engines.gateway.programs import Agent
 from slipstream.engines.native.config import generation_of
+from slipstream.errors import ConfigError
 from slipstream.plan.engines import EnvironmentPlan
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.environments.hosts import schemas
@@ -15,13 +19,25 @@ Tools = Sequence[dict[str, Any]] | None
 
 
 def tools_of(there: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, say: Callable[[str], object]) -> Tools:
-    """What chat templates are told of."""
+    """What chat templates are told of; an agent has tools of its own."""
     if there is None:
         return None
     from slipstream.tasks.renderer import Renderer
 
-    found = schemas(there.wanted)
+    if there.gateway is not None and there.gateway.agent is not None:
+        check_agent(there.gateway.agent)
+    found = [] if there.wanted is None else schemas(there.wanted)
     ends = stop_ids(tokenizer, generation_of(model))
     for note in Renderer(tokenizer, stop_ids=ends, tools=found, **there.renderer).notes:
         say(note)
-    return found
+    return found if there.wanted is not None else None
+
+
+def check_agent(agent: Agent) -> None:
+    """ConfigError unless its programs and its workspace are there."""
+    if agent.workspace is not None and not Path(agent.workspace).is_dir():
+        raise ConfigError(f"environment.gateway.workspace = {agent.workspace!r} is no directory")
+    for name, words in (("command", agent.command), ("verify", agent.verify)):
+        if words is not None and (not words or shutil.which(words[0]) is None):
+            said = words[0] if words else ""
+            raise ConfigError(f"environment.gateway.{name}: there is no program {said!r} here, or it cannot be run")

@@ -83,10 +83,10 @@ def graded_rows(rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None
 
 
 def eval_prompts(
-    rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int, tools: Tools = None
+    rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int, tools: Tools = None, tells: bool = False
 ) -> list[Prompt]:
-    """Prompts in the order of the rows."""
-    prompts = Prompts(rows, encode_rows(rows, tokenizer, data, tools), seed=seed, shuffle=False)
+    """Prompts in the order of the rows; with `tells`, for agents."""
+    prompts = Prompts(rows, encode_rows(rows, tokenizer, data, tools), seed=seed, shuffle=False, tells=tells)
     return [prompts.at(number) for number in range(len(rows))]
 
 

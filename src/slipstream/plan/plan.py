@@ -315,7 +315,19 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
     check_ids(rows, tokens, config.student, vocabulary_of(config.student))
     check_budget("learner", config.learner.token_budget, max(map(len, tokens)) + max_tokens)
-    return Prompts(rows, tokens, seed=config.seed, shuffle=data.shuffle, teachers=routes(config, rows))
+    return Prompts(
+        rows,
+        tokens,
+        seed=config.seed,
+        shuffle=data.shuffle,
+        teachers=routes(config, rows),
+        tells=has_agents(config),
+    )
+
+
+def has_agents(config: Config) -> bool:
+    """Who are told their prompts in words."""
+    return config.environment is not None and config.environment.gateway is not None
 
 
 def check_split(field: str, data: DataConfig, source: str) -> None:
@@ -352,7 +364,7 @@ def held_out_prompts(
     for name, source in data.held_out.items():
         loaded = load_rows(source, data, split=data.eval_split, limit=config.eval.prompts, say=say)
         rows = graded_rows(loaded, config.task.reward, config.task.sandbox)
-        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools)
+        found[name] = eval_prompts(rows, tokenizer, data, seed=config.seed, tools=tools, tells=has_agents(config))
         tokens, context = [prompt.tokens for prompt in found[name]], sampler_context(config)
         check_fits(rows, tokens, max_tokens=config.sampler.max_tokens, context=context, model=student)
         check_ids(rows, tokens, student, vocabulary_of(student))

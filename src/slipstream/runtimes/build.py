@@ -8,6 +8,11 @@ from dataclasses import replace
 
 from slipstream.engines.base import Graded
 from slipstream.engines.episodes import Episodes
+from slipstream.engines.gateway.agents import Agents
+from slipstream.engines.gateway.guests import Guests
+from slipstream.engines.gateway.programs import Programs
+from slipstream.engines.gateway.server import Server
+from slipstream.engines.gateway.sessions import Bounds
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.config import generation_of
@@ -20,14 +25,22 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
-from slipstream.plan.engines import GraderPlan, LearnerPlan, ModelPlan, SamplerPlan, ScorerPlan
+from slipstream.plan.engines import (
+    EnvironmentPlan,
+    GatewayPlan,
+    GraderPlan,
+    LearnerPlan,
+    ModelPlan,
+    SamplerPlan,
+    ScorerPlan,
+)
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.context import context_of
 from slipstream.tasks.environments.hosts import Hosts
 from slipstream.tasks.grading import PoolGrader
 from slipstream.tasks.renderer import Renderer
 
-AnySampler = NativeSampler | VllmSampler | Episodes
+AnySampler = NativeSampler | VllmSampler | Episodes | Agents
 AnyScorer = NativeScorer | HttpScorer | VllmScorer
 
 
@@ -40,6 +53,9 @@ def build_model(plan: ModelPlan) -> LanguageModel:
 def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
     if plan.environment is None:
         return build_policy(plan, tokenizer)
+    if plan.environment.gateway is not None:
+        return build_agents(plan, plan.environment, plan.environment.gateway, tokenizer)
+    assert plan.environment.wanted is not None
     with ExitStack() as stack:
         hosts = Hosts(plan.environment.wanted, plan.environment.processes)  # they start while models load
         stack.callback(hosts.close)
@@ -49,6 +65,30 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
         renderer = Renderer(tokenizer, stop_ids=ends, tools=hosts.ready(), **plan.environment.renderer)
         stack.pop_all()
         return Episodes(policy, renderer, hosts, plan.environment.limits)
+
+
+def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan, tokenizer: Tokenizer) -> Agents:
+    """The port is taken first: if it is not free, nothing is loaded in vain."""
+    players = Guests() if gateway.agent is None else Programs(gateway.agent)
+    with ExitStack() as stack:
+        other = players.answer if isinstance(players, Guests) else None
+        server = Server(gateway.name, gateway.host, gateway.port, other)
+        stack.callback(server.close)
+        policy = build_policy(plan, tokenizer)
+        stack.callback(policy.close)
+        ends = stop_ids(tokenizer, generation_of(plan.model))
+        renderer, limits = Renderer(tokenizer, stop_ids=ends, **there.renderer), there.limits
+        stack.pop_all()
+        return Agents(
+            policy,
+            renderer,
+            players,
+            server,
+            Bounds(turns=limits.turns, turn_tokens=limits.turn_tokens, vocabulary=gateway.vocabulary),
+            seconds=limits.seconds,
+            step_seconds=limits.step_seconds,
+            at_once=gateway.at_once,
+        )
 
 
 def build_policy(plan: SamplerPlan, tokenizer: Tokenizer) -> NativeSampler | VllmSampler:

@@ -261,12 +261,20 @@ class Prompts:
     """Prompt number i of a run, for every i: a pure function of the seed, so a run can begin anywhere."""
 
     def __init__(
-        self, rows: Sequence[Row], tokens: Iterable[Ints], *, seed: int, shuffle: bool, teachers: Sequence[str] = ()
+        self,
+        rows: Sequence[Row],
+        tokens: Iterable[Ints],
+        *,
+        seed: int,
+        shuffle: bool,
+        teachers: Sequence[str] = (),
+        tells: bool = False,
     ) -> None:
-        """`teachers` names, for each row, the one that scores the answers."""
+        """`teachers` names, for each row, the one that scores the answers; with `tells`, prompts have what they were
+        before they were tokens."""
         self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.tells = seed, shuffle, tells
         self.digest = digest(self.rows, self.tokens, self.teachers)
         self._epoch, self._order = -1, np.arange(len(rows))
 
@@ -296,6 +304,7 @@ class Prompts:
             teacher=self.teachers[index],
             seed=derive_seed(self.seed, number),
             meta={name: value for name, value in row.meta.items() if is_json(value)},
+            asked=row.prompt if self.tells else None,
         )
 
 

@@ -67,7 +67,7 @@ def sandbox_for(rewards: Sequence[Reward], wanted: str | None) -> Sandbox | None
     """What those of them run code in that ask for it."""
     asking = [reward.spec for reward in rewards if "sandbox" in reward.asks]
     if asking and wanted is None:
-        raise ConfigError(f'task.reward = {asking[0]!r} asks for a sandbox: write task.sandbox = "bubblewrap"')
+        raise ConfigError(f'task.reward = {asking[0]!r}: it asks for a sandbox: write task.sandbox = "bubblewrap"')
     if wanted is None:
         return None
     if not asking:

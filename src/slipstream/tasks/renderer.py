@@ -15,8 +15,8 @@ from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.records import Ints
 from slipstream.tasks.calls import HERMES, Format
 from slipstream.tasks.chat import Tokenizer
-from slipstream.tasks.environments import Message, Reply
-from slipstream.tasks.formats import format_of
+from slipstream.tasks.environments import Call, Message, Reply
+from slipstream.tasks.formats import format_of, said_calls
 from slipstream.tasks.quoting import Part, Quoting
 from slipstream.tasks.tails import ASKED, DUMMY_TOOL, SHOWN, SHOWN_TOO, Refused, Template
 
@@ -49,8 +49,9 @@ class Renderer:
         self.template.as_text = self.format.as_text if format == "auto" else None
         special = [each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special]
         self.special = any_of([text for text in special if not any(text in mark for mark in self.format.marks)])
-        functions = [tool.get("function", tool) for tool in tools]
-        self.schemas = {each["name"]: each.get("parameters", {}) for each in functions}
+        self.schemas = schemas_of(tools)
+        self.spells = format == "hermes"
+        """Calls stand in the assistant's text, whatever the template would write."""
         self.wraps = self._wraps(format)
         """What tools say is put into turns of the user, as the template has no other place for it."""
         end, tail = self.template.tail([ASKED])
@@ -60,12 +61,50 @@ class Renderer:
         """What a person should know of this template."""
         self._check_tokens([Part(end, quoted=False), *(part for part in tail if not part.quoted)])
 
-    def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
-        """What one sampled turn says, its stop token included if there is one. `cut`: it ended by length."""
-        text = self.text(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
-        visible = self.special.sub("", without_thinking(text, self.format, begun=self.thinks))
-        found = self.format.read(visible, cut=cut, schemas=self.schemas)
+    def parse(self, ids: Ints, *, cut: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> Reply:
+        """What one sampled turn says, its stop token included if there is one. `cut`: it ended by length. `tools`: of
+        this call, in place of those of all."""
+        schemas = self.schemas if tools is None else schemas_of(tools)
+        found = self.format.read(self.visible(ids), cut=cut, schemas=schemas)
         return Reply(found.text.strip(), tuple(found.calls), tuple(found.faults))
+
+    def visible(self, ids: Ints) -> str:
+        """What one sampled turn says, calls and all, without its thinking and special tokens."""
+        text = self.text(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
+        return self.special.sub("", without_thinking(text, self.format, begun=self.thinks))
+
+    def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Ints:
+        """A conversation from its beginning to the header of the assistant's next turn. What was seen after a turn of
+        the assistant is quoted; what comes before is a prompt, which may hold control tokens, as that of a row may."""
+        said = [self._as_called(message) for message in messages]
+        said = wrapped(said) if self.wraps else numbered(said)
+        first = next((n for n, message in enumerate(said) if message["role"] == "assistant"), len(said))
+        quoted = [
+            n
+            for n, message in enumerate(said)
+            if (n > first or message["role"] == "tool")
+            and message["role"] != "assistant"
+            and self.quoting.pattern.search(message["content"])
+        ]
+        try:
+            parts = self.template.opened(said, tools, quoted)
+        except Refused as refused:
+            raise DataError(f"{self.name}: {refused}") from None
+        if quoted:
+            return np.array(self.quoting.encode(parts), np.int32)
+        text = "".join(part.text for part in parts).encode("utf-8", "replace").decode()
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+
+    def _as_called(self, message: Message) -> Message:
+        """As the template takes it: calls as JSON text or as objects, or, where it knows none, in the text."""
+        if not message.get("tool_calls"):
+            return message
+        calls = [Call(each["function"]["name"], each["function"]["arguments"]) for each in message["tool_calls"]]
+        if not self.spells:
+            return said_calls(calls, content=message["content"], as_text=self.format.as_text)
+        written = [json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in calls]
+        text = "\n".join([message["content"], *(f"<tool_call>\n{each}\n</tool_call>" for each in written)])
+        return {"role": "assistant", "content": text.strip()}
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints:
         """What follows a sampled turn: its end if it was cut, the separator, messages, the header of the next turn."""
@@ -149,6 +188,12 @@ class Renderer:
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if ids[bool(self.quoting.anchor) :] != ours:
             raise ModelError(f"{self.name}: its control tokens cannot be told from the text around them")
+
+
+def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the arguments, by name."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {each["name"]: each.get("parameters") or {} for each in functions}
 
 
 def any_of(texts: Sequence[str]) -> re.Pattern[str]:

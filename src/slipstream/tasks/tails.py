@@ -61,6 +61,15 @@ class Template:
         except Exception as error:  # a template is a program, and may raise anything
             raise Refused(f"the chat template refuses these messages: {first_line(error)}") from None
 
+    def opened(self, messages: Sequence[Message], tools: Sequence[Any], quoted: Sequence[int]) -> list[Part]:
+        """A whole conversation and the header of the next turn, the contents of some of its messages quoted."""
+        marked = [
+            message | {"content": self._marked(n, message["content"])} if n in quoted else message
+            for n, message in enumerate(messages)
+        ]
+        text = self.render(marked, True, tools=list(tools) or None)
+        return self._parts(text, [m if n in quoted else m | {"content": ""} for n, m in enumerate(messages)])
+
     def tail(self, messages: Sequence[Message]) -> tuple[str, list[Part]]:
         """What ends the assistant's turn, up to a stop token, and what follows, of which contents are quoted."""
         tool = bool(messages) and messages[0]["role"] == "tool"

@@ -195,17 +195,21 @@ class Acting:
         """Its rewards: `reward`, and `reward/NAME` for what it is made of."""
         if self.there is None or not hasattr(self.there, "close"):
             return {}
-        returned = await self.run(self.there.close)
-        if returned is None:
-            return {}
-        if not isinstance(returned, Mapping):
-            return {WHOLE: number(returned)}
-        parts = {name: number(value, f" for {name!r}") for name, value in returned.items()}
-        whole = parts.pop(WHOLE, None)
-        return {
-            WHOLE: sum(parts.values()) if whole is None else whole,
-            **{f"{WHOLE}/{name}": value for name, value in parts.items()},
-        }
+        return rewards_of(await self.run(self.there.close))
+
+
+def rewards_of(returned: Any) -> dict[str, float]:
+    """A number, or several by name, as an outcome has them; none of None."""
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        return {WHOLE: number(returned)}
+    parts = {name: number(value, f" for {name!r}") for name, value in returned.items()}
+    whole = parts.pop(WHOLE, None)
+    return {
+        WHOLE: sum(parts.values()) if whole is None else whole,
+        **{f"{WHOLE}/{name}": value for name, value in parts.items()},
+    }
 
 
 def observation(text: str, of: Call | None = None) -> Message:
