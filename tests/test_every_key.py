@@ -83,6 +83,8 @@ WITH = {
     "learner.lora.": "learner.lora.rank=2",
     "guards.gac.every": "guards.gac.below=0.5",
     "environment.sandbox": f"{TOOLS} environment.use=python environment.sandbox=http://127.0.0.1:1",
+    "environment.gateway.listen": f"{TOOLS} environment.gateway.listen=127.0.0.1:8008",
+    "environment.gateway.": f"{TOOLS} environment.sandbox=none environment.gateway.command=true",
     "environment.": f"{TOOLS} environment.use=table",
     "task.sandbox": "task.reward=./rewards.py:runs task.sandbox=http://127.0.0.1:1",
     "data.teacher_key": "data.train=rows.jsonl teachers.other.model=builtin:teacher",
@@ -150,6 +152,10 @@ OTHER = {
     "environment.turn_tokens": "30",
     "environment.sandbox": "http://127.0.0.1:2",
     "environment.format": "hermes",
+    "environment.gateway.command": "false",
+    "environment.gateway.workspace": "given",
+    "environment.gateway.verify": "true",
+    "environment.gateway.listen": "127.0.0.1:8009",
     "task.sandbox": "http://127.0.0.1:2",
     "freshness.drift": "snapshots",
     "freshness.m": "3",
@@ -370,6 +376,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(4)
         for source, level in (("main", "other"), ("other", "main"))
     ]
+    Path("given").mkdir()
     Path("rewards.py").write_text("async def runs(text, sandbox): return 1.0")
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -197,10 +197,10 @@ def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
     async def replace(_: Any) -> Any:
         other = Failing(student, seconds=0.5)
         other.mortal = False
-        return Graded(World(faults=0.1).sampler(other), toy.ToyGrader())
+        return Graded(World(faults=0.5).sampler(other), toy.ToyGrader())
 
     engines = Engines(
-        samplers=(Graded(World(faults=0.1).sampler(Failing(student, seconds=0.5)), Overtaxed()),),
+        samplers=(Graded(World(faults=0.5).sampler(Failing(student, seconds=0.5)), Overtaxed()),),
         scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
         learner=toy.ToyLearner(student, cost=lambda _: 0.1),
         close=lambda: None,

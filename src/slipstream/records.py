@@ -406,6 +406,9 @@ class Header:
     """Of one that was relabelled: how far its supervision has moved, the mean of `supervision_kl`, 0 if it has not."""
     aligned: float = 1.0
     """The share of its trained positions of which that is known."""
+    spans: tuple[tuple[str, float, float], ...] = ()
+    """Of an episode in a group that was just rolled out: its turns and steps, each with the seconds before the end of
+    the group at which it began, and how many it took."""
     greedy_tokens: int = 0
     """On one member of a group that was just rolled out: tokens of the greedy answer that was drawn beside it."""
     cause: str = ""

@@ -125,9 +125,11 @@ def some(made: Plan) -> list[Prompt]:
 
 async def engines_alone(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     found = await checks.quick(made, engines, prompts, version=0)
-    if any(finding.name.startswith("teacher") and not finding.ok and finding.fatal for finding in found):
+    if any(
+        finding.name.startswith(("teacher", "environment")) and not finding.ok and finding.fatal for finding in found
+    ):
         return found  # there is nothing to learn from
-    return found + await arrival(made, engines, prompts)
+    return found + await checks.episodes(made, engines, prompts) + await arrival(made, engines, prompts)
 
 
 async def arrival(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:

@@ -43,6 +43,8 @@ from slipstream.tasks.environments import Message, Reply, Step
 T = TypeVar("T")
 TRIES = 3
 """How often an episode is begun whose environment fails."""
+TURN = "turn"
+"""A span in which the student speaks; all others are its environment's."""
 LOOP = 3
 """The same call with the same answer so many times running is a loop."""
 
@@ -138,8 +140,8 @@ class Episode:
     looped: bool = False
     silent: bool = False
     """What was said last has no text."""
-    away: float = 0.0
-    """Seconds that its environment took."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """Turns and steps: when each began, and how many seconds it took."""
 
     @property
     def room(self) -> int:
@@ -178,7 +180,7 @@ class Episode:
             "turns": float(self.turns),
             "looped": float(self.looped),
             "premature": float(finish == "eos" and self.silent),
-            "seconds": self.away,
+            "seconds": sum(seconds for what, _, seconds in self.spans if what != TURN),
             "failures": float(self.failures),
         }
         return lineage(self.call.prompt, self.index, self.parts, finish=finish, outcome=outcome)
@@ -208,7 +210,10 @@ class Episodes:
         found = [member.result() for member in members]
         if any(handle is None or handle.header.finish == "released" for handle in found):
             return handed_over(h.body for h in found if h is not None and h.body is not None)
-        return [handle for handle in found if handle is not None]
+        return [Handle(replace(h.header, spans=self._before_now(h.header)), h.body) for h in found if h is not None]
+
+    def _before_now(self, header: Header) -> tuple[tuple[str, float, float], ...]:
+        return tuple((what, self._now() - began, seconds) for what, began, seconds in header.spans)
 
     async def release(self, numbers: Collection[int] = ()) -> None:
         calls = [call for call in self.calls if not numbers or call.prompt.number in numbers]
@@ -230,7 +235,7 @@ class Episodes:
                 rollout = await self._played(episode, begun)
                 if rollout.finish == "released" and begun is not None and len(begun.tokens) > len(rollout.tokens):
                     rollout = begun
-                return Handle(header_of(rollout), rollout)
+                return Handle(replace(header_of(rollout), spans=tuple(episode.spans)), rollout)
             except Left:
                 return None if begun is None else Handle(header_of(begun), begun)
             except EnvironmentFailed as failure:
@@ -321,7 +326,9 @@ class Episodes:
         room = episode.room if limit is None else min(limit, episode.room)
         sampling = replace(episode.call.sampling, group=1, max_tokens=room, park=True)
         group = [] if begun is None else handed_over([replace(begun, finish="released", prompt=prompt)])
+        began = self._now()
         found = await self.policy.generate(prompt, sampling, group)
+        episode.spans.append((TURN, began, self._now() - began))
         if not found:
             raise Left
         rollout: Rollout = found[0].body
@@ -339,7 +346,7 @@ class Episodes:
         finally:
             if not task.done():
                 task.cancel()
-            episode.away += self._now() - began
+            episode.spans.append((what, began, self._now() - began))
         if task.done():
             return task.result()
         if leaving.done():

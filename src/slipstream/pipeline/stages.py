@@ -246,7 +246,8 @@ async def roll(flow: Flow, number: int) -> None:
         flow.account.greedy_tokens += beside
         worker.track.tokens += beside + tokens_of(group)
         flow.trace.leaves(worker.track, number)
-        return group
+        flow.trace.episodes(handle.header for handle in rolled)
+        return [Handle(replace(handle.header, spans=()), handle.body) for handle in group]
 
     try:
         while unfinished(group := await flow.samplers.call(number, generate)):

@@ -1,7 +1,8 @@
 """What every worker does when: the source of overlap and idle time, of trace.json and of the stall report.
 
 trace.json is in Chrome's format (a list of events that need not be closed) and opens in ui.perfetto.dev: one track per
-worker, one slice per busy interval, an arrow from the rollout of every group to the update that learned from it.
+worker, one slice per busy interval, an arrow from the rollout of every group to the update that learned from it; and a
+line for every episode in an environment, with its turns and steps.
 Guarantor of invariant 8: whoever in the pipeline wants to know the time asks `Trace.now`, the event loop's clock.
 """
 
@@ -9,11 +10,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol
 
 from slipstream.metrics import Interval, Workers
+from slipstream.records import Header
 
 Kind = Literal["stage", "other", "pause"]
 """What a call is to its worker: the work of its stage, something else beside it, or something that holds it up."""
@@ -165,6 +167,22 @@ class Trace:
                 f'{{"ph":"{phase}","pid":1,"tid":{track.tid},"ts":{round(at * 1e6)},"id":{number},"name":"group",'
                 '"cat":"group","bp":"e"},\n'
             )
+
+    def episodes(self, headers: Iterable[Header]) -> None:
+        """Turns and steps of a group that has just been rolled out, each episode on a line of its own."""
+        now = self.now()
+        for header in headers:
+            name = f"{header.number}/{header.index}"
+            spans = [(what, now - before, now - before + seconds) for what, before, seconds in header.spans]
+            if spans:
+                self._nested(name, f"episode {name}", spans[0][1], spans[-1][2])
+            for span in spans:
+                self._nested(name, *span)
+
+    def _nested(self, episode: str, name: str, start: float, end: float) -> None:
+        for phase, at in (("b", start), ("e", end)):
+            event = {"ph": phase, "cat": "episode", "id": episode, "pid": 1, "ts": round(at * 1e6), "name": name}
+            self._write(event)
 
     def _write(self, event: dict[str, object]) -> None:
         if self.file is not None:

@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.config.schema import HealthConfig
 from slipstream.engines.base import Engines, Metrics, of_teacher
 from slipstream.errors import ModelError
-from slipstream.metrics import trust_metrics
+from slipstream.metrics import episode_metrics, trust_metrics
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.engines import EnginesPlan
@@ -72,6 +72,8 @@ async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, vers
     for teacher in plan.engines.learner.follow:
         await publish_to(engines, teacher)
     groups = await rolled(plan, engines, prompts)
+    if failed := failing(groups):
+        return [failed]
     returned = [rewarding(groups)] if plan.engines.grader.rewards else []
     groups = await scored(engines, groups)
     for teacher in plan.engines.scorers:
@@ -118,10 +120,12 @@ async def publish_to(engines: Engines, teacher: str) -> None:
         await load_teacher(scorer, name, weights, expected)
 
 
-async def rolled(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1) -> list[Group]:
+async def rolled(
+    plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1, tokens: int = TOKENS
+) -> list[Group]:
     """Samples from every sampler in turn, short ones, of the whole distribution."""
     usual = plan.sampling
-    sampling = replace(usual, max_tokens=min(TOKENS, usual.max_tokens), group=group, top_p=1.0, top_k=0, min_p=0.0)
+    sampling = replace(usual, max_tokens=min(tokens, usual.max_tokens), group=group, top_p=1.0, top_k=0, min_p=0.0)
     samplers = engines.samplers
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]
     return list(await asyncio.gather(*calls))
@@ -148,6 +152,35 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
     alike = pearson >= limits.pearson or k3 <= limits.k3 / 100
     same = alike and k3 <= limits.k3 and abs(ppl - 1) <= limits.ppl
     return [Finding("sampler and learner, one checkpoint", same, said, "" if same else cause(numbers))]
+
+
+def failing(groups: Sequence[Group]) -> Finding | None:
+    """Of environments: whatever a student says, they answer."""
+    headers = [handle.header for group in groups for handle in group]
+    causes = Counter(header.cause for header in headers if header.finish == "error")
+    if not causes:
+        return None
+    (cause, _), *_ = causes.most_common()
+    said = f"{causes.total()} of {len(headers)} episodes failed, each time it was tried: {cause}"
+    return Finding("environment", False, said, "such episodes are left out; see docs/environments.md")
+
+
+async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+    """Whole ones, with their rewards; nothing where there is no environment."""
+    if plan.engines.sampler.environment is None:
+        return []
+    groups = await rolled(plan, engines, prompts, tokens=plan.sampling.max_tokens)
+    if failed := failing(groups):
+        return [failed]
+    headers = [handle.header for group in groups for handle in group]
+    seen, ends = episode_metrics(headers), Counter(header.finish for header in headers)
+    said = (
+        f"{len(headers)} whole episodes: {seen['episode/turns']:.1f} turns, {seen['episode/calls']:.1f} calls, "
+        f"{seen['episode/invalid']:.0%} with an invalid one, {seen['episode/seconds']:.2g} s for tools; ended by "
+        + ", ".join(f"{end} {count}" for end, count in ends.most_common())
+    )
+    rewards = [rewarding(groups)] if plan.engines.grader.rewards else []
+    return [Finding("environment", True, said), *(replace(each, name="rewards of these") for each in rewards)]
 
 
 def rewarding(groups: Sequence[Group]) -> Finding:

@@ -28,7 +28,7 @@ class Guest:
     closed: asyncio.Future[dict[str, float]]
 
     async def ended(self) -> str:
-        await self.closed
+        await asyncio.shield(self.closed)
         return ""
 
     async def end(self) -> None:

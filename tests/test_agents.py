@@ -1,0 +1,339 @@
+"""Agents that are started here: what they are given, how they may end, and what is learned from them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import pytest
+
+import slipstream
+from gateways import VOCABULARY, Babble, renderer
+from slipstream.engines.base import Graded, Sampling
+from slipstream.engines.gateway.agents import Agents
+from slipstream.engines.gateway.programs import Agent, Programs, filled
+from slipstream.engines.gateway.server import Server
+from slipstream.engines.gateway.sessions import Bounds
+from slipstream.records import Handle, Prompt, handed_over, unfinished
+from slipstream.runlog import read_lines
+
+AGENT = """
+import json, os, subprocess, sys, time, urllib.error, urllib.request
+
+def ask(messages, **more):
+    body = json.dumps({"messages": messages, **more}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=60) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+def talk(turns):
+    messages = [{"role": "user", "content": task["prompt"]}]
+    for turn in range(turns):
+        messages += [ask(messages), {"role": "user", "content": f"seen {turn}"}]
+    return messages
+
+task = json.load(open("task.json"))
+how = task["meta"].get("how", "well")
+here = sorted(os.listdir())
+print("begun", flush=True)
+match how:
+    case "well":
+        talk(3)
+        ask([{"role": "user", "content": "You are another."}])
+        assert sys.argv[1] == open(sys.argv[2]).read() == "And?" and sys.argv[3] == os.environ["OPENAI_BASE_URL"]
+        assert here == ["bug.py", "task.json"] and "ground_truth" not in task and "SECRET_KEY" not in os.environ
+        json.dump({"reward": 0.5, "steps": 3}, open("reward.json", "w"))
+    case "silent":
+        pass
+    case "fails":
+        talk(1)
+        sys.exit("it went wrong\\nno such thing")
+    case "limit":
+        try:
+            talk(100)
+        except urllib.error.HTTPError as error:
+            sys.exit(json.load(error)["error"]["code"])
+    case "hangs":
+        talk(1)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", task["meta"]["mark"]])
+        time.sleep(600)
+    case "floods":
+        talk(1)
+        for _ in range(200):
+            print("x" * 100_000)
+    case "lies":
+        talk(1)
+        json.dump("much", open("reward.json", "w"))
+    case "links":
+        talk(1)
+        os.symlink("/dev/zero", "reward.json")
+"""
+BOUNDS = Bounds(turns=5, turn_tokens=None, vocabulary=VOCABULARY)
+RENDERER = renderer("qwen")
+SAMPLING = Sampling(max_tokens=4000, group=2)
+
+
+def asked(how: str = "well", number: int = 0, **meta: Any) -> Prompt:
+    tokens = RENDERER.open([{"role": "user", "content": "And?"}])
+    meta = {"how": how, **meta}
+    return Prompt(id=how, number=number, tokens=tokens, seed=number, ground_truth="secret", meta=meta, asked="And?")
+
+
+@contextmanager
+def agents(path: Path, policy: Any = None, *, verify: str = "", **given: Any) -> Iterator[Agents]:
+    workspace = path / "given"
+    workspace.mkdir()
+    (workspace / "bug.py").write_text("bug")
+    (path / "agent.py").write_text(AGENT)
+    command = (sys.executable, "-I", "-S", str(path / "agent.py"), "{prompt}", "{prompt_file}", "{base_url}")
+    checks = None
+    if verify:
+        (path / "verify.py").write_text(dedent(verify))
+        checks = (sys.executable, "-I", "-S", str(path / "verify.py"))
+    made = Agents(
+        policy or Babble(),
+        RENDERER,
+        Programs(Agent(command=command, workspace=str(workspace), verify=checks)),
+        Server("student", say=lambda line: None),
+        given.pop("bounds", BOUNDS),
+        **{"seconds": 60.0, "step_seconds": 10.0, "at_once": 4} | given,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def played(made: Agents, *prompts: Prompt, sampling: Sampling = SAMPLING) -> list[list[Handle]]:
+    async def main() -> list[list[Handle]]:
+        return await asyncio.gather(*(made.generate(prompt, sampling) for prompt in prompts))
+
+    return asyncio.run(main())
+
+
+def left(mark: str) -> list[str]:
+    """Processes whose command has this mark."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if mark.encode() in each.read_bytes() and int(each.parent.name) != os.getpid():
+                found.append(each.parent.name)
+        except OSError:
+            pass
+    return found
+
+
+# --- how it ends ------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_and_its_subagent_are_two_lineages_of_one_episode(tmp_path: Path) -> None:
+    with agents(tmp_path, policy := Babble()) as made:
+        (group,) = played(made, asked())
+        assert [handle.header.index for handle in group] == [0, 1, 2, 3]
+        assert [handle.body.branch for handle in group] == [0, 0, 1, 1]
+        assert [handle.header.episode for handle in group] == [0, 1, 0, 1]
+        for handle in group:
+            outcome = handle.header.outcome
+            assert handle.header.finish == "eos" and outcome["turns"] == 4 and outcome["branches"] == 2
+            assert outcome["reward"] == 0.5 and outcome["reward/steps"] == 3 and outcome["failures"] == 0
+        assert sum(handle.header.trained_tokens for handle in group) == policy.drawn
+    assert policy.closed and not made.server.sessions
+
+
+def test_what_an_agent_is_told_and_what_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "of ours")
+    told = """
+        import json, os, sys
+        task = json.load(open(os.environ["SLIPSTREAM_TASK"]))
+        assert task["ground_truth"] == "secret" and "ground_truth" not in json.load(open("task.json"))
+        assert not os.path.exists("reward.json") and open("bug.py").read() == "bug"
+        assert "SECRET_KEY" not in os.environ and os.environ["HOME"] != os.path.expanduser("~root")
+        json.dump(1, open("reward.json", "w"))
+    """
+    with agents(tmp_path, verify=told) as made:
+        (group,) = played(made, asked())
+        assert {handle.header.outcome["reward"] for handle in group} == {1.0}, group[0].header.cause
+    assert [each.name for each in (tmp_path / "given").iterdir()] == ["bug.py"]
+    assert filled("a {b} {c} {b}", {"b": "{c}", "c": "d"}) == "a {c} d {c}"
+
+
+FAILS = {
+    "silent": ("error", "failed/error", "the agent got no answer: it ended before"),
+    "fails": ("error", "failed/error", "the agent failed: exit status 1: no such thing"),
+    "lies": ("error", "failed/error", "reward.json: returned str 'much', which is no number"),
+    "links": ("error", "failed/error", "reward.json: [Errno 40] Too many levels of symbolic links"),
+}
+
+
+def test_what_fails_is_counted_and_left_out_and_nobody_else_is(tmp_path: Path) -> None:
+    prompts = [asked(how, n) for n, how in enumerate([*FAILS, "floods", "limit"])]
+    with agents(tmp_path, at_once=8) as made:
+        *failed, floods, limit = played(made, *prompts, sampling=replace(SAMPLING, group=1))
+    for (finish, counted, cause), (handle,) in zip(FAILS.values(), failed, strict=True):
+        assert handle.header.finish == finish and handle.body is None
+        assert handle.header.cause.startswith(cause)
+        assert handle.header.outcome == {counted: 1.0, "failures": 3.0}
+    assert [handle.header.finish for handle in floods] == ["eos"]
+    assert [(handle.header.finish, handle.header.outcome["turns"]) for handle in limit] == [("turns", 5.0)]
+
+
+def test_time_ends_an_agent_with_all_that_it_has_started_and_what_it_said_is_learned_from(tmp_path: Path) -> None:
+    mark = f"mark-{os.getpid()}"
+    with agents(tmp_path, seconds=1.5) as made:
+        (group,) = played(made, asked("hangs", mark=mark))
+        assert [handle.header.finish for handle in group] == ["time", "time"]
+        assert all(handle.header.outcome["turns"] == 1 for handle in group)
+        assert not left(mark)
+
+
+@pytest.mark.parametrize(("exits", "reward"), [(0, 1.0), (1, 0.0), (7, 0.0)])
+def test_the_exit_status_of_what_verifies_is_the_reward_where_it_writes_none(
+    tmp_path: Path, exits: int, reward: float
+) -> None:
+    with agents(tmp_path, verify=f"raise SystemExit({exits})") as made:
+        (group,) = played(made, asked(), sampling=replace(SAMPLING, group=1))
+        assert group[0].header.outcome["reward"] == reward
+
+
+def test_what_verifies_and_is_killed_or_hangs_is_no_reward_of_0(tmp_path: Path) -> None:
+    dies = "import os, sys; (print('so'), sys.stdout.flush()); os.kill(os.getpid(), 9)"
+    with agents(tmp_path, verify=dies) as made:
+        ((handle,),) = played(made, asked(), sampling=replace(SAMPLING, group=1))
+        assert handle.header.cause == "environment.gateway.verify: killed by SIGKILL: so"
+        assert handle.header.outcome["failed/crash"] == 1
+
+
+def test_who_cancels_ends_agents_and_what_is_handed_over_keeps_what_is_complete(tmp_path: Path) -> None:
+    mark = f"mark-{os.getpid()}-c"
+
+    async def main(made: Agents) -> None:
+        for ends in ("cancel", "release"):
+            call = asyncio.create_task(made.generate(asked("hangs", mark=mark), SAMPLING))
+            until = time.monotonic() + 20
+            while len(left(mark)) < 2 and time.monotonic() < until:
+                await asyncio.sleep(0.05)
+            if ends == "cancel":
+                call.cancel()
+                await asyncio.wait([call])
+            else:
+                await made.release([0])
+                assert unfinished(await call) and not call.result()
+            assert not left(mark) and not made.server.sessions
+        whole = await made.generate(asked(), SAMPLING)
+        begun = handed_over(handle.body for handle in whole if handle.body.episode)
+        asked_before = len(made.policy.asked)  # type: ignore[attr-defined]
+        again = await made.generate(asked(), SAMPLING, begun)
+        assert len(made.policy.asked) == asked_before + 4  # type: ignore[attr-defined]
+        for one, other in zip(whole, again, strict=True):
+            np.testing.assert_array_equal(one.body.tokens, other.body.tokens)
+            assert one.header.finish == other.header.finish == "eos"
+
+    with agents(tmp_path, seconds=100) as made:
+        asyncio.run(main(made))
+
+
+def test_an_episode_is_graded_once_by_the_lineage_that_was_the_last(tmp_path: Path) -> None:
+    class Lengths:
+        async def grade(self, group: Any) -> list[Handle]:
+            return [Handle(replace(h.header, rewards={"length": float(h.header.tokens)}), h.body) for h in group]
+
+    async def main(made: Agents) -> list[Handle]:
+        return await Graded(made, Lengths()).generate(asked(), SAMPLING)
+
+    with agents(tmp_path) as made:
+        group = asyncio.run(main(made))
+        last = {handle.header.episode: handle.header.tokens for handle in group}
+        assert len(group) == 4 and [h.header.rewards["length"] for h in group] == [
+            last[h.header.episode] for h in group
+        ]
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+PLAYER = """
+import json, os, urllib.error, urllib.request
+
+TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {}}}}
+task = json.load(open("task.json"))
+messages = task["prompt"]
+said = {}
+try:
+    while "tool_calls" in said or not said:
+        body = json.dumps({"messages": messages, "tools": [TOOL], "temperature": 0.3}).encode()
+        with urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body) as answer:
+            said = json.load(answer)["choices"][0]["message"]
+        messages.append(said)
+        for call in said.get("tool_calls", ()):
+            key = json.loads(call["function"]["arguments"]).get("key")
+            back = str(task["meta"]["table"].get(key, "none"))
+            messages.append({"role": "tool", "tool_call_id": call["id"], "name": "get", "content": back})
+except urllib.error.HTTPError as error:
+    assert json.load(error)["error"]["code"] == "context_length_exceeded"
+with open("answer.txt", "w") as file:
+    file.write(said.get("content") or "")
+"""
+VERIFY = """
+import json, os
+task = json.load(open(os.environ["SLIPSTREAM_TASK"]))
+right = open("answer.txt").read().strip() == task["ground_truth"]
+json.dump({"reward": float(right), "told": 1.0}, open("reward.json", "w"))
+"""
+RUN = """
+student = "builtin:tool_student"
+updates = 2
+output = "{output}"
+[data]
+train = "builtin:table"
+limit = 8
+[environment]
+turns = 4
+turn_tokens = 40
+seconds = 60
+sandbox = "none"
+[environment.gateway]
+command = "{python} -I -S {here}/player.py"
+workspace = "{here}/given"
+verify = "{python} -I -S {here}/verify.py"
+[teachers.main]
+model = "builtin:tool_teacher"
+[task]
+reward = "environment"
+[policy]
+loss = "vanilla"
+[sampler]
+max_tokens = 150
+group = 2
+[learner]
+batch_size = 4
+lr = 1e-3
+[loss]
+m = 2
+[runtime]
+kind = "{runtime}"
+device = "cpu"
+"""
+
+
+@pytest.mark.parametrize("runtime", ["inline", "local"])
+def test_a_run_learns_from_what_an_agent_did(tmp_path: Path, runtime: str) -> None:
+    (tmp_path / "given").mkdir()
+    (tmp_path / "player.py").write_text(PLAYER)
+    (tmp_path / "verify.py").write_text(VERIFY)
+    config = tmp_path / "run.toml"
+    config.write_text(RUN.format(output=tmp_path / "run", here=tmp_path, python=sys.executable, runtime=runtime))
+    slipstream.train(config)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "samples" in line]
+    assert len(lines) == 2 and all(line["samples"] >= 4 for line in lines)
+    assert all(line["episode/turns"] > 1 and line["reward/environment/told"] == 1 for line in lines)
+    assert all(line["episode/failures"] == 0 and 0 < line["episode/observed"] < 1 for line in lines)
+    assert any(line["grad_norm"] > 0 for line in lines)
