@@ -27,26 +27,29 @@ END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
 
 
 def save_models(path: Path) -> Path:
-    """student and teacher, tiny ones with room for what agents say first."""
-    for seed, name in enumerate(("student", "teacher")):
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=len(TOKENIZER),
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-            bos_token_id=TOKENIZER.bos_token_id,
-            eos_token_id=END,
-            pad_token_id=TOKENIZER.pad_token_id,
-        )
-        Qwen3ForCausalLM(config).save_pretrained(path / name)
+    """student, a tiny one with room for what agents say before anything else, and teacher, which is much like it."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+        bos_token_id=TOKENIZER.bos_token_id,
+        eos_token_id=END,
+        pad_token_id=TOKENIZER.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    for name in ("student", "teacher"):
+        model.save_pretrained(path / name)
         TOKENIZER.save_pretrained(path / name)
+        for weights in model.parameters():
+            weights.data += 0.1 * torch.randn_like(weights)
     return path
 
 
@@ -65,11 +68,16 @@ class Dictated:
     before, as draws do. What is drawn beside it is drawn."""
 
     def __init__(self, policy: NativeSampler, script: Script) -> None:
-        self.policy, self.script = policy, script
+        self.policy, self.script, self.read = policy, script, -1
+        config = Qwen3Config.from_dict(policy.lm.model.config.to_dict())
+        self.reads = Qwen3ForCausalLM(config).eval()
+        """A copy that reads whole sequences, which the sampler's own does not."""
         self.publish, self.release, self.close = policy.publish, policy.release, policy.close
         self.asked: list[tuple[Prompt, Sampling]] = []
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        if sampling.alone:
+            return await self.policy.generate(prompt, sampling)
         assert sampling.group == 1 and not begun
         self.asked.append((prompt, sampling))
         said = self.next(prompt)
@@ -87,8 +95,11 @@ class Dictated:
 
     def made(self, prompt: Prompt, sampling: Sampling, said: list[int]) -> Rollout:
         """On the thread that weights are loaded on."""
+        if self.read != self.policy.version:
+            self.read = self.policy.version
+            self.reads.load_state_dict(self.policy.lm.model.state_dict())
         ids = torch.tensor(said[: sampling.max_tokens])
-        logp = log_probs(self.policy.lm.model, prompt.tokens, ids.numpy(), sampling)
+        logp = log_probs(self.reads, prompt.tokens, ids.numpy(), sampling)
         drawing = torch.Generator().manual_seed(derive_seed(prompt.seed, prompt.first, prompt.offset))
         drawn = torch.multinomial(logp.exp(), sampling.draws, replacement=True, generator=drawing)
         actions = torch.cat([ids[:, None], drawn[:, 1:]], dim=1)

@@ -67,6 +67,8 @@ class Agents:
         self.calls: list[Call] = []
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        if sampling.alone:
+            return await self.policy.generate(prompt, sampling, begun)
         known: dict[int, list[Handle]] = {}
         for handle in begun:
             known.setdefault(handle.body.episode, []).append(Handle(header_of(handle.body), handle.body))
