@@ -76,7 +76,7 @@ class Dictated:
         self.asked: list[tuple[Prompt, Sampling]] = []
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        if sampling.alone:
+        if not sampling.park:  # by no agent: what is looked at before a run
             return await self.policy.generate(prompt, sampling)
         assert sampling.group == 1 and not begun
         self.asked.append((prompt, sampling))

@@ -41,10 +41,10 @@ class Sampling:
     """Tell with every token what else these three left."""
     greedy: bool = False
     """Beside the group, an answer drawn greedily and graded, of which only the rewards stay (see `Graded`)."""
+    alone: bool = False
+    """One answer of the student to each prompt, and no agent: by these engines are compared."""
     park: bool = False
     """These sequences will probably be gone on with: what is known of them may be kept while the weights stay."""
-    alone: bool = False
-    """By the student alone, where agents act for it: short answers that are looked at before a run, and not graded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +251,6 @@ class Graded:
         self.sampler, self.grader, self.publish = sampler, grader, sampler.publish
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        if sampling.alone:
-            return await self.sampler.generate(prompt, sampling, begun)
         if not sampling.greedy:
             return await self._graded(prompt, sampling, begun)
         drawn, greedily = replace(sampling, greedy=False), Sampling(max_tokens=sampling.max_tokens, temperature=0)

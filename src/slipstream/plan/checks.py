@@ -74,7 +74,7 @@ async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, vers
     groups = await rolled(plan, engines, prompts)
     if failed := failing(groups):
         return [failed]
-    returned = [rewarding(groups)] if plan.engines.grader.rewards and not has_agents(plan.engines) else []
+    returned = [rewarding(groups)] if plan.engines.grader.rewards and not has_agents(plan) else []
     groups = await scored(engines, groups)
     for teacher in plan.engines.scorers:
         groups += await until_enough(plan, engines, teacher, groups)
@@ -120,22 +120,22 @@ async def publish_to(engines: Engines, teacher: str) -> None:
         await load_teacher(scorer, name, weights, expected)
 
 
+def has_agents(plan: Plan) -> bool:
+    there = plan.engines.sampler.environment
+    return there is not None and there.gateway is not None
+
+
 async def rolled(
     plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, group: int = 1, tokens: int = TOKENS
 ) -> list[Group]:
-    """Samples from every sampler in turn, short ones, of the whole distribution. What agents say to a student before
-    anything else is longer than these."""
-    usual = plan.sampling
-    alone = has_agents(plan.engines) and tokens < usual.max_tokens
-    whole = replace(usual, group=group, top_p=1.0, top_k=0, min_p=0.0)
-    sampling = replace(whole, max_tokens=min(tokens, usual.max_tokens), alone=alone)
+    """Samples from every sampler in turn, short ones, of the whole distribution; no agent is started for such."""
+    usual, alone = plan.sampling, tokens == TOKENS and has_agents(plan)
+    sampling = replace(
+        usual, max_tokens=min(tokens, usual.max_tokens), group=group, top_p=1.0, top_k=0, min_p=0.0, alone=alone
+    )
     samplers = engines.samplers
     calls = [samplers[i % len(samplers)].generate(prompt, sampling) for i, prompt in enumerate(prompts)]
     return list(await asyncio.gather(*calls))
-
-
-def has_agents(plan: EnginesPlan) -> bool:
-    return plan.sampler.environment is not None and plan.sampler.environment.gateway is not None
 
 
 async def compared(engines: Engines, groups: Sequence[Group], *, update: int) -> Metrics:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from slipstream.engines.base import Sampling
@@ -68,7 +69,7 @@ class Agents:
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if sampling.alone:
-            return await self.policy.generate(prompt, sampling, begun)
+            return await self.policy.generate(prompt, replace(sampling, alone=False), begun)
         known: dict[int, list[Handle]] = {}
         for handle in begun:
             known.setdefault(handle.body.episode, []).append(Handle(header_of(handle.body), handle.body))
@@ -98,6 +99,7 @@ class Agents:
         for call in calls:
             if not call.leaving.done():
                 call.leaving.set_result(None)
+        await self.policy.release(numbers)  # of what has no agent
         if calls:
             await asyncio.wait([call.ended for call in calls])
 
