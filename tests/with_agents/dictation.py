@@ -1,4 +1,4 @@
-"""A student that says what it is told to: scripted replies as tokens, with the log-probs that a real model gives them."""
+"""A student that says what it is told to: scripted replies as tokens, with log-probs that a real model gives them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verifiers at the gateway: plays episodes as its environments do, and tells their rewards. Run by .venv-agents' python.
+"""verifiers at the gateway: plays episodes as its environments do, and tells their rewards. By .venv-agents' python.
 
 The smallest environment there is: one question, one answer, and a reward for it. Its harness is a program of its own,
 which knows no more than an address and asks in plain OpenAI.

@@ -10,11 +10,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
-
 from dictation import PYTHON, TOKENIZER, bash, save_models
 from runs import MINI, VERIFY, check_calls, check_laws, trained
-from sandboxes import needs_bubblewrap
+from transformers import AutoModelForCausalLM
+
+from sandboxes import NO_BUBBLEWRAP
 from slipstream.records import Prompt
 
 BUG = "def mean(values):\n    return sum(values) / (len(values) - 1)\n"
@@ -59,7 +59,7 @@ def agent(repository: Path) -> dict[str, object]:
     return {"sandbox": "none", "gateway": {"command": MINI, "workspace": str(repository), "verify": verify}}
 
 
-@needs_bubblewrap
+@pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
 def test_mini_swe_agent_fixes_a_bug_in_our_sandbox_and_a_real_run_learns_from_it(
     tmp_path: Path, models: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,11 +85,13 @@ def test_mini_swe_agent_fixes_a_bug_in_our_sandbox_and_a_real_run_learns_from_it
         assert line["grad_norm"] > 0 and line["episode/observed"] > 0.2
         # the learner reads whole lineages, and finds what drew every call
         assert abs(line["distill/ratio_max"] - 1) < 1e-5
-    before, after = (AutoModelForCausalLM.from_pretrained(each) for each in (models / "student", tmp_path / "run/final"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(each) for each in (models / "student", tmp_path / "run/final")
+    )
     assert not before.lm_head.weight.equal(after.lm_head.weight)
 
 
-@needs_bubblewrap
+@pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
 def test_a_student_that_babbles_ends_mini_swe_agent_and_every_call_is_learned_from_once(
     tmp_path: Path, models: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,7 +109,7 @@ def test_a_student_that_babbles_ends_mini_swe_agent_and_every_call_is_learned_fr
         assert abs(line["distill/ratio_max"] - 1) < 1e-5
 
 
-@needs_bubblewrap
+@pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
 def test_mini_swe_agent_stops_where_the_gateway_says_so(
     tmp_path: Path, models: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,9 +29,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--disk", type=int, default=256, help="MiB of the workspace")
     parser.add_argument("command", nargs="+", help="behind --")
     given = parser.parse_args(argv)
-    limits = Limits(
-        seconds=given.seconds, memory=given.memory * MiB, disk=given.disk * MiB, output=MiB, processes=64
-    )
+    limits = Limits(seconds=given.seconds, memory=given.memory * MiB, disk=given.disk * MiB, output=MiB, processes=64)
     try:
         ran = asyncio.run(verified([Path(), *given.restore], given.command, given.sandbox, limits))
     except SlipstreamError as error:

@@ -1,4 +1,4 @@
-"""A directory that goes into a session of the sandbox and comes back: of what was made there nothing leads us anywhere."""
+"""A directory that goes into a session of the sandbox, and comes back: what was made there leads us nowhere."""
 
 from __future__ import annotations
 
