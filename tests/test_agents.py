@@ -18,6 +18,7 @@ import pytest
 
 import slipstream
 from gateways import VOCABULARY, Babble, renderer
+from sandboxes import NO_BUBBLEWRAP
 from slipstream.engines.base import Graded, Sampling
 from slipstream.engines.gateway.agents import Agents
 from slipstream.engines.gateway.programs import Agent, Programs, filled
@@ -27,7 +28,7 @@ from slipstream.records import Handle, Prompt, handed_over, unfinished
 from slipstream.runlog import read_lines
 
 AGENT = """
-import json, os, subprocess, sys, time, urllib.error, urllib.request
+import json, os, socket, subprocess, sys, time, urllib.error, urllib.request
 
 def ask(messages, **more):
     body = json.dumps({"messages": messages, **more}).encode()
@@ -73,6 +74,31 @@ match how:
     case "lies":
         talk(1)
         json.dump("much", open("reward.json", "w"))
+    case "breaks out":
+        talk(2)
+        found = []
+        for file in (task["meta"]["secret"], "/etc/shadow", "/root/.bashrc", "/proc/1/environ"):
+            try:
+                found.append(open(file).read() and file)
+            except OSError:
+                pass
+        for file in ("/usr/x", "/etc/x", "/x", "/run/x", sys.prefix + "/x"):
+            try:
+                found.append(open(file, "w") and file)
+            except OSError:
+                pass
+        for at in (("127.0.0.1", task["meta"]["port"]), ("192.0.2.1", 80)):
+            try:
+                found.append(socket.create_connection(at, timeout=3) and at)
+            except OSError:
+                pass
+        status = open("/proc/self/status").read()
+        found += [line for line in status.split("\\n") if line.startswith("Cap") and int(line.split()[1], 16)]
+        found += ["root"] * (os.getuid() == 0) + ["pids"] * (len(os.listdir("/proc")) > 200)
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", task["meta"]["mark"]])
+        print(found, file=sys.stderr)
+        json.dump({"reward": float(not found)}, open("reward.json", "w"))
+        sys.exit(bool(found))
     case "links":
         talk(1)
         os.symlink("/dev/zero", "reward.json")
@@ -89,7 +115,7 @@ def asked(how: str = "well", number: int = 0, **meta: Any) -> Prompt:
 
 
 @contextmanager
-def agents(path: Path, policy: Any = None, *, verify: str = "", **given: Any) -> Iterator[Agents]:
+def agents(path: Path, policy: Any = None, *, verify: str = "", walled: bool = False, **given: Any) -> Iterator[Agents]:
     workspace = path / "given"
     workspace.mkdir()
     (workspace / "bug.py").write_text("bug")
@@ -99,11 +125,13 @@ def agents(path: Path, policy: Any = None, *, verify: str = "", **given: Any) ->
     if verify:
         (path / "verify.py").write_text(dedent(verify))
         checks = (sys.executable, "-I", "-S", str(path / "verify.py"))
+    server = Server("student", say=lambda line: None, walled=walled)
+    agent = Agent(command=command, workspace=str(workspace), verify=checks, walled=walled)
     made = Agents(
         policy or Babble(),
         RENDERER,
-        Programs(Agent(command=command, workspace=str(workspace), verify=checks)),
-        Server("student", say=lambda line: None),
+        Programs(agent, socket=server.walled_at),
+        server,
         given.pop("bounds", BOUNDS),
         **{"seconds": 60.0, "step_seconds": 10.0, "at_once": 4} | given,
     )
@@ -255,6 +283,37 @@ def test_an_episode_is_graded_once_by_the_lineage_that_was_the_last(tmp_path: Pa
         assert len(group) == 4 and [h.header.rewards["length"] for h in group] == [
             last[h.header.episode] for h in group
         ]
+
+
+# --- in a sandbox -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
+def test_an_agent_in_a_sandbox_reaches_the_gateway_and_nothing_else(tmp_path: Path) -> None:
+    secret, mark = tmp_path / "secret", f"mark-{os.getpid()}-w"
+    secret.write_text("of ours")
+    with agents(tmp_path, policy := Babble(), walled=True) as made:
+        port = made.server.socket.getsockname()[1]
+        given = {"secret": str(secret), "port": port, "mark": mark}
+        first, second = played(made, asked("breaks out", 0, **given), asked("well", 1))
+        assert {handle.header.cause for handle in (*first, *second)} == {""}
+        assert {handle.header.outcome["reward"] for handle in first} == {1.0}
+        assert {handle.header.outcome["reward"] for handle in second} == {0.5}
+        assert len(policy.calls) == 2 * 2 + 2 * 4 and not left(mark)
+        place = Path(made.server.walled_at).parent
+    assert not place.exists()
+
+
+@pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
+def test_what_verifies_is_in_the_same_sandbox(tmp_path: Path) -> None:
+    told = """
+        import json, os, sys
+        assert json.load(open(os.environ["SLIPSTREAM_TASK"]))["ground_truth"] == "secret" and os.getuid() != 0
+        sys.exit(not os.path.exists("bug.py"))
+    """
+    with agents(tmp_path, verify=told, walled=True) as made:
+        (group,) = played(made, asked(), sampling=replace(SAMPLING, group=1))
+        assert {handle.header.outcome.get("reward") for handle in group} == {1.0}, group[0].header.cause
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------

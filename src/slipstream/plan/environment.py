@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engines.gateway.programs import Agent
+from slipstream.engines.gateway.walls import Walls
 from slipstream.engines.native.config import generation_of
 from slipstream.errors import ConfigError
 from slipstream.plan.engines import EnvironmentPlan
@@ -35,6 +36,8 @@ def tools_of(there: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, sa
 
 def check_agent(agent: Agent) -> None:
     """ConfigError unless its programs and its workspace are there."""
+    if agent.walled:
+        Walls.new()
     if agent.workspace is not None and not Path(agent.workspace).is_dir():
         raise ConfigError(f"environment.gateway.workspace = {agent.workspace!r} is no directory")
     for name, words in (("command", agent.command), ("verify", agent.verify)):

@@ -69,11 +69,12 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
 
 def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan, tokenizer: Tokenizer) -> Agents:
     """The port is taken first: if it is not free, nothing is loaded in vain."""
-    players = Guests() if gateway.agent is None else Programs(gateway.agent)
+    guests, agent, seconds = Guests(), gateway.agent, there.limits.seconds
     with ExitStack() as stack:
-        other = players.answer if isinstance(players, Guests) else None
-        server = Server(gateway.name, gateway.host, gateway.port, other)
+        other, walled = guests.answer if agent is None else None, agent is not None and agent.walled
+        server = Server(gateway.name, gateway.host, gateway.port, other, walled=walled)
         stack.callback(server.close)
+        players = guests if agent is None else Programs(agent, socket=server.walled_at, seconds=seconds)
         policy = build_policy(plan, tokenizer)
         stack.callback(policy.close)
         ends = stop_ids(tokenizer, generation_of(plan.model))
@@ -85,7 +86,7 @@ def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan
             players,
             server,
             Bounds(turns=limits.turns, turn_tokens=limits.turn_tokens, vocabulary=gateway.vocabulary),
-            seconds=limits.seconds,
+            seconds=seconds,
             step_seconds=limits.step_seconds,
             at_once=gateway.at_once,
         )

@@ -14,7 +14,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from slipstream.engines.gateway.walls import PORT, Walls
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
 from slipstream.tasks.environments.forms import rewards_of
 from slipstream.tasks.sandbox import processes
@@ -41,14 +43,16 @@ class Agent:
 
 
 class Programs:
-    def __init__(self, agent: Agent) -> None:
-        self.agent = agent
+    def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0) -> None:
+        """`socket`: of the gateway, for those inside walls; `seconds` of computing, for each process of theirs."""
+        self.agent, self.socket, self.seconds = agent, socket, seconds
 
     @asynccontextmanager
     async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Program]:
         place = Path(tempfile.mkdtemp(prefix="slipstream-agent-"))
         try:
-            program = Program(self.agent, place, row, base_url, session)
+            walls = Walls.new() if self.agent.walled else None
+            program = Program(self, place, row, base_url, session, walls)
             await beside(program.prepare)
             try:
                 await program.start(self.agent.command)
@@ -74,14 +78,25 @@ async def beside(work: Any, *given: Any) -> None:
 
 @dataclass(eq=False)
 class Program:
-    agent: Agent
+    kind: Programs
     place: Path
     row: dict[str, Any]
     base_url: str
     session: str
+    walls: Walls | None
     process: asyncio.subprocess.Process | None = None
     reading: list[asyncio.Task[None]] = field(default_factory=list)
     said: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
+
+    @property
+    def agent(self) -> Agent:
+        return self.kind.agent
+
+    @property
+    def url(self) -> str:
+        """As the agent sees it."""
+        path = urlsplit(self.base_url).path
+        return self.base_url if self.walls is None else f"http://127.0.0.1:{PORT}{path}"
 
     @property
     def workspace(self) -> Path:
@@ -103,19 +118,25 @@ class Program:
         told = {name: value for name, value in self.row.items() if name != TOLD}
         (self.workspace / "task.json").write_text(json.dumps(told, ensure_ascii=False), "utf-8", "replace")
         (self.place / "prompt.txt").write_text(self.prompt, "utf-8", "replace")
+        if self.walls is not None:
+            self.walls.give(self.place)
 
     async def start(self, command: Sequence[str], **more: str) -> None:
         given = {
-            "base_url": self.base_url,
+            "base_url": self.url,
             "session": self.session,
             "workspace": str(self.workspace),
             "prompt_file": str(self.place / "prompt.txt"),
             "prompt": self.prompt,
         }
+        words, env = [filled(each, given) for each in command], self._environment() | more
         try:
-            self.process = await processes.start(
-                [filled(each, given) for each in command], env=self._environment() | more, cwd=str(self.workspace)
-            )
+            if self.walls is None:
+                self.process = await processes.start(words, env=env, cwd=str(self.workspace))
+            else:
+                around = self.walls.around(words, command, self.place, env, self.kind.socket, self.kind.seconds)
+                with around as (inside, keeps):
+                    self.process = await processes.start(inside, keeps=keeps)
         except SandboxError as error:
             raise EnvironmentFailed("error", str(error).removeprefix("sandbox: ")) from None
         assert self.process.stdout is not None and self.process.stderr is not None
@@ -131,10 +152,10 @@ class Program:
             "LANG": "C.UTF-8",
             "HOME": str(self.place / "home"),
             "TMPDIR": str(self.place / "tmp"),
-            "OPENAI_BASE_URL": self.base_url,
-            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_BASE_URL": self.url,
+            "OPENAI_API_BASE": self.url,
             "OPENAI_API_KEY": self.session,
-            "SLIPSTREAM_BASE_URL": self.base_url,
+            "SLIPSTREAM_BASE_URL": self.url,
             "SLIPSTREAM_SESSION": self.session,
             "SLIPSTREAM_WORKSPACE": str(self.workspace),
             "SLIPSTREAM_TASK": str(self.workspace / "task.json"),
@@ -181,6 +202,7 @@ class Program:
                 file.unlink()  # whoever wrote it was not to
             told = self.place / "task.json"
             told.write_text(json.dumps(self.row, ensure_ascii=False), "utf-8", "replace")
+            told.chmod(0o644)
             await self.start(verify, SLIPSTREAM_TASK=str(told))
             why = await self.ended()
             assert self.process is not None and self.process.returncode is not None

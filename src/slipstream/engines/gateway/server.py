@@ -10,10 +10,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import shutil
 import socket
 import sys
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -45,8 +48,10 @@ class Server:
         port: int = 0,
         other: Other | None = None,
         say: Callable[[str], object] = tell,
+        walled: bool = False,
     ) -> None:
-        """`name`: of the model. The port is taken at once, and answered when it is started."""
+        """`name`: of the model. The port is taken at once, and answered when it is started; `walled`: so is a socket
+        for agents that have no network."""
         self.name, self.other, self.say = name, other, say
         self.sessions: dict[str, Session] = {}
         self.closed = deque[str](maxlen=REMEMBERED)
@@ -58,7 +63,8 @@ class Server:
             self.socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"environment.gateway.listen: {host}:{port} cannot be had: {first_line(error)}") from None
-        self.server: asyncio.Server | None = None
+        self.place = Path(tempfile.mkdtemp(prefix="slipstream-gateway-")) if walled else None
+        self.servers: list[asyncio.Server] = []
         self.loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -70,10 +76,18 @@ class Server:
         """On the loop that runs; one that is over has left the port to it."""
         loop = asyncio.get_running_loop()
         if self.loop is not loop:
-            if self.server is not None:
-                self.server.close()
+            for server in self.servers:
+                server.close()
             self.loop, self.connections = loop, set()
-            self.server = await asyncio.start_server(self._connected, sock=self.socket.dup(), backlog=1024)
+            self.servers = [await asyncio.start_server(self._connected, sock=self.socket.dup(), backlog=1024)]
+            if self.place is not None:
+                self.servers.append(await asyncio.start_unix_server(self._connected, self.walled_at, backlog=1024))
+                self.place.chmod(0o711)  # whoever an agent is; to be answered takes the name of a session
+                Path(self.walled_at).chmod(0o666)
+
+    @property
+    def walled_at(self) -> str:
+        return str(self.place / "socket") if self.place is not None else ""
 
     def open(self, session: Session) -> str:
         """The session's name, which nobody guesses."""
@@ -98,9 +112,11 @@ class Server:
         if self.loop is not None and not self.loop.is_closed():
             for task in self.connections:
                 task.cancel()
-        if self.server is not None:
-            self.server.close()
+        for server in self.servers:
+            server.close()
         self.socket.close()
+        if self.place is not None:
+            shutil.rmtree(self.place, ignore_errors=True)
 
     # --- connections --------------------------------------------------------------------------------------------------
 
