@@ -25,8 +25,10 @@ OURS = f"PYTHONPATH={ROOT / 'src'}"
 QUIET = "MSWEA_CONFIGURED=true MSWEA_SILENT_STARTUP=1 LITELLM_LOCAL_MODEL_COST_MAP=True"
 MINI = (
     f"env {OURS} {QUIET} {PYTHON.parent}/mini --yolo --exit-immediately --task {{prompt}} --model openai/student "
-    "--environment-class slipstream.agents.mini.Sandboxed -c mini.yaml -c model.cost_tracking=ignore_errors"
+    "-c mini.yaml -c model.cost_tracking=ignore_errors"
 )
+APART = f"{MINI} --environment-class slipstream.agents.mini.Sandboxed"
+"""Its commands are in a sandbox, and it is not."""
 VERIFY = f"env {OURS} {sys.executable} -m slipstream.agents.verify"
 
 

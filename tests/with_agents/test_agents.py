@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from dictation import PYTHON, TOKENIZER, bash, save_models
-from runs import MINI, VERIFY, check_calls, check_laws, trained
+from runs import APART, MINI, VERIFY, check_calls, check_laws, trained
 from transformers import AutoModelForCausalLM
 
 from sandboxes import NO_BUBBLEWRAP
@@ -56,17 +57,30 @@ def repository(tmp_path: Path) -> Path:
 def agent(repository: Path) -> dict[str, object]:
     """mini-swe-agent on a copy of a repository; its tests are laid over what it made of them."""
     verify = f"{VERIFY} --restore {repository / 'tests'} -- python3 -m unittest -q"
-    return {"sandbox": "none", "gateway": {"command": MINI, "workspace": str(repository), "verify": verify}}
+    return {"sandbox": "none", "gateway": {"command": APART, "workspace": str(repository), "verify": verify}}
+
+
+def walled(repository: Path) -> dict[str, object]:
+    """The same, all of it in the gateway's sandbox."""
+    verify = f"""sh -c 'cp -R "$1"/. . && exec python3 -m unittest -q' sh {repository / "tests"}"""
+    return {"sandbox": "bubblewrap", "gateway": {"command": MINI, "workspace": str(repository), "verify": verify}}
 
 
 @pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
+@pytest.mark.parametrize("where", [agent, walled])
 def test_mini_swe_agent_fixes_a_bug_in_our_sandbox_and_a_real_run_learns_from_it(
-    tmp_path: Path, models: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+    where: Callable[[Path], dict[str, object]],
+    tmp_path: Path,
+    models: Path,
+    repository: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("A_SECRET", "SECRET")
+
     def script(prompt: Prompt) -> list[str]:
         return CHEATS if prompt.first else FIXES
 
-    played = trained(monkeypatch, tmp_path, models, [ISSUE], agent(repository), script)
+    played = trained(monkeypatch, tmp_path, models, [ISSUE], where(repository), script)
     assert len(played.of(0)) == len(played.of(1)) == 2 and len(played.rollouts) == 4
     check_calls(played)
     for update, (fixed, cheated) in enumerate(zip(played.of(0), played.of(1), strict=True)):
@@ -76,8 +90,9 @@ def test_mini_swe_agent_fixes_a_bug_in_our_sandbox_and_a_real_run_learns_from_it
         assert fixed.outcome["calls"] == fixed.outcome["turns"] == 3 and fixed.finish == cheated.finish == "eos"
         assert fixed.versions.max() == cheated.versions.max() == update
         seen = str(TOKENIZER.decode(fixed.tokens[~fixed.loss_mask]))
-        assert "len(values) - 1" in seen and "65534" in seen and '"output": "OK\\n"' in seen
-        assert "OPENAI" not in seen and "SLIPSTREAM" not in seen
+        assert "len(values) - 1" in seen and '"output": "OK\\n"' in seen and "SECRET" not in seen
+        if where is agent:  # it alone knows where the gateway is
+            assert "65534" in seen and "OPENAI" not in seen and "SLIPSTREAM" not in seen
         assert '"returncode": 3' in str(TOKENIZER.decode(cheated.tokens[~cheated.loss_mask]))
     assert (repository / "mean.py").read_text() == BUG
     for line in played.lines:
