@@ -71,7 +71,7 @@ def unpack(archive: bytes, into: Path) -> None:
     links = list[tuple[Path, str]]()
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
         for member in tar:
-            name = PurePosixPath(member.name)
+            name, first = PurePosixPath(member.name), PurePosixPath(member.linkname)
             if name.is_absolute() or ".." in name.parts:
                 continue
             place = into / name
@@ -79,8 +79,8 @@ def unpack(archive: bytes, into: Path) -> None:
                 place.mkdir(parents=True, exist_ok=True)
             elif member.isreg() and (content := tar.extractfile(member)) is not None:
                 write(place, content.read(), executable=bool(member.mode & 0o100))
-            elif member.islnk() and (first := into / member.linkname).is_file():
-                write(place, first.read_bytes(), executable=bool(member.mode & 0o100))
+            elif member.islnk() and ".." not in first.parts and not first.is_absolute() and (into / first).is_file():
+                write(place, (into / first).read_bytes(), executable=bool(member.mode & 0o100))
             elif member.issym() and within(name.parts, member.linkname):
                 links.append((place, member.linkname))
     for place, target in links:
