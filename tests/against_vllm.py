@@ -41,9 +41,10 @@ def assert_exact(
     models: Sequence[PreTrainedModel], rollout: Rollout, sampling: Sampling, *, atol: float = 5e-5
 ) -> None:
     """All draws' log-probs equal a full forward under the weights of that token's version."""
-    for version in np.unique(rollout.versions):
-        at = rollout.versions == version
-        full = full_forward(models[version], rollout, sampling)
+    versions = rollout.versions[rollout.loss_mask]
+    for version in np.unique(versions):
+        at = versions == version
+        full = full_forward(models[version], rollout, sampling)[torch.from_numpy(rollout.loss_mask)]
         expected = full.gather(1, torch.from_numpy(rollout.actions).long()).numpy()
         np.testing.assert_allclose(rollout.action_logp[at], expected[at], rtol=0, atol=atol)
 

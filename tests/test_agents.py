@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +20,9 @@ import numpy as np
 import pytest
 
 import slipstream
-from gateways import VOCABULARY, Babble, renderer
+from gateways import VOCABULARY, Babble, post, renderer
 from sandboxes import NO_BUBBLEWRAP
+from slipstream.cli import main
 from slipstream.engines.base import Graded, Sampling
 from slipstream.engines.gateway.agents import Agents
 from slipstream.engines.gateway.programs import Agent, Programs, filled
@@ -142,10 +146,10 @@ def agents(path: Path, policy: Any = None, *, verify: str = "", walled: bool = F
 
 
 def played(made: Agents, *prompts: Prompt, sampling: Sampling = SAMPLING) -> list[list[Handle]]:
-    async def main() -> list[list[Handle]]:
+    async def work() -> list[list[Handle]]:
         return await asyncio.gather(*(made.generate(prompt, sampling) for prompt in prompts))
 
-    return asyncio.run(main())
+    return asyncio.run(work())
 
 
 def left(mark: str) -> list[str]:
@@ -243,7 +247,7 @@ def test_what_verifies_and_is_killed_or_hangs_is_no_reward_of_0(tmp_path: Path) 
 def test_who_cancels_ends_agents_and_what_is_handed_over_keeps_what_is_complete(tmp_path: Path) -> None:
     mark = f"mark-{os.getpid()}-c"
 
-    async def main(made: Agents) -> None:
+    async def work(made: Agents) -> None:
         for ends in ("cancel", "release"):
             call = asyncio.create_task(made.generate(asked("hangs", mark=mark), SAMPLING))
             until = time.monotonic() + 20
@@ -254,8 +258,13 @@ def test_who_cancels_ends_agents_and_what_is_handed_over_keeps_what_is_complete(
                 await asyncio.wait([call])
             else:
                 await made.release([0])
-                assert unfinished(await call) and not call.result()
-            assert not left(mark) and not made.server.sessions
+                assert unfinished(await call) and len(call.result()) == len(left(mark)) == 2
+                call = asyncio.create_task(made.generate(asked("hangs", mark=mark), SAMPLING))  # anew
+                await asyncio.sleep(0)
+                await asyncio.sleep(0.05)
+                call.cancel()
+                await asyncio.wait([call])
+            assert not left(mark) and not made.server.sessions and not made.playing
         whole = await made.generate(asked(), SAMPLING)
         begun = handed_over(handle.body for handle in whole if handle.body.episode)
         asked_before = len(made.policy.asked)  # type: ignore[attr-defined]
@@ -266,7 +275,7 @@ def test_who_cancels_ends_agents_and_what_is_handed_over_keeps_what_is_complete(
             assert one.header.finish == other.header.finish == "eos"
 
     with agents(tmp_path, seconds=100) as made:
-        asyncio.run(main(made))
+        asyncio.run(work(made))
 
 
 def test_an_episode_is_graded_once_by_the_lineage_that_was_the_last(tmp_path: Path) -> None:
@@ -274,11 +283,11 @@ def test_an_episode_is_graded_once_by_the_lineage_that_was_the_last(tmp_path: Pa
         async def grade(self, group: Any) -> list[Handle]:
             return [Handle(replace(h.header, rewards={"length": float(h.header.tokens)}), h.body) for h in group]
 
-    async def main(made: Agents) -> list[Handle]:
+    async def work(made: Agents) -> list[Handle]:
         return await Graded(made, Lengths()).generate(asked(), SAMPLING)
 
     with agents(tmp_path) as made:
-        group = asyncio.run(main(made))
+        group = asyncio.run(work(made))
         last = {handle.header.episode: handle.header.tokens for handle in group}
         assert len(group) == 4 and [h.header.rewards["length"] for h in group] == [
             last[h.header.episode] for h in group
@@ -383,14 +392,62 @@ device = "cpu"
 """
 
 
+def written(path: Path, runtime: str = "inline") -> Path:
+    (path / "given").mkdir()
+    (path / "player.py").write_text(PLAYER)
+    (path / "verify.py").write_text(VERIFY)
+    config = path / "run.toml"
+    config.write_text(RUN.format(output=path / "run", here=path, python=sys.executable, runtime=runtime))
+    return config
+
+
+def test_agents_may_have_the_student_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, found = written(tmp_path), tmp_path / "found.jsonl"
+    assert main(["gateway", str(config), "-n", "2", "-o", str(found)]) == 0
+    lines = read_lines(found)
+    assert {(line["number"], line["episode"]) for line in lines} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for line in lines:
+        assert line["rewards"]["environment/told"] == 1 and line["branch"] == 0 and line["cause"] == ""
+        assert len(line["tokens"]) == len(line["logp"]) == len(line["turn"]) and sum(line["loss_mask"]) > 0
+    assert f"4 episodes, of which 0 failed: 4 lineages in {found}" in capsys.readouterr().err
+    assert main(["gateway", str(config), "-o", str(found)]) == 2
+    assert "found.jsonl cannot be written: [Errno 17] File exists" in capsys.readouterr().err
+
+
+def test_agents_that_come_from_elsewhere_find_episodes_at_the_port_of_the_config(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    there = f'listen = "127.0.0.1:{port}"'
+    text = re.sub(r"(?s)command =.*?verify = [^\n]*", there, written(tmp_path).read_text()).replace(
+        'sandbox = "none"', ""
+    )
+    (tmp_path / "run.toml").write_text(text)
+    found, offers = tmp_path / "found.jsonl", list[Any]()
+
+    def attend() -> None:
+        while len(offers) < 4:
+            try:
+                status, offer = post(f"http://127.0.0.1:{port}/sessions", b"")
+            except OSError:
+                time.sleep(0.1)
+                continue
+            assert status == 200
+            body = {"messages": offer["row"]["prompt"], "max_tokens": 5}
+            assert post(f"{offer['base_url']}/chat/completions", body)[0] == 200
+            post(f"http://127.0.0.1:{port}/sessions/{offer['id']}/close", {"rewards": 1})
+            offers.append(offer)
+
+    thread = threading.Thread(target=attend)
+    thread.start()
+    assert main(["gateway", str(tmp_path / "run.toml"), "-n", "2", "-o", str(found)]) == 0
+    thread.join()
+    assert [line["rewards"] for line in read_lines(found)] == [{"environment": 1.0}] * 4
+    assert [len(line["tokens"]) for line in read_lines(found)] == [5] * 4
+
+
 @pytest.mark.parametrize("runtime", ["inline", "local"])
 def test_a_run_learns_from_what_an_agent_did(tmp_path: Path, runtime: str) -> None:
-    (tmp_path / "given").mkdir()
-    (tmp_path / "player.py").write_text(PLAYER)
-    (tmp_path / "verify.py").write_text(VERIFY)
-    config = tmp_path / "run.toml"
-    config.write_text(RUN.format(output=tmp_path / "run", here=tmp_path, python=sys.executable, runtime=runtime))
-    slipstream.train(config)
+    slipstream.train(written(tmp_path, runtime))
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "samples" in line]
     assert len(lines) == 2 and all(line["samples"] >= 4 for line in lines)
     assert all(line["episode/turns"] > 1 and line["reward/environment/told"] == 1 for line in lines)

@@ -336,3 +336,24 @@ def test_what_does_not_fit_is_said() -> None:
     )
     with pytest.raises(ConfigError, match=r"^sampler: .* GiB .*, and its device has .*: lower sampler.slots"):
         plan(config(("sampler.slots", "100000000")))
+
+
+def test_the_doctor_plays_whole_episodes_and_says_why_an_environment_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from slipstream.tasks.environments.builtin import Table\n\n\n"
+        "class Broken(Table):\n    def close(self):\n        raise OSError('the shop is shut')\n"
+    )
+    tools = str(Path(__file__).parents[1] / "configs" / "tools.toml")
+    asked = ["doctor", tools, "--runtime.kind", "inline", "--runtime.device", "cpu"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"ok   environment: 8 whole episodes: \d\.\d turns, .* for tools; ended by eos \d", said)
+    assert "ok   rewards of these: exact " in said
+    assert main([*asked, "--environment.use", f"{tmp_path}/broken.py:Broken"]) == 1
+    said = capsys.readouterr().out
+    assert (
+        "FAIL environment: 8 of 8 episodes failed, each time it was tried: close raised OSError: the shop is shut"
+        in said
+    )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import random
 import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +27,7 @@ from slipstream.engines.gateway.agents import Agents
 from slipstream.engines.gateway.guests import Guests
 from slipstream.engines.gateway.server import Server
 from slipstream.engines.gateway.sessions import Bounds, Session
-from slipstream.records import Ints, Prompt, Rollout, derive_seed
+from slipstream.records import Ints, Prompt, Rollout, derive_seed, unfinished
 from slipstream.tasks.environments import Message, Reply
 from turns import WIDE, Numbers, World
 
@@ -437,6 +439,70 @@ def test_a_loop_here_chat_and_tokens_make_the_same_records(turns: int, tokens: i
                 np.testing.assert_array_equal(getattr(row, name), getattr(other, name), err_msg=name)
             assert row.finish == other.finish and row.kept is not None
             assert row.outcome["turns"] == other.outcome["turns"] and row.outcome["reward"] == turns
+
+
+# --- handing over -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_who_is_handed_over_goes_on_here_and_begins_again_elsewhere(
+    here: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut at any token: the records are those of an episode that was never interrupted."""
+    monkeypatch.setattr("slipstream.engines.gateway.guests.POLL", 0.1)
+    sampling, bounds = Sampling(max_tokens=40, group=3, draws=4), Bounds(turns=9, turn_tokens=4, vocabulary=7)
+    expected = through(by_chat, sampling, 3, 9)
+    policies = list[Any]()
+    urls, taken, over = list[str](), list[str](), threading.Event()
+
+    def attend() -> None:
+        while not over.is_set():
+            status, offer = 0, None
+            with suppress(OSError, http.client.HTTPException):
+                status, offer = post(f"{urls[-1]}/sessions", b"")
+            if status == 200:
+                taken.append(offer["id"])
+                threading.Thread(target=play, args=(urls[-1], offer)).start()
+
+    def play(url: str, offer: Any) -> None:
+        with suppress(OSError, KeyError, http.client.HTTPException):  # it was over
+            by_chat(offer["base_url"], 3)
+            post(f"{url}/sessions/{offer['id']}/close", {"rewards": {"reward": 3}})
+
+    def opened() -> Agents:
+        policy: Any = toy.ToySampler(TABLE, seconds=0.04)
+        policy.version, policy.close = 3, lambda: None
+        policies.append(guests(policy, bounds))
+        urls.append(policies[-1].server.url)
+        return policies[-1]
+
+    async def main() -> tuple[list[Rollout], int]:
+        rng, cuts, begun = random.Random(0), 0, list[Any]()
+        agents, attending = opened(), None
+        while True:
+            call = asyncio.create_task(agents.generate(TOY, sampling, begun))
+            await asyncio.sleep(0)
+            attending = attending or asyncio.create_task(asyncio.to_thread(attend))
+            await asyncio.wait([call], timeout=rng.uniform(0.1, 0.2) if cuts < 4 else 20)
+            await agents.release([TOY.number])
+            begun = await call
+            if not unfinished(begun):
+                break
+            cuts += 1
+            if not here:
+                agents = opened()
+        over.set()
+        for each in policies:
+            each.close()
+        await attending
+        return [handle.body for handle in begun], cuts
+
+    found, cuts = asyncio.run(main())
+    assert cuts >= 2 and (len(taken) == 3 if here else len(taken) > 3)
+    for row, other in zip(found, expected, strict=True):
+        for name in ("tokens", "loss_mask", "versions", "turn", "logp", "actions", "action_logp"):
+            np.testing.assert_array_equal(getattr(row, name), getattr(other, name), err_msg=name)
+        assert row.finish == "eos" and row.outcome["reward"] == 3
 
 
 # --- agents that are elsewhere ----------------------------------------------------------------------------------------

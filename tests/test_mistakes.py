@@ -121,8 +121,8 @@ eval builtin:student --temperature nan | argument --temperature: nan is neither 
 eval builtin:student --temperature hot | argument --temperature: invalid temperature value: 'hot'
 eval builtin:student --seed x | argument --seed: invalid int value: 'x'
 eval builtin:student --dtype float8 | argument --dtype: invalid choice: 'float8' (choose from 'float32', 'bfloat16'
-eval builtin:student --reward vibes | argument --reward: 'vibes' is no reward; known: exact, math; your own is
-eval builtin:student --reward ./own.py | argument --reward: './own.py' is no reward; known: exact, math; your own is
+eval builtin:student --reward vibes | argument --reward: 'vibes' is no reward; known: environment, exact, math
+eval builtin:student --reward ./own.py | argument --reward: './own.py' is no reward; known: environment, exact, math
 eval builtin:student --learner.lr 1 | unrecognized arguments: --learner.lr 1
 """)
 
@@ -143,7 +143,12 @@ CONFIG = table("""
 --teachers.main.modle builtin:teacher | run.toml: unknown key 'teachers.main.modle'; did you mean 'model'?
 --loss.kind kl1 | run.toml: loss.kind: did you mean 
 --schedule.kind asynch | run.toml: schedule.kind: did you mean 'async'?
---task.reward vibes | run.toml: task.reward: 'vibes' is no reward; known: exact, math
+--task.reward vibes | run.toml: task.reward: 'vibes' is no reward; known: environment, exact, math
+--task.reward environment | run.toml: task.reward = "environment" is what an environment says: add [environment]
+--environment.use shop | run.toml: environment.use: 'shop' is no environment; known: lookup, python, table; your own is
+--environment.turns 3 | run.toml: environment.use: 
+--environment.use table --environment.turn_tokens 999 | run.toml: environment.turn_tokens = 999 does nothing: samp
+--environment.use table --environment.sandbox docker | run.toml: environment.sandbox: 'docker' is no sandbox: write "b
 --log.to excel | run.toml: log.to: 
 --log.to mlflow | log.to = ['mlflow'] needs mlflow: pip install 'slipstream[mlflow]'
 --sampler.slots 0 | run.toml: sampler.slots: input should be greater than or equal to 1, got 0

@@ -22,14 +22,15 @@ WIDE = Limits(turns=4, calls=100, turn_tokens=4, seconds=1e6, step_seconds=1e3)
 class Numbers:
     """What is said is its ids; an observation is the ids that it spells, behind the end of the turn."""
 
-    stop_ids = frozenset({toy.EOS})
+    def __init__(self, eos: int = toy.EOS) -> None:
+        self.eos, self.stop_ids = eos, frozenset({eos})
 
     def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
-        said = [int(each) for each in ids if each != toy.EOS]
+        said = [int(each) for each in ids if each != self.eos]
         return Reply(" ".join(map(str, said)), (Call("say", {"ids": said}),))
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints:
-        end = [] if ids[-1] == toy.EOS else [toy.EOS]
+        end = [] if ids[-1] == self.eos else [self.eos]
         seen = [int(each) for message in messages for each in message["content"].split()]
         return np.array([*end, *seen], np.int32)
 
@@ -63,8 +64,8 @@ class World:
     def close(self) -> None:
         self.ended = True
 
-    def sampler(self, policy: Any, limits: Limits = WIDE) -> Episodes:
-        return Episodes(policy, Numbers(), self, limits)
+    def sampler(self, policy: Any, limits: Limits = WIDE, eos: int = toy.EOS) -> Episodes:
+        return Episodes(policy, Numbers(eos), self, limits)
 
 
 @dataclass

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-OVERRIDABLE = ("demo", "train", "config", "doctor")
+OVERRIDABLE = ("demo", "train", "config", "doctor", "gateway")
 FLAGS = ("--", "--help", "--check", "--skip-checks")
 """Words that begin with -- and are no settings."""
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
@@ -181,6 +181,21 @@ def parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", action="store_true", default=False, help="print one JSON object for every set")
     evaluate.set_defaults(run=run_eval)
 
+    serving = commands.add_parser(
+        "gateway", help="give a config's student to agents, and keep what they do with it", epilog=OVERRIDES
+    )
+    serving.add_argument("config", help="a TOML file with [environment.gateway]")
+    serving.add_argument("-n", type=positive, metavar="N", help="end after so many prompts (all, once)")
+    serving.add_argument(
+        "-o",
+        dest="to",
+        type=Path,
+        default=Path("lineages.jsonl"),
+        metavar="FILE",
+        help="a new file (default: %(default)s)",
+    )
+    serving.set_defaults(run=run_gateway)
+
     said = commands.add_parser("samples", help="print what the student said in a run")
     said.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
     said.add_argument("--update", type=positive, metavar="N", help="of this update; the last ones without it")
@@ -328,6 +343,17 @@ def run_eval(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     if "reward" in given:
         given["reward"] = tuple(args.reward)
     evaluate(args.model, console(), given=given, ks=args.k, as_json=args.json)
+    return 0
+
+
+def run_gateway(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.config.file import load
+
+    config = load(args.config, changes, say=note)
+    from slipstream.commands.gateway import gateway
+    from slipstream.plan.plan import plan
+
+    gateway(plan(config, ask=False), args.to, prompts=args.n, say=note)
     return 0
 
 

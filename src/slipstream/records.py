@@ -240,6 +240,15 @@ def _all_kept(parts: Sequence[Rollout]) -> Kept | None:
     return Kept(np.concatenate([each.ids for each in kept]), np.concatenate([each.sizes for each in kept]))
 
 
+def said_and_seen(rollout: Rollout) -> list[tuple[bool, Ints]]:
+    """What was said, turn by turn, and what was seen between: whether it was said, and its tokens."""
+    edges = np.flatnonzero(np.diff(rollout.turn)) + 1
+    return [
+        (bool(turn[0] >= 0), tokens)
+        for turn, tokens in zip(np.split(rollout.turn, edges), np.split(rollout.tokens, edges), strict=True)
+    ]
+
+
 def parts_of(rollout: Rollout) -> list[Rollout | Ints]:
     """What `lineage` was given: every response, as its call returned it, and the tokens that were seen between."""
     edges = [0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)]

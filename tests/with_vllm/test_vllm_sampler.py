@@ -27,6 +27,7 @@ from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError, WorkerDied
 from slipstream.records import Handle, Rollout, unfinished
 from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts
+from turns import World
 
 DRAWS, CONTEXT = 8, SHAPE["max_position_embeddings"]
 LONG = Sampling(max_tokens=100, group=2, draws=3)
@@ -195,6 +196,22 @@ def test_a_response_of_several_calls_keeps_its_index_and_is_the_same_each_time(s
 
 
 # --- publishing ------------------------------------------------------------------------------------------------------
+
+
+def test_episodes_are_what_full_passes_over_them_say_whenever_weights_change(sampler: VllmSampler) -> None:
+    episodes, asked = World(turns=3).sampler(sampler, eos=EOS), replace(LONG, max_tokens=40, group=3)
+
+    async def work() -> list[Handle]:
+        calls = [asyncio.create_task(episodes.generate(prompt, asked)) for prompt in make_prompts(3)]
+        await grown(sampler, 2)
+        await episodes.publish(WEIGHTS[1], "keep")
+        return [handle for call in calls for handle in await call]
+
+    found = asyncio.run(work())
+    assert {version for handle in found for version, _ in handle.header.versions} == {0, 1}
+    for handle in found:
+        assert handle.header.finish == "eos" and handle.header.outcome["turns"] == 3
+        assert_exact(MODELS, handle.body, asked)
 
 
 def publish_into(

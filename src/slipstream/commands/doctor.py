@@ -175,5 +175,7 @@ def by_itself(made: Plan) -> Plan | None:
 async def as_its_own_teacher(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     await checks.publish(engines)
     groups = await checks.rolled(made, engines, prompts)
+    if checks.failing(groups):  # which was said
+        return []
     numbers = await checks.compared(engines, groups, update=1)
     return [checks.itself(numbers, Limits.of(made.engines))]

@@ -212,6 +212,9 @@ def asked_of(subject: Subject, given: Mapping[str, Any], say: Callable[[str], ob
 def settings(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> str:
     """What is of the run, and what of the command line, in one line."""
     words = {name: f"{name} {told(value)}".strip() for name, value in chosen(asked).items()}
+    if asked.environment is not None:
+        wanted = asked.environment.wanted
+        words["environment"] = f"environment {wanted.spec if wanted is not None else 'gateway'}"
     ours, theirs = (", ".join(text for name, text in words.items() if (name in given) is it) for it in (False, True))
     assert subject.run is not None
     if "data" not in given and subject.trained_on:
@@ -262,6 +265,7 @@ def line_of(subject: Subject, asked: Asked, name: str, found: Measured, ks: Sequ
         "greedy": found.greedy,
         "truncated": found.found["truncated"],
         "length": found.found["length/mean"],
+        **{name: value for name, value in found.found.items() if name.startswith(("episode/", "environment/"))},
         **rewards,
         "ungraded": found.ungraded.total(),
         "tokens": found.tokens,
@@ -280,6 +284,7 @@ def show(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     others = [f"reward/{name_of(each)}" for each in first["reward"][1:]]
     table = Table()
     heads = [*(["set"] if several else []), "prompts", f"avg@{n}", *scores, "greedy", *others, "cut off", "tokens"]
+    heads += ["turns", "invalid"] if "episode/turns" in first else []
     for head in heads:
         table.add_column(head.removeprefix("reward/"), justify="left" if head == "set" else "right", no_wrap=True)
 
@@ -297,6 +302,7 @@ def show(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
             *(number(line.get(name, 0.0), name.removeprefix("reward/")) for name in others),
             f"{line['truncated']:.1%}",
             f"{line['length']:,.0f}",
+            *([f"{line['episode/turns']:.1f}", f"{line['episode/invalid']:.1%}"] if "episode/turns" in first else []),
         )
     console.width = max(console.width, WIDEST)  # numbers are never cut, however narrow a terminal is
     console.print(table)

@@ -22,9 +22,9 @@ def samples(path: Path, console: Console, *, update: int | None, count: int) -> 
     """The last so many, or those of one update."""
     for quote in chosen(path, update)[-count:]:
         console.print(Text(head(quote), style="bold"), soft_wrap=True)
-        for name in ("prompt", "response"):
+        for name, text in [("prompt", quote["prompt"]), *(quote.get("turns") or [("response", quote["response"])])]:
             console.print(Text(f"{name}:", style="cyan"))
-            console.print(Text(printable(quote[name])), soft_wrap=True)
+            console.print(Text(printable(text), style="dim" if name == "seen" else ""), soft_wrap=True)
         if (context := quote.get("context")) is not None:
             console.print(Text(f"teacher saw ({quote['context_id']}):", style="cyan"))
             console.print(Text(printable(context)), soft_wrap=True)
@@ -51,7 +51,7 @@ def chosen(path: Path, update: int | None) -> list[dict[str, Any]]:
 
 def head(quote: dict[str, Any]) -> str:
     """All that is told of one in a line."""
-    ended = {"eos": "ended", "length": "cut off"}[quote["finish"]]
+    ended = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}[quote["finish"]]
     versions = [version for version, _ in quote["versions"]]
     drawn = f"version {versions[0]}" if len(set(versions)) == 1 else f"versions {min(versions)} to {max(versions)}"
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())

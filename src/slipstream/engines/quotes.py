@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
 from slipstream.engines.base import Quote
-from slipstream.records import Header, Scored, version_runs
+from slipstream.records import Header, Scored, said_and_seen, version_runs
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -16,6 +16,7 @@ def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
     """With special tokens, as they were seen and written; the lists have an entry for each token that is trained."""
     rollout, teacher = sample.rollout, sample.teacher_logp
     trained = rollout.loss_mask
+    turns = [("said" if said else "seen", decode(tokens.tolist())) for said, tokens in said_and_seen(rollout)]
     return {
         "update": update,
         "number": header.number,
@@ -23,6 +24,7 @@ def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
         "prompt_id": header.prompt,
         "prompt": decode(rollout.prompt.tokens.tolist()),
         "response": decode(rollout.tokens.tolist()),
+        "turns": turns if len(turns) > 1 else None,
         "finish": header.finish,
         "rewards": header.rewards,
         "teacher": header.teacher,

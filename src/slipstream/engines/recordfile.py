@@ -107,7 +107,7 @@ def body(found: dict[str, Any] | None, arrays: dict[str, NDArray[Any]], prompts:
 
 
 def header(found: dict[str, Any]) -> Header:
-    found = {**found, "versions": tuple((version, count) for version, count in found["versions"])}
+    found = {**found, **{name: tuple(map(tuple, found[name])) for name in ("versions", "spans")}}
     if found.get("attempts") is not None:
         found["attempts"] = Attempts(**found["attempts"])
     return Header(**found)

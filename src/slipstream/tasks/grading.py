@@ -24,11 +24,9 @@ from queue import SimpleQueue
 from subprocess import DEVNULL, Popen
 from typing import Any
 
-import numpy as np
-
 from slipstream.errors import ConfigError, EngineError
 from slipstream.linux import wake_with_parent
-from slipstream.records import Group, Handle, Ints, Rollout, Ungraded
+from slipstream.records import Group, Handle, Rollout, Ungraded, said_and_seen
 from slipstream.tasks.rewards import MAKES, Answer, Grades, Reward, check_installed, grade, is_own, reward_of
 from slipstream.tasks.sandbox import sandbox_of
 from slipstream.tasks.sandbox.base import Sandbox
@@ -211,7 +209,7 @@ class PoolGrader:
             rollout.prompt,
             [
                 {"role": "assistant" if said else "observation", "content": self.decode(tokens)}
-                for said, tokens in parts(rollout)
+                for said, tokens in said_and_seen(rollout)
             ],
         )
         return Answer(
@@ -258,15 +256,6 @@ class PoolGrader:
         self.threads.shutdown(cancel_futures=True)
         for process in self.processes:
             process.close()
-
-
-def parts(rollout: Rollout) -> list[tuple[bool, Ints]]:
-    """What was said, turn by turn, and what was seen between, in their order: whether it was said, and its tokens."""
-    edges = np.flatnonzero(np.diff(rollout.turn)) + 1
-    return [
-        (bool(turn[0] >= 0), tokens)
-        for turn, tokens in zip(np.split(rollout.turn, edges), np.split(rollout.tokens, edges), strict=True)
-    ]
 
 
 def with_grades(handle: Handle, grades: Grades) -> Handle:

@@ -75,7 +75,7 @@ class Seen:
 def environment(outcome: dict[str, float]) -> dict[str, float]:
     """What the environment itself returned."""
     if WHOLE not in outcome:
-        raise Unusable("error", "is none: the environment returned no reward from close()")
+        raise Unusable("error", "returned no reward from close()")
     parts = {name.removeprefix("reward/"): value for name, value in outcome.items() if name.startswith("reward/")}
     return {WHOLE: outcome[WHOLE], **parts}
 

@@ -3,25 +3,24 @@
 How an episode ends is told apart as in `Episodes`: by itself, at a limit (whatever the agent makes of that), or by a
 failure of the agent, which is tried again and then left out. An agent that never calls has failed.
 
-A session cannot move. A group that is handed over keeps its complete episodes; the others begin again where it goes on.
+A session cannot move. Of a group that is handed over, agents wait here, and go on if it is gone on with here; elsewhere
+episodes that are not complete begin again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from slipstream.engines.base import Sampling
-from slipstream.engines.episodes import TRIES, Call, Left, Policy, failed
+from slipstream.engines.episodes import TRIES, Call, Policy, failed
 from slipstream.engines.gateway.server import Server
 from slipstream.engines.gateway.sessions import Bounds, Session, Speaks
 from slipstream.errors import EnvironmentFailed
 from slipstream.records import Finish, Group, Handle, Prompt, Rollout, handed_over, header_of
-
-T = TypeVar("T")
 
 
 class Player(Protocol):
@@ -66,6 +65,8 @@ class Agents:
         self.at_once = at_once
         self.room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self.calls: list[Call] = []
+        self.playing: dict[tuple[int, int, int, Sampling], Playing] = {}
+        """Episodes at work, among them those that were handed over and may be gone on with here."""
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if sampling.alone:
@@ -80,7 +81,7 @@ class Agents:
         try:
             async with asyncio.TaskGroup() as tasks:  # whoever cancels, or fails, ends all
                 members = [
-                    tasks.create_task(self._member(call, index, known.get(index)))
+                    tasks.create_task(self._member(call, index, known.get(index, [])))
                     for index in range(prompt.first, prompt.first + sampling.group)
                 ]
         except ExceptionGroup as errors:
@@ -89,44 +90,71 @@ class Agents:
             self.calls.remove(call)
             call.ended.set_result(None)
         found = [member.result() for member in members]
-        handles = [handle for each in found for handle in each or ()]
-        if None in found:
+        handles = [handle for each in found for handle in each]
+        if any(not each or each[0].header.finish == "released" for each in found):
             return handed_over(handle.body for handle in handles if handle.body is not None)
         return sorted(handles, key=lambda handle: handle.header.index)
 
     async def release(self, numbers: Collection[int] = ()) -> None:
         calls = [call for call in self.calls if not numbers or call.prompt.number in numbers]
+        for (number, *_), playing in self.playing.items():
+            if playing.session is not None and (not numbers or number in numbers):
+                playing.session.going.clear()
         for call in calls:
             if not call.leaving.done():
                 call.leaving.set_result(None)
-        await self.policy.release(numbers)  # of what has no agent
+        await self.policy.release(numbers)
         if calls:
             await asyncio.wait([call.ended for call in calls])
 
-    async def _member(self, call: Call, index: int, known: list[Handle] | None) -> list[Handle] | None:
-        """The lineages of one episode; none if it is handed over before it is complete."""
-        if known:
+    async def _member(self, call: Call, index: int, known: list[Handle]) -> list[Handle]:
+        """The lineages of one episode, or what there is of them if it is handed over; complete ones as they are."""
+        if known and all(handle.body.finish != "released" for handle in known):
             return known
+        key = call.prompt.number, call.prompt.seed, index, call.sampling
+        playing = self.playing.pop(key, None)
+        if playing is not None and not known:  # it is to begin anew
+            await ended(playing.task)
+            playing = None
+        if playing is None:
+            playing = Playing()
+            playing.task = asyncio.create_task(self._episode(call, index, playing))
+        elif playing.session is not None:
+            playing.session.going.set()
+        self.playing[key] = playing
+        either: list[asyncio.Future[Any]] = [playing.task, call.leaving]
+        stays = False
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if playing.task.done():
+                return playing.task.result()
+            stays = playing.session is not None and playing.session.counts["turns"] > 0
+            return playing.so_far() if stays else []
+        finally:
+            if not stays:
+                await ended(playing.task)
+                self.playing.pop(key, None)
+
+    async def _episode(self, call: Call, index: int, playing: Playing) -> list[Handle]:
         error = EnvironmentFailed("", "")
         for failures in range(TRIES):
             try:
-                rollouts = await _unless(call.leaving, self._in_turn(call, index, failures))
+                rollouts = await self._in_turn(call, index, failures, playing)
                 return [Handle(header_of(rollout), rollout) for rollout in rollouts]
-            except Left:
-                return None
             except EnvironmentFailed as failure:
                 error = failure
         return [Handle(failed(call.prompt, index, error), None)]
 
-    async def _in_turn(self, call: Call, index: int, failures: int) -> list[Rollout]:
+    async def _in_turn(self, call: Call, index: int, failures: int, playing: Playing) -> list[Rollout]:
         loop = asyncio.get_running_loop()
         if self.room is None or self.room[0] is not loop:
             self.room = loop, asyncio.Semaphore(self.at_once)
         async with self.room[1]:
-            return await self._played(call, index, failures)
+            return await self._played(call, index, failures, playing)
 
-    async def _played(self, call: Call, index: int, failures: int) -> list[Rollout]:
+    async def _played(self, call: Call, index: int, failures: int, playing: Playing) -> list[Rollout]:
         session = Session(self.policy, self.renderer, call.prompt, call.sampling, index, self.bounds)
+        playing.session = session
         name = self.server.open(session)
         try:
             async with self.players.playing(self._row(call.prompt), self.server.base_url(name), name) as player:
@@ -136,6 +164,7 @@ class Agents:
                 finish = self._finish(session, why)
                 rewards = await self._rewards(player)
         finally:
+            playing.session = None
             self.server.shut(name)
         return session.rollouts(finish, call.sampling.group, {**rewards, "failures": float(failures)})
 
@@ -185,21 +214,28 @@ class Agents:
             raise EnvironmentFailed("timeout", f"its rewards took more than {self.step_seconds:g} s") from None
 
     def close(self) -> None:
+        for playing in self.playing.values():
+            if not playing.task.done() and not playing.task.get_loop().is_closed():
+                playing.task.cancel()
         self.server.close()
         self.players.close()
         self.policy.close()
 
 
-async def _unless(leaving: asyncio.Future[None], work: Coroutine[Any, Any, T]) -> T:
-    """Left if it is to be handed over first."""
-    task = asyncio.ensure_future(work)
-    either: list[asyncio.Future[Any]] = [task, leaving]
-    try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise Left
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
+@dataclass(eq=False)
+class Playing:
+    """An episode at work, which waits here while it is handed over: nothing else has its agent."""
+
+    task: asyncio.Task[list[Handle]] = field(init=False)
+    session: Session | None = None
+
+    def so_far(self) -> list[Handle]:
+        assert self.session is not None
+        rollouts = self.session.rollouts("released", self.session.sampling.group, {})
+        return [Handle(header_of(rollout), rollout) for rollout in rollouts]
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait([task])

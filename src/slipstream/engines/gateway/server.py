@@ -97,7 +97,9 @@ class Server:
 
     def shut(self, name: str) -> None:
         """Whoever asks for it from now on is told that it was closed."""
-        self.sessions.pop(name).close()
+        if (session := self.sessions.pop(name, None)) is None:
+            return
+        session.close()
         if len(self.closed) == REMEMBERED:
             self.gone.discard(self.closed[0])
         self.closed.append(name)

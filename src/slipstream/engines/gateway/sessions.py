@@ -23,7 +23,7 @@ import numpy as np
 from slipstream.engines.base import Sampler, Sampling
 from slipstream.engines.gateway.branches import Branch, Place, Tools, canonical, chained, digest, joined, named
 from slipstream.errors import DataError
-from slipstream.records import Finish, Floats, Ints, Prompt, Rollout, derive_seed, lineage
+from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
 from slipstream.tasks.environments import Call, Message, Reply
 
 
@@ -98,6 +98,9 @@ class Session:
         self.since = self.began = asyncio.get_running_loop().time()
         self.busy = 0.0
         """Seconds in which a call was running."""
+        self.going = asyncio.Event()
+        """Cleared while nothing may be drawn: who was to be handed over waits to be gone on with."""
+        self.going.set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Has the error of a sampler that failed."""
 
@@ -209,14 +212,15 @@ class Session:
             offset=self.prompt.offset + branch.sampled,
             first=self.index,
         )
+        sampling, found = replace(self.sampling, group=1, max_tokens=most, park=True), list[Handle]()
         try:
-            found = await self.policy.generate(prompt, replace(self.sampling, group=1, max_tokens=most, park=True))
+            while unfinished(found):
+                await self.going.wait()
+                found = await self.policy.generate(prompt, sampling, found)
         except Exception as error:
             if not self.failure.done():
                 self.failure.set_exception(error)
             raise Failed from None
-        if not found or found[0].header.finish == "released":  # who hands a session over closes it first
-            raise Failed
         turn: Rollout = found[0].body
         return turn
 

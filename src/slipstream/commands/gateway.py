@@ -1,0 +1,80 @@
+"""The student of a config for agents, without training: what they did with it, as lines of a file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from slipstream.errors import ConfigError, RunDirError, first_line
+from slipstream.plan.plan import Plan
+from slipstream.records import Group, Handle, Rollout
+
+ARRAYS = ("tokens", "loss_mask", "turn", "versions", "logp")
+
+
+def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], object]) -> None:
+    """Every prompt once, or so many of them."""
+    there = made.engines.sampler.environment
+    if there is None or there.gateway is None:
+        raise ConfigError("slipstream gateway serves agents: write [environment.gateway] into the config")
+    from slipstream.engines.gateway.agents import Agents
+    from slipstream.runtimes.build import SelfGrading
+
+    try:
+        file = os.fdopen(os.open(to, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8")
+    except OSError as error:
+        raise RunDirError(f"{to} cannot be written: {first_line(error)}") from None
+    with file:
+        sampler = SelfGrading(made.engines.sampler, made.engines.grader, made.tokenizer)
+        try:
+            assert isinstance(sampler.sampler, Agents)
+            if there.gateway.agent is None:
+                say(f"episodes wait at {sampler.sampler.server.url}/sessions")
+            counts = asyncio.run(played(made, sampler, file, prompts or len(made.prompts.rows)))
+        finally:
+            sampler.close()
+    say(f"{counts[0]} episodes, of which {counts[1]} failed: {counts[2]} lineages in {to}")
+
+
+async def played(made: Plan, sampler: Any, file: TextIO, prompts: int) -> tuple[int, int, int]:
+    """How many episodes there were, how many of them failed, and how many lineages there are."""
+    numbers, counts = iter(range(prompts)), [0, 0, 0]
+
+    async def one_after_the_other() -> None:
+        for number in numbers:
+            group: Group = await sampler.generate(made.prompts.at(number), made.sampling)
+            failed = sum(handle.header.finish == "error" for handle in group)
+            found = (len({handle.header.episode for handle in group}), failed, len(group) - failed)
+            counts[:] = [count + more for count, more in zip(counts, found, strict=True)]
+            file.writelines(line(handle) for handle in group)
+            file.flush()
+
+    groups = max(1, made.engines.learner.settings.batch_size // made.sampling.group)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(groups, prompts)):
+                tasks.create_task(one_after_the_other())
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return counts[0], counts[1], counts[2]
+
+
+def line(handle: Handle) -> str:
+    header, body = handle.header, handle.body
+    told: dict[str, Any] = {
+        "prompt": header.prompt,
+        "number": header.number,
+        "episode": header.episode,
+        "finish": header.finish,
+        "cause": header.cause,
+        "rewards": header.rewards,
+        "outcome": header.outcome,
+    }
+    if isinstance(body, Rollout):
+        told |= {"branch": body.branch, "prompt_tokens": body.prompt.tokens.tolist()}
+        told |= {name: getattr(body, name).tolist() for name in ARRAYS}
+    return json.dumps(told) + "\n"
