@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dictation import PYTHON, TOKENIZER, bash, save_models
+from dictation import PYTHON, ROOT, TOKENIZER, bash, save_models
 from runs import APART, MINI, VERIFY, check_calls, check_laws, trained
 from transformers import AutoModelForCausalLM
 
@@ -36,6 +37,21 @@ FIXES = [
     SUBMITS,
 ]
 CHEATS = [bash("Tests are easier to change.", "echo > test_mean.py; ls /nowhere; exit 3"), SUBMITS]
+
+
+DOCKER = """#!/bin/sh
+case "$1" in
+  run) echo "$@" >> {log}; echo box;;
+  exec) for last; do :; done; cd {testbed} && exec bash -c "$last";;
+esac
+"""
+JUDGE = """
+import json
+(issue,), (said,) = (json.load(open(name)) for name in ("issue.json", "predictions.json"))
+assert issue["repo"] == "a/b" and issue["patch"] == "gold" and issue["problem_statement"].startswith("mean(")
+resolved = [said["instance_id"]] if "+    return sum(values) / (len(values))" in said["model_patch"] else []
+json.dump({"resolved_ids": resolved}, open("student.one.json", "w"))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +151,42 @@ def test_mini_swe_agent_stops_where_the_gateway_says_so(
     for rollout in played.rollouts:
         check_laws(rollout, FIXES[:2])
         assert rollout.finish == "turns" and rollout.outcome["reward"] == 1.0 and rollout.outcome["failures"] == 0
+
+
+def test_issues_are_worked_on_in_containers_as_the_recipe_says(
+    tmp_path: Path, models: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """configs/swe_mini.toml and its two programs, where docker is a shell, and SWE-bench looks for the patch alone."""
+    docker, judge = tmp_path / "docker", tmp_path / "swebench" / "harness" / "run_evaluation.py"
+    docker.write_text(DOCKER.format(log=tmp_path / "log", testbed=repository))
+    docker.chmod(0o755)
+    judge.parent.mkdir(parents=True)
+    judge.write_text(JUDGE)
+    environment = tomllib.loads((ROOT / "configs" / "swe_mini.toml").read_text())["environment"]
+    told = f"env MSWEA_DOCKER_EXECUTABLE={docker} PYTHONPATH={tmp_path} "
+    for name in ("command", "verify"):
+        environment["gateway"][name] = told + environment["gateway"][name].replace(
+            "/opt/agents/bin/python", str(PYTHON)
+        )
+    environment["gateway"]["workspace"] = str(ROOT / "configs" / "swe_mini")
+    said = [
+        bash(
+            "One too few.", "cp mean.py old; sed -i 's/ - 1//' mean.py; diff -u old mean.py > patch.txt; cat patch.txt"
+        ),
+        bash("That is it.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat patch.txt"),
+    ]
+    row = {**ISSUE, "answer": "gold", "instance_id": "a__b-1", "repo": "a/b"}
+    sizes = {"sampler": {"group": 1, "max_tokens": 12000}, "learner": {"batch_size": 1}}
+    monkeypatch.chdir(tmp_path)
+    played = trained(monkeypatch, tmp_path, models, [row], environment, lambda prompt: said, **sizes)
+    assert [rollout.outcome["reward"] for rollout in played.rollouts] == [
+        1.0,
+        0.0,
+    ]  # the second time it is mended already
+    for rollout in played.rollouts:
+        check_laws(rollout, said)
+        assert rollout.finish == "eos"
+    assert "sweb.eval.x86_64.a_1776_b-1" in (tmp_path / "log").read_text()
 
 
 def test_an_environment_of_verifiers_is_learned_from(
