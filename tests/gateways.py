@@ -46,11 +46,13 @@ def said_ids(rng: random.Random, text: str) -> list[int]:
 
 
 class Babble:
-    """Says what follows from seed, index and offset: text, calls, thinking, or noise. Every token has a log-prob that no
-    other has."""
+    """Says what follows from seed, index and offset: text, calls, thinking, or noise. Every token has a log-prob of its
+    own."""
 
     def __init__(self, *, gap: float = 0.0) -> None:
         self.gap, self.version = gap, 0
+        self.hold: asyncio.Event | None = None
+        """What is waited for before anything is said."""
         self.calls: list[tuple[Ints, Ints]] = []
         """What each was asked, and what it said."""
         self.asked: list[tuple[Prompt, Sampling]] = []
@@ -62,7 +64,7 @@ class Babble:
         self.asked.append((prompt, sampling))
         rng = random.Random(derive_seed(prompt.seed, prompt.first, prompt.offset))
         try:
-            await asyncio.sleep(self.gap * rng.random())
+            await (asyncio.sleep(self.gap * rng.random()) if self.hold is None else self.hold.wait())
         except asyncio.CancelledError:
             self.cancelled += 1
             raise

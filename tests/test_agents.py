@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,11 +24,14 @@ import slipstream
 from gateways import VOCABULARY, Babble, post, renderer
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.cli import main
+from slipstream.config.file import parse
 from slipstream.engines.base import Graded, Sampling
 from slipstream.engines.gateway.agents import Agents
 from slipstream.engines.gateway.programs import Agent, Programs, filled
 from slipstream.engines.gateway.server import Server
 from slipstream.engines.gateway.sessions import Bounds
+from slipstream.errors import ConfigError
+from slipstream.plan.environment import check_agent
 from slipstream.records import Handle, Prompt, handed_over, unfinished
 from slipstream.runlog import read_lines
 
@@ -220,7 +224,7 @@ def test_what_fails_is_counted_and_left_out_and_nobody_else_is(tmp_path: Path) -
 
 def test_time_ends_an_agent_with_all_that_it_has_started_and_what_it_said_is_learned_from(tmp_path: Path) -> None:
     mark = f"mark-{os.getpid()}"
-    with agents(tmp_path, seconds=1.5) as made:
+    with agents(tmp_path, seconds=3) as made:
         (group,) = played(made, asked("hangs", mark=mark))
         assert [handle.header.finish for handle in group] == ["time", "time"]
         assert all(handle.header.outcome["turns"] == 1 for handle in group)
@@ -278,6 +282,25 @@ def test_who_cancels_ends_agents_and_what_is_handed_over_keeps_what_is_complete(
         asyncio.run(work(made))
 
 
+def test_an_agent_that_waits_for_an_episode_that_never_comes_back_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.engines.gateway.agents.KEPT", 0.1)
+    mark = f"mark-{os.getpid()}-k"
+
+    async def work(made: Agents) -> None:
+        call = asyncio.create_task(made.generate(asked("hangs", mark=mark), SAMPLING))
+        while len(left(mark)) < 2:
+            await asyncio.sleep(0.05)
+        await made.release()
+        assert unfinished(await call) and len(made.playing) == 2
+        while made.playing or left(mark) or made.server.sessions:
+            await asyncio.sleep(0.05)
+
+    with agents(tmp_path, seconds=100) as made:
+        asyncio.run(work(made))
+
+
 def test_an_episode_is_graded_once_by_the_lineage_that_was_the_last(tmp_path: Path) -> None:
     class Lengths:
         async def grade(self, group: Any) -> list[Handle]:
@@ -323,6 +346,55 @@ def test_what_verifies_is_in_the_same_sandbox(tmp_path: Path) -> None:
     with agents(tmp_path, verify=told, walled=True) as made:
         (group,) = played(made, asked(), sampling=replace(SAMPLING, group=1))
         assert {handle.header.outcome.get("reward") for handle in group} == {1.0}, group[0].header.cause
+
+
+# --- what is refused before anything starts ---------------------------------------------------------------------------
+
+SECTION = 'student = "x"\n[data]\ntrain = "builtin:table"\n[teachers.main]\nmodel = "x"\n[environment]\n'
+WRONG = {
+    "neither": ("turns = 3", "needs use, an environment, or [environment.gateway], an agent; one of the two"),
+    "both": ('use = "table"\ngateway = {command = "ls"}', "one of the two"),
+    "no sandbox": ('gateway = {command = "ls"}', 'write sandbox = "bubblewrap", or "none" if it sees to that'),
+    "calls": ('calls = 3\nsandbox = "none"\ngateway = {command = "ls"}', "calls does nothing with a gateway"),
+    "no agent": ("gateway = {at_once = 3}", "write command, or listen for agents that are started elsewhere"),
+    "a workspace of others": ('gateway = {listen = "127.0.0.1:1", workspace = "."}', "workspace is of agents that are"),
+    "a sandbox of others": (
+        'sandbox = "none"\ngateway = {listen = "127.0.0.1:1"}',
+        "agents are started elsewhere",
+    ),
+    "everybody": ('gateway = {listen = "0.0.0.0:8008"}', "is no port of this machine"),
+    "a port twice": ('gateway = {listen = "127.0.0.1:1"}\n[sampler]\nreplicas = 2', "is one port, of one sampler"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_settings_that_do_not_go_together_are_refused_in_one_line(name: str) -> None:
+    lines, says = WRONG[name]
+    with pytest.raises(ConfigError) as refused:
+        parse(tomllib.loads(SECTION + lines))
+    assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"command": ("no-such-program",)}, "environment.gateway.command: there is no program 'no-such-program' here"),
+        ({"verify": ("no-such-program",)}, "environment.gateway.verify: there is no program 'no-such-program' here"),
+        ({"workspace": "nowhere"}, "environment.gateway.workspace = 'nowhere' is no directory"),
+    ],
+)
+def test_an_agent_that_is_not_there_is_missed_before_a_run(given: dict[str, Any], says: str) -> None:
+    whole = Agent(command=("ls",), workspace=None, verify=None)
+    check_agent(whole)
+    with pytest.raises(ConfigError, match=says):
+        check_agent(replace(whole, **given))
+
+
+def test_a_port_that_is_taken_is_told_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"environment.gateway.listen: 127.0.0.1:{port} cannot be had: "):
+            Server("student", port=port)
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------

@@ -237,11 +237,6 @@ FIELDS = [
 ]
 
 
-def littered(rng: Any, given: Any) -> Any:
-    """With something somewhere in it in place of what was there."""
-    return given
-
-
 @settings(max_examples=120, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=4),
@@ -269,7 +264,7 @@ def test_no_request_is_answered_by_a_defect(given: Any, messages: Any, path: str
 
 
 def test_who_is_slow_or_speaks_no_http_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "ARRIVES", 0.3)
+    monkeypatch.setattr(connection, "ARRIVES", 0.5)
 
     async def main() -> None:
         async with serving() as (made, _, url):
@@ -290,7 +285,8 @@ def test_who_is_slow_or_speaks_no_http_keeps_nobody_waiting(monkeypatch: pytest.
 
 def test_a_client_that_goes_away_and_comes_again_is_answered_from_the_first_call() -> None:
     async def main() -> None:
-        async with serving(policy := Babble(gap=0.3)) as (made, session, url):
+        async with serving(policy := Babble()) as (made, session, url):
+            policy.hold = asyncio.Event()
             body = json.dumps(ASKED | {"stream": True}).encode()
             path = chat(url).removeprefix(made.url)
             head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -298,11 +294,14 @@ def test_a_client_that_goes_away_and_comes_again_is_answered_from_the_first_call
             def leave() -> None:
                 with socket.create_connection(made.socket.getsockname(), timeout=5) as connected:
                     connected.sendall(head + body)
-                    time.sleep(0.05)
 
             await asyncio.to_thread(leave)
-            assert session.running == 1
-            again = await asyncio.gather(*(sent(chat(url), body) for _ in range(3)))
+            while not session.running:
+                await asyncio.sleep(0.01)
+            again = [asyncio.create_task(sent(chat(url), body)) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            policy.hold.set()
+            again = [await each for each in again]
             assert len({text for _, text in again}) == 1 and len(policy.calls) == 1 and policy.cancelled == 0
 
     asyncio.run(main())
@@ -512,7 +511,7 @@ def test_guests_that_never_close_never_call_or_share_a_session() -> None:
     """The first ends at its time, the second is left out, the third is one episode."""
     policy: Any = toy.ToySampler(TABLE)
     policy.close = lambda: None
-    agents = guests(policy, Bounds(turns=9, turn_tokens=4, vocabulary=7), seconds=0.6)
+    agents = guests(policy, Bounds(turns=9, turn_tokens=4, vocabulary=7), seconds=1.2)
 
     def attend() -> None:
         offers = [post(f"{agents.server.url}/sessions", b"")[1] for _ in range(3)]
@@ -539,7 +538,7 @@ def test_guests_that_never_close_never_call_or_share_a_session() -> None:
         late, never, shared = sorted(group, key=lambda handle: handle.header.episode)
         by = {handle.header.finish: handle for handle in (late, never, shared)}
         assert set(by) == {"time", "error", "eos"}
-        assert by["error"].header.cause == "the agent got no answer in 0.6 s"
+        assert by["error"].header.cause == "the agent got no answer in 1.2 s"
         assert by["error"].header.outcome == {"failed/timeout": 1.0, "failures": 3.0}
         assert by["eos"].header.outcome["turns"] == 2 and by["eos"].header.outcome["reward"] == 1.0
 

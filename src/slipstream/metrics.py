@@ -58,7 +58,7 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
     return numbers | episode_metrics(headers)
 
 
-EPISODE = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures")
+EPISODE = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures", "branches")
 """What is counted of every episode, and told as its mean."""
 OWN = "own/"
 """What an environment counts itself."""

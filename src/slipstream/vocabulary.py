@@ -345,6 +345,12 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             METRICS,
             "tool s",
         ),
+        Term(
+            "episode/branches",
+            "lineages of an episode: more than one where an agent has subagents, or changes what was said",
+            "as many as conversations",
+            METRICS,
+        ),
         Term("episode/failures", "environments that failed and were begun again, per episode", "0", METRICS),
         Term("episode/out_of_turns", "episodes that ended at environment.turns or calls", "below 0.1", METRICS),
         Term("episode/out_of_time", "episodes that ended at environment.seconds", "0", METRICS),

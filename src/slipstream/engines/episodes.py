@@ -182,6 +182,7 @@ class Episode:
             "premature": float(finish == "eos" and self.silent),
             "seconds": sum(seconds for what, _, seconds in self.spans if what != TURN),
             "failures": float(self.failures),
+            "branches": 1.0,
         }
         return lineage(self.call.prompt, self.index, self.parts, finish=finish, outcome=outcome)
 

@@ -22,6 +22,11 @@ from slipstream.engines.gateway.sessions import Bounds, Session, Speaks
 from slipstream.errors import EnvironmentFailed
 from slipstream.records import Finish, Group, Handle, Prompt, Rollout, handed_over, header_of
 
+KEPT = 300.0
+"""Seconds that an agent whose episode was handed over waits for it to come back."""
+Key = tuple[int, int, int, Sampling]
+"""An episode: number and seed of its prompt, its index, and how it is drawn."""
+
 
 class Player(Protocol):
     """An agent at work."""
@@ -65,7 +70,7 @@ class Agents:
         self.at_once = at_once
         self.room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self.calls: list[Call] = []
-        self.playing: dict[tuple[int, int, int, Sampling], Playing] = {}
+        self.playing: dict[Key, Playing] = {}
         """Episodes at work, among them those that were handed over and may be gone on with here."""
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
@@ -113,6 +118,8 @@ class Agents:
             return known
         key = call.prompt.number, call.prompt.seed, index, call.sampling
         playing = self.playing.pop(key, None)
+        if playing is not None and playing.waits is not None:
+            playing.waits.cancel()
         if playing is not None and not known:  # it is to begin anew
             await ended(playing.task)
             playing = None
@@ -129,11 +136,17 @@ class Agents:
             if playing.task.done():
                 return playing.task.result()
             stays = playing.session is not None and playing.session.counts["turns"] > 0
+            if stays:
+                playing.waits = asyncio.get_running_loop().call_later(KEPT, self._forget, key)
             return playing.so_far() if stays else []
         finally:
             if not stays:
                 await ended(playing.task)
                 self.playing.pop(key, None)
+
+    def _forget(self, key: Key) -> None:
+        """Nobody has come back for it: it goes on elsewhere, or was dropped."""
+        self.playing.pop(key).task.cancel()
 
     async def _episode(self, call: Call, index: int, playing: Playing) -> list[Handle]:
         error = EnvironmentFailed("", "")
@@ -228,6 +241,8 @@ class Playing:
 
     task: asyncio.Task[list[Handle]] = field(init=False)
     session: Session | None = None
+    waits: asyncio.TimerHandle | None = None
+    """Its end, if nobody comes back for it."""
 
     def so_far(self) -> list[Handle]:
         assert self.session is not None
