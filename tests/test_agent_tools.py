@@ -21,7 +21,9 @@ from sandboxes import NO_BUBBLEWRAP
 from slipstream.agents import verify
 from slipstream.agents.mini import DONE, Sandboxed
 from slipstream.agents.workspace import packed, put, take, unpack, within
+from slipstream.engines.gateway.programs import Agent
 from slipstream.errors import ConfigError, SandboxError
+from slipstream.plan.environment import check_agent
 from slipstream.tasks.sandbox import sandbox_of
 from slipstream.tasks.sandbox.base import Limits, MiB, Session
 
@@ -249,3 +251,13 @@ asyncio.run(main())
     while agent.exists() and "State:\tZ" not in (agent / "status").read_text() and time.monotonic() < until:
         time.sleep(0.02)
     assert time.monotonic() < until
+
+
+def test_a_program_that_an_agent_would_not_find_where_it_begins_is_missed_before_a_run(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(workspace.parent)
+    check_agent(Agent(command=("a/run.sh",), workspace="workspace", verify=("./a/run.sh",)))
+    for command, place in ((("workspace/a/run.sh",), "workspace"), (("workspace/a/run.sh",), None)):
+        with pytest.raises(ConfigError, match=r"no program 'workspace/a/run.sh' in the workspace, where it begins"):
+            check_agent(Agent(command=command, workspace=place, verify=None))
