@@ -46,8 +46,8 @@ def said_ids(rng: random.Random, text: str) -> list[int]:
 
 
 class Babble:
-    """Says what follows from seed, index and offset: text, calls, thinking, or noise. Every token has a log-prob of its
-    own."""
+    """Says what follows from seed, index and offset: text, calls, thinking, or noise. Every token has a log-prob that
+    no other has."""
 
     def __init__(self, *, gap: float = 0.0) -> None:
         self.gap, self.version = gap, 0

@@ -233,11 +233,13 @@ def check_processes(config: Config) -> None:
     if runtime.kind == "inline" or runtime.address is not None:
         return
     engines = samplers + config.learner.ranks + sum(map(most, config.teachers.values()))
-    graders = samplers * runtime.graders if config.task.reward else 0
+    beside = runtime.graders if config.task.reward else 0
+    beside += config.environment.processes if config.environment is not None else 0
+    beside *= samplers
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (engines + graders) * PROCESS > there:
+    if (engines + beside) * PROCESS > there:
         raise ConfigError(
-            f"{engines} engines and {graders} processes that grade need {size((engines + graders) * PROCESS)} without "
+            f"{engines} engines and {beside} processes beside them need {size((engines + beside) * PROCESS)} without "
             f"their models, this machine has {size(there)}: lower sampler.replicas or those of a teacher"
         )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
