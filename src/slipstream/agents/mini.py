@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,8 +101,7 @@ class Sandboxed:
             if fault := self.loop.run(take(session, self.workspace, self.config.limits)):
                 print(f"{self.workspace} is as it was: {fault}", file=sys.stderr)
         finally:
-            with suppress(RuntimeError):  # its loop was ended before
-                self.loop.run(session.close())
+            self.loop.run(session.close())
             self.loop.close()
 
     def get_template_vars(self, **more: Any) -> dict[str, Any]:

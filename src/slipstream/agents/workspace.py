@@ -40,7 +40,7 @@ async def take(session: Session, directory: Path, limits: Limits) -> str:
     except (tarfile.TarError, binascii.Error, OSError) as error:
         return f"what is in the sandbox cannot be kept: {error}"
     finally:
-        shutil.rmtree(fresh)
+        shutil.rmtree(fresh, ignore_errors=True)  # which it may not have become
     return ""
 
 
