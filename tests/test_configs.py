@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from sandboxes import NO_BUBBLEWRAP
 from slipstream.commands import train as launch
 from slipstream.config.file import load
 from slipstream.runlog import read_lines
@@ -37,6 +38,24 @@ TELLS = {
 }
 
 
+STAND_INS = {
+    "student": "builtin:tool_student",
+    "teachers.main.model": "builtin:tool_teacher",
+    "teachers.main.dtype": "float32",
+    "data.train": "builtin:table",
+    "data.chat": "false",
+    "data.system_prompt": "What is it?",
+    "data.template_args": "{}",
+    "sampler.max_tokens": "96",
+    "sampler.dtype": "float32",
+    "sampler.replicas": "1",
+    "learner.ranks": "1",
+    "learner.compute_dtype": "float32",
+    "learner.lr": "1e-3",
+}
+"""What lets an example do without a download."""
+
+
 def test_every_example_is_tried_or_needs_a_download() -> None:
     downloads = {path.stem for path in CONFIGS.glob("*.toml") if "Qwen/" in path.read_text()}
     assert {path.stem for path in CONFIGS.glob("*.toml")} == set(TELLS) | downloads
@@ -57,3 +76,19 @@ def test_an_example_trains_and_its_metrics_say_what_ran(
             continue  # all answers were equally wrong
         assert line["grad_norm"] > 0
     assert (path / "final" / "model.safetensors").exists()
+
+
+@pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
+def test_the_recipe_of_tools_trains_on_models_that_need_no_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Truncated draws, freshness, Python in the sandbox and grades, all of it together."""
+    monkeypatch.chdir(CONFIGS.parent)
+    given = SHORT | STAND_INS | {"output": str(tmp_path / "run")}
+    config = load(CONFIGS / "retool_math.toml", list(given.items()), say=str)
+    path = launch.train(config, Console(quiet=True), name="retool_math")
+    lines = [line for line in read_lines(path / "metrics.jsonl") if line["kind"] == "train"]
+    assert len(lines) == 3
+    for line in lines:
+        assert {"distill/loss", "freshness/f", "reward/math", "episode/calls"} <= set(line), sorted(line)
+        assert line["grad_norm"] > 0 and line["failed_samples"] == 0

@@ -26,7 +26,7 @@ from slipstream.plan.plan import at_a_look, plan, shortened
 from slipstream.runlog import read_lines
 from slipstream.tasks.chat import encode_rows
 from slipstream.tasks.data import Row, load_rows
-from slipstream.tasks.layouts import DEEPMATH, GSM8K, OPENAI, PLAIN, TRL, VERL, as_told, layout_of, reach
+from slipstream.tasks.layouts import DEEPMATH, GSM8K, OPENAI, PLAIN, PROBLEM, TRL, VERL, as_told, layout_of, reach
 from slipstream.tasks.rewards import exact, math, unfit
 
 USER = {"role": "user", "content": "Hi"}
@@ -193,6 +193,9 @@ LAYOUTS = [
     ([{**MATH, "answer": "7"}], PLAIN),
     ([{**MATH, "prompt": "x"}], PLAIN),
     ([DEEP], DEEPMATH),
+    ([{"problem": "a", "answer": "7", "solution": "b"}], PROBLEM),
+    ([{"problem": "a", "answer": "7", "prompt": "b"}], PLAIN),
+    ([{"problem": "a", "answer": "7", "question": "b"}], PLAIN),
     ([VERL_ROW], VERL),
     ([{**VERL_ROW, "reward_model": "path"}], PLAIN),
     ([{**VERL_ROW, "answer": "7"}], PLAIN),

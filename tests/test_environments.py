@@ -96,6 +96,16 @@ def test_tools_are_told_as_their_types_and_docstrings_say(adder: str) -> None:
     assert [each["function"]["name"] for each in (wait, fail)] == ["wait", "fail"]
 
 
+def test_episodes_that_begin_together_wait_together_for_a_process(adder: str) -> None:
+    async def main(made: Hosts) -> None:
+        episodes = await asyncio.gather(*(made.open(GIVEN) for _ in range(16)))
+        steps = await asyncio.gather(*(episode.step(call("add", a=3)) for episode in episodes))
+        assert {step.messages[0]["content"] for step in steps} == {"6"}
+
+    with hosts(adder, processes=2) as made:
+        asyncio.run(main(made))
+
+
 def test_an_episode_with_tools_from_its_start_to_its_reward(adder: str) -> None:
     async def main(made: Hosts) -> None:
         episode = await made.open(GIVEN)

@@ -48,6 +48,7 @@ LOADS = {
     "assets.build_tools": "torch tokenizers transformers",
     "tasks": "numpy",
     "tasks.sandbox": "",
+    "agents": "",
     "tasks.sandbox.remote": "httpx2",
     "tasks.environments.forms": "numpy pydantic",
     "engines.base": "",
@@ -64,6 +65,7 @@ LOADS = {
 
 # and what it may import inside a function, once that is needed
 LOADS_LATER = {
+    "agents": "minisweagent",
     "assets": "huggingface_hub",
     "config.file": "tomli_w",
     "runlog": "torch wandb mlflow trackio",

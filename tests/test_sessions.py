@@ -282,7 +282,7 @@ def test_limits_are_told_in_the_word_at_which_agents_stop() -> None:
 
         session = session_of(Babble(), sampling=Sampling(max_tokens=60))
         with pytest.raises(
-            Refused, match=r"this conversation has \d+ tokens, and may have \d+: context length exceeded"
+            Refused, match=r"maximum context length is reached: this conversation has \d+ tokens, and may have \d+"
         ):
             await conversed(session, 30)
         assert session.stopped == "length"

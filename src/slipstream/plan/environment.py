@@ -41,6 +41,9 @@ def check_agent(agent: Agent) -> None:
     if agent.workspace is not None and not Path(agent.workspace).is_dir():
         raise ConfigError(f"environment.gateway.workspace = {agent.workspace!r} is no directory")
     for name, words in (("command", agent.command), ("verify", agent.verify)):
-        if words is not None and (not words or shutil.which(words[0]) is None):
-            said = words[0] if words else ""
-            raise ConfigError(f"environment.gateway.{name}: there is no program {said!r} here, or it cannot be run")
+        said = words[0] if words else ""
+        inside = "/" in said and not Path(said).is_absolute()
+        there = str(Path(agent.workspace or "/nowhere", said)) if inside else said
+        if words is not None and shutil.which(there) is None:
+            where = "in the workspace, where it begins (a program elsewhere has an absolute path)" if inside else "here"
+            raise ConfigError(f"environment.gateway.{name}: there is no program {said!r} {where}, or it cannot be run")

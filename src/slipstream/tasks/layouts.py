@@ -38,6 +38,7 @@ VERL = Layout("verl", ("prompt",), ("reward_model.ground_truth",))
 TRL = Layout("TRL", ("prompt",), ("completion",), take="last turn")
 OPENAI = Layout("OpenAI messages", ("messages",), (), take="last turn")
 DEEPMATH = Layout("DeepMath", ("question",), ("final_answer",))
+PROBLEM = Layout("MATH", ("problem",), ("answer",))
 GSM8K = Layout("GSM8K", ("question",), ("answer",), take="after mark")
 
 
@@ -57,6 +58,8 @@ def layout_of(rows: Sequence[Any]) -> Layout:
         return DEEPMATH
     if not asked and {"question", "answer"} <= found.keys() and any(MARK in str(each) for each in _column(rows)):
         return GSM8K
+    if not asked and {"problem", "answer"} <= found.keys() and "question" not in found:
+        return PROBLEM
     return PLAIN
 
 

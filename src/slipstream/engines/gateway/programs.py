@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from slipstream.engines.gateway.walls import PORT, Walls
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
+from slipstream.linux import LINUX
 from slipstream.tasks.environments.forms import rewards_of
 from slipstream.tasks.sandbox import processes
 
@@ -26,6 +27,8 @@ SAID = 4096
 REWARD = "reward.json"
 LARGEST = 1 << 20
 """Most bytes of that."""
+MORTAL = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--") if LINUX else ()
+"""Before a command that is to end with whoever started it."""
 TOLD = "ground_truth"
 """What of its row an agent is not told, and what verifies its work is."""
 
@@ -132,7 +135,7 @@ class Program:
         words, env = [filled(each, given) for each in command], self._environment() | more
         try:
             if self.walls is None:
-                self.process = await processes.start(words, env=env, cwd=str(self.workspace))
+                self.process = await processes.start([*MORTAL, *words], env=env, cwd=str(self.workspace))
             else:
                 around = self.walls.around(words, command, self.place, env, self.kind.socket, self.kind.seconds)
                 with around as (inside, keeps):

@@ -284,8 +284,9 @@ def _heard(task: asyncio.Task[Answer]) -> None:
 
 
 def _over(why: str) -> Refused:
-    """Agents stop at this one, and try again after most others."""
-    return Refused(400, f"{why}: context length exceeded", code="context_length_exceeded", param="messages")
+    """Agents stop at this one, and try again after most others. Many know it by these words, and not by its code."""
+    said = f"this model's maximum context length is reached: {why}"
+    return Refused(400, said, code="context_length_exceeded", param="messages")
 
 
 def _told(answer: Answer) -> Message:

@@ -160,7 +160,8 @@ class HostProcess:
         self.connection, theirs = Pipe()
         self.schemas: list[dict[str, Any]] | None = None
         self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
-        self.lock, self.reader = threading.Lock(), threading.Thread(target=self._hear, daemon=True)
+        self.starting, self.lock = threading.Lock(), threading.Lock()
+        self.reader = threading.Thread(target=self._hear, daemon=True)
         with theirs:
             self.process = Popen(
                 [sys.executable, "-P", "-m", "slipstream.tasks.environments.hosts", str(theirs.fileno())],
@@ -175,20 +176,21 @@ class HostProcess:
 
     def ready(self) -> list[dict[str, Any]]:
         """Wait until it is: the schemas of its tools. ConfigError if the environment cannot be had."""
-        if self.schemas is None:
-            try:
-                if not self.connection.poll(STARTED):
-                    raise ConfigError(f"environment.use: what it imports takes more than {STARTED:.0f} s")
-                said = self.connection.recv()
-            except (EOFError, OSError):
-                raise ConfigError(
-                    f"environment.use = {self.wanted.spec!r}: its process ends as it is imported ({self._end()})"
-                ) from None
-            if isinstance(said, ConfigError):
-                raise said
-            self.schemas = said
-            self.reader.start()
-        return self.schemas
+        with self.starting:  # several may wait, and one hears
+            if self.schemas is None:
+                try:
+                    if not self.connection.poll(STARTED):
+                        raise ConfigError(f"environment.use: what it imports takes more than {STARTED:.0f} s")
+                    said = self.connection.recv()
+                except (EOFError, OSError):
+                    raise ConfigError(
+                        f"environment.use = {self.wanted.spec!r}: its process ends as it is imported ({self._end()})"
+                    ) from None
+                if isinstance(said, ConfigError):
+                    raise said
+                self.schemas = said
+                self.reader.start()
+            return self.schemas
 
     @property
     def ended(self) -> bool:

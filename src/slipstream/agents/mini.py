@@ -1,0 +1,125 @@
+"""The commands of mini-swe-agent in the sandbox: `mini --environment-class slipstream.agents.mini.Sandboxed`.
+
+Its own environment runs them beside itself, with its network, its variables and all files. These begin in a copy of the
+workspace, which comes back once the agent has submitted, or ends otherwise. For one agent in a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.agents.workspace import put, take
+from slipstream.errors import ConfigError
+from slipstream.tasks.sandbox import sandbox_of
+from slipstream.tasks.sandbox.base import Limits, MiB, Ran, Session
+
+DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+"""The first line of what is submitted."""
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What may stand under `environment` in a config of mini-swe-agent."""
+
+    workspace: str = field(default_factory=lambda: os.environ.get("SLIPSTREAM_WORKSPACE", ""))
+    """A directory, in which the commands begin."""
+    sandbox: str = "bubblewrap"
+    cwd: str = ""
+    """Within the workspace, or an absolute path of the sandbox."""
+    env: dict[str, str] = field(default_factory=dict)
+    timeout: float = 30.0
+    """Seconds of a command."""
+    memory: int = 1024
+    """MiB of a command."""
+    disk: int = 256
+    """MiB of the workspace."""
+    processes: int = 64
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            seconds=self.timeout,
+            memory=self.memory * MiB,
+            disk=self.disk * MiB,
+            output=MiB,
+            processes=self.processes,
+        )
+
+
+class Sandboxed:
+    def __init__(self, **settings: Any) -> None:
+        self.config = Settings(**settings)
+        self.workspace = Path(self.config.workspace)
+        if not self.config.workspace or not self.workspace.is_dir():
+            raise ConfigError(f"environment.workspace = {self.config.workspace!r} is no directory")
+        self.loop = asyncio.Runner()
+        self.session: Session | None = self.loop.run(self._begun())
+        atexit.register(self.close)
+
+    async def _begun(self) -> Session:
+        session = await sandbox_of(self.config.sandbox).session(self.config.limits)
+        try:
+            await put(session, self.workspace, self.config.limits)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    def execute(self, action: Mapping[str, Any], cwd: str = "") -> dict[str, Any]:
+        """One command. What it says on either of its two outputs comes as one."""
+        assert self.session is not None
+        variables = [f"{name}={value}" for name, value in self.config.env.items()]
+        there = ["env", "-C", cwd or self.config.cwd or ".", *variables, "bash", "-c", action.get("command", "")]
+        argv = ["/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *there]
+        ran = self.loop.run(self.session.run(argv, limits=self.config.limits))
+        if ran.code == 0 and ran.out.lstrip().partition("\n")[0].strip() == DONE:
+            self._submitted(ran.out.lstrip().partition("\n")[2])
+        return observed(ran, self.config.limits)
+
+    def _submitted(self, submission: str) -> None:
+        from minisweagent.exceptions import Submitted
+
+        self.close()
+        told = {"exit_status": "Submitted", "submission": submission}
+        raise Submitted({"role": "exit", "content": submission, "extra": told})
+
+    def close(self) -> None:
+        """What was made of the workspace is there afterwards."""
+        if self.session is None:
+            return
+        session, self.session = self.session, None
+        atexit.unregister(self.close)
+        try:
+            if fault := self.loop.run(take(session, self.workspace, self.config.limits)):
+                print(f"{self.workspace} is as it was: {fault}", file=sys.stderr)
+        finally:
+            self.loop.run(session.close())
+            self.loop.close()
+
+    def get_template_vars(self, **more: Any) -> dict[str, Any]:
+        """What prompts may name, nothing of this machine's variables among it."""
+        return asdict(self.config) | platform.uname()._asdict() | {"node": "sandbox"} | more
+
+    def serialize(self) -> dict[str, Any]:
+        kind = f"{type(self).__module__}.{type(self).__name__}"
+        return {"info": {"config": {"environment": asdict(self.config), "environment_type": kind}}}
+
+
+def observed(ran: Ran, limits: Limits) -> dict[str, Any]:
+    """As mini-swe-agent tells its model."""
+    ended = {
+        "timeout": f"it was ended after {limits.seconds:g} s",
+        "output": f"it was ended: more than {limits.output >> 20} MiB of output",
+        "memory": f"it was ended: more than {limits.memory >> 20} MiB of memory",
+        "disk": f"it was ended: more than {limits.disk >> 20} MiB of files, or too many of them",
+    }
+    code = -1 if ran.code is None else ran.code
+    return {"output": ran.out + ran.err, "returncode": code, "exception_info": ended.get(ran.status, "")}
