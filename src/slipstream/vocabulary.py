@@ -326,7 +326,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
     ),
     "Episodes": (
         Term("episode/turns", "turns of the student, mean over episodes in an environment", "–", METRICS, "turns"),
-        Term("episode/calls", "calls of tools, malformed ones among them", "–", METRICS, "calls"),
+        Term("episode/calls", "calls of tools, malformed ones among them", "–", METRICS),
         Term(
             "episode/invalid",
             "episodes with a call that is malformed, unknown or has wrong arguments",
