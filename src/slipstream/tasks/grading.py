@@ -1,9 +1,7 @@
 """The processes in which answers are graded, one answer at a time.
 
-A reward may loop, crash or run out of memory on what a model writes, so it does not run where engines are. Each process
-is started afresh, `python -m slipstream.tasks.grading`, and knows nothing of the script or notebook that started it.
-An answer that takes too long, or ends its process, or whose reward is no number, is `Ungraded`, and no other one is. A
-grading process, with whatever rewards have started in it, ends with its parent, however that ends.
+A reward may loop, crash or run out of memory on what a model writes, so it does not run where engines are. An answer
+that takes too long, or ends its process, or whose reward is no number, is `Ungraded`, and no other one is.
 """
 
 from __future__ import annotations
@@ -18,21 +16,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from subprocess import DEVNULL, Popen
 from typing import Any
 
 from slipstream.errors import ConfigError, EngineError
-from slipstream.linux import wake_with_parent
 from slipstream.records import Group, Handle, Rollout, Ungraded, said_and_seen
+from slipstream.tasks.child import STARTED, Child, begun
 from slipstream.tasks.rewards import MAKES, Answer, Grades, Reward, check_installed, grade, is_own, reward_of
 from slipstream.tasks.sandbox import sandbox_of
 from slipstream.tasks.sandbox.base import Sandbox
 
-STARTED = 120.0
-"""Seconds in which what rewards import must have been imported."""
 GRACE = 5.0
 """Seconds after an answer's deadlines in which its process may still say so itself."""
 
@@ -43,12 +37,9 @@ GRACE = 5.0
 def serve(parent: Connection) -> None:
     """First the names of all rewards, or of what else is to be made, and then answers by their grades; as long as there
     is a parent."""
-    wake_with_parent()
-    makes, specs, timeout, wanted = parent.recv()
+    makes, specs, timeout, wanted = begun(parent)
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
-    sys.dont_write_bytecode = True  # beside files that are not ours
-    sys.path.insert(0, str(Path.cwd()))  # where a config's `module:function` is looked for first
     try:
         rewards = [MAKES[makes](spec) for spec in specs]
         sandbox = sandbox_for(rewards, wanted)
@@ -83,28 +74,13 @@ def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
 # --- and in its parent ------------------------------------------------------------------------------------------------
 
 
-class GradingProcess:
+class GradingProcess(Child):
     """All that is asked of it is asked by one thread at a time."""
 
     def __init__(self, specs: Sequence[str], timeout: float, makes: str = "reward", sandbox: str | None = None) -> None:
+        super().__init__("slipstream.tasks.grading", (makes, tuple(specs), timeout, sandbox))
         self.specs, self.timeout = tuple(specs), timeout
-        self.connection, theirs = Pipe()
         self.needs: dict[str, tuple[str, ...]] = {}
-        with theirs:
-            self.process = Popen(
-                [sys.executable, "-P", "-m", "slipstream.tasks.grading", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=DEVNULL,
-                stdout=2,  # what rewards print is for a person, and not our output
-                start_new_session=True,  # what a terminal sends is the parent's to handle
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        with suppress(OSError):  # who cannot start is found out when it should be ready
-            self.connection.send((makes, self.specs, timeout, sandbox))
-
-    @property
-    def ended(self) -> bool:
-        return self.connection.closed or self.process.poll() is not None
 
     def ready(self) -> None:
         """Wait until it is; ConfigError if a reward cannot be had."""
@@ -116,7 +92,7 @@ class GradingProcess:
             said = self.connection.recv()
         except (EOFError, OSError):
             own = ", ".join(filter(is_own, self.specs))
-            raise EngineError(f"no grading process can start ({self._end()}), importing {own or 'nothing'}") from None
+            raise EngineError(f"no grading process can start ({self.end()}), importing {own or 'nothing'}") from None
         if isinstance(said, ConfigError):
             raise said
         self.needs = said
@@ -134,25 +110,14 @@ class GradingProcess:
                     return [*found, Ungraded("timeout", f"{', '.join(self.specs)} took more than {limit}")]
                 found.append(self.connection.recv())
         except (EOFError, OSError):
-            return [*found, Ungraded("crash", f"{', '.join(self.specs)} ended its process: {self._end()}")]
+            return [*found, Ungraded("crash", f"{', '.join(self.specs)} ended its process: {self.end()}")]
         return found
 
-    def _end(self) -> str:
-        self.kill()
+    def end(self) -> str:
+        """How it ended, or was ended now."""
+        said = super().end()
         self.close()
-        code = self.process.returncode
-        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-    def kill(self) -> None:
-        """With all that was started in it."""
-        if self.process.returncode is None:  # nobody else has its number yet
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        self.kill()
-        self.process.wait()
-        self.connection.close()
+        return said
 
 
 def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[str, ...]]:

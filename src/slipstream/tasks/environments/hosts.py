@@ -21,20 +21,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
-from subprocess import DEVNULL, Popen
+from multiprocessing.connection import Connection
 from typing import Any
 
 from slipstream.errors import ConfigError, EnvironmentFailed
-from slipstream.linux import wake_with_parent
+from slipstream.tasks.child import STARTED, Child, begun
 from slipstream.tasks.environments import Reply, Start, Step
 from slipstream.tasks.environments.forms import Acting, Kind, kind_of, told_of
 from slipstream.tasks.sandbox import sandbox_of
 from slipstream.tasks.sandbox.base import Sandbox
 
-STARTED = 120.0
-"""Seconds in which what an environment imports must have been imported."""
 LEAVES = 5.0
 """Seconds in which an environment that is dropped must leave, before its host takes no further one."""
 
@@ -52,10 +48,7 @@ class Wanted:
 
 
 def serve(parent: Connection) -> None:
-    wake_with_parent()
-    sys.dont_write_bytecode = True  # beside files that are not ours
-    sys.path.insert(0, str(Path.cwd()))  # where a config's `module:name` is looked for first
-    wanted: Wanted = parent.recv()
+    wanted: Wanted = begun(parent)
     try:
         kind = kind_of(wanted.spec)
         if "sandbox" in kind.asks and wanted.sandbox is None:
@@ -152,27 +145,16 @@ class Host:
 # --- and in its parent ------------------------------------------------------------------------------------------------
 
 
-class HostProcess:
+class HostProcess(Child):
     def __init__(self, wanted: Wanted) -> None:
+        super().__init__("slipstream.tasks.environments.hosts", wanted)
         self.wanted = wanted
         self.live = set[int]()
         """Episodes that are there."""
-        self.connection, theirs = Pipe()
         self.schemas: list[dict[str, Any]] | None = None
         self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
         self.starting, self.lock = threading.Lock(), threading.Lock()
         self.reader = threading.Thread(target=self._hear, daemon=True)
-        with theirs:
-            self.process = Popen(
-                [sys.executable, "-P", "-m", "slipstream.tasks.environments.hosts", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=DEVNULL,
-                stdout=2,  # what environments print is for a person, and not our output
-                start_new_session=True,  # what a terminal sends is the parent's to handle
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        with suppress(OSError):  # who cannot start is found out when it should be ready
-            self.connection.send(wanted)
 
     def ready(self) -> list[dict[str, Any]]:
         """Wait until it is: the schemas of its tools. ConfigError if the environment cannot be had."""
@@ -184,17 +166,13 @@ class HostProcess:
                     said = self.connection.recv()
                 except (EOFError, OSError):
                     raise ConfigError(
-                        f"environment.use = {self.wanted.spec!r}: its process ends as it is imported ({self._end()})"
+                        f"environment.use = {self.wanted.spec!r}: its process ends as it is imported ({self.end()})"
                     ) from None
                 if isinstance(said, ConfigError):
                     raise said
                 self.schemas = said
                 self.reader.start()
             return self.schemas
-
-    @property
-    def ended(self) -> bool:
-        return self.connection.closed or self.process.poll() is not None
 
     async def call(self, number: int, what: str, *given: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -204,7 +182,7 @@ class HostProcess:
         try:
             self.connection.send((number, what, *given))
         except OSError:
-            raise EnvironmentFailed("crash", f"{self.wanted.spec}: its process is gone: {self._end()}") from None
+            raise EnvironmentFailed("crash", f"{self.wanted.spec}: its process is gone: {self.end()}") from None
         found = await answer
         if isinstance(found, EnvironmentFailed):
             raise found
@@ -215,7 +193,7 @@ class HostProcess:
             while True:
                 self._tell(*self.connection.recv())
         except (EOFError, OSError, pickle.UnpicklingError):
-            lost = EnvironmentFailed("crash", f"{self.wanted.spec} ended its process: {self._end()}")
+            lost = EnvironmentFailed("crash", f"{self.wanted.spec} ended its process: {self.end()}")
             for number in list(self.waiting):
                 self._tell(number, lost)
 
@@ -226,23 +204,11 @@ class HostProcess:
             with suppress(RuntimeError):  # its loop is closed, and nobody waits
                 loop.call_soon_threadsafe(settle, waiting, answer)
 
-    def _end(self) -> str:
-        self.kill()
-        code = self.process.wait()
-        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-    def kill(self) -> None:
-        """With all that was started in it."""
-        if self.process.returncode is None:  # nobody else has its number yet
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
     def close(self) -> None:
         self.kill()
-        self.process.wait()
         if self.reader.is_alive():
             self.reader.join()
-        self.connection.close()
+        super().close()
 
 
 def settle(waiting: asyncio.Future[Any], answer: Any) -> None:
