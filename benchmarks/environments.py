@@ -105,7 +105,8 @@ def cost(args: argparse.Namespace) -> None:
     sampler.close()
     hosts.close()
     print(
-        f"{size / 1e6:.2f} M parameters, {GROUPS} groups of {GROUP}, {PROMPT} + {args.tokens} tokens; per sampled token"
+        f"{size / 1e6:.2f} M parameters, {GROUPS} groups of {GROUP}, {PROMPT} + {args.tokens} tokens; per token "
+        "that is said or seen"
     )
     base = [statistics.median(each[i] for each in found[0]) for i in (0, 1)]
     for turns, values in found.items():

@@ -148,6 +148,23 @@ def test_an_environment_that_fails_is_begun_again_and_told_what_was_said(faults:
     assert (left < 12) == (failures > 0) == (faults < 1) and (left > 0) == (faults > 0.2)
 
 
+@pytest.mark.parametrize("where", ["start", "close"])
+def test_an_environment_that_hangs_as_it_starts_or_closes_is_left_out(where: str) -> None:
+    class Hanging(World):
+        async def open(self, given: dict[str, Any]) -> Any:
+            room = await super().open(given)
+            if where == "start":
+                await asyncio.Event().wait()
+            room.close = asyncio.Event().wait  # type: ignore[method-assign,assignment]
+            return room
+
+    world = Hanging()
+    group, seconds = virtual.run(world.sampler(toy.ToySampler(TABLE)).generate(PROMPT, FULL))
+    assert {handle.header.cause for handle in group} == {f"the environment took more than 1000 s to {where}"}
+    assert world.opened == 9 and seconds == 3000.0
+    assert all(handle.header.outcome == {"failed/timeout": 1.0, "failures": 3.0} for handle in group)
+
+
 # --- handing over ---------------------------------------------------------------------------------------------------
 
 
