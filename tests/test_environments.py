@@ -263,6 +263,10 @@ def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
             "nothing is known for its param",
         ),
         ("A = 3", "A is int 3, and no class"),
+        (
+            "class A:\n    tools = [A for A in (len,)]\n    def step(self, reply): pass",
+            "its attribute tools is no list",
+        ),
         ("class B: pass", "no class 'A' in it; known: B"),
         ("import nowhere", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
         ("import os\nos._exit(4)", "its process ends as it is imported (exit status 4)"),
@@ -294,3 +298,52 @@ def test_a_host_ends_with_whoever_started_it(adder: str) -> None:
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:  # noqa: PTH110
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_what_only_the_users_file_knows_stays_there(tmp_path: Path) -> None:
+    """Its classes cannot be had in the sampler's process: of a text that is one of them the text goes on."""
+    source = """
+        class Said(str):
+            pass
+
+        class Shop:
+            def price(self, item: str) -> str:
+                '''The price.'''
+                return Said("7")
+
+        class Talks:
+            tools = [{"type": Said("function"), "function": {"name": "price"}}]
+
+            def step(self, reply):
+                return [{"role": Said("tool"), "content": Said("8"), "more": object() if reply.text else Said("x")}]
+    """
+    spec = written(tmp_path, source, "Shop")
+
+    async def main(made: Hosts, *replies: Reply) -> list[Any]:
+        episodes = [await made.open(GIVEN) for _ in replies]
+        asked = [episode.step(reply) for episode, reply in zip(episodes, replies, strict=True)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    with hosts(spec) as made:
+        (step,) = asyncio.run(main(made, call("price", item="a")))
+        assert [type(value) for value in step.messages[0].values()] == [str] * 3
+    with hosts(spec.replace(":Shop", ":Talks")) as made:
+        assert made.ready() == [{"type": "function", "function": {"name": "price"}}]
+        odd, step = asyncio.run(main(made, Reply("odd"), Reply("")))
+        assert step.messages == ({"role": "tool", "content": "8", "more": "x"},)
+        assert str(odd).startswith("step raised TypeError: Object of type object is not JSON serializable")
+
+
+def test_a_host_that_cannot_start_again_leaves_nothing_open(adder: str) -> None:
+    async def main(made: Hosts) -> None:
+        await (await made.open(GIVEN)).close()
+        Path(adder.partition(":")[0]).unlink()
+        for _ in range(2):
+            made.processes[0].kill()
+            made.processes[0].process.wait()
+            with pytest.raises(EnvironmentFailed, match="there is no file"):
+                await made.open(GIVEN)
+            assert not made.retired
+
+    with hosts(adder) as made:
+        asyncio.run(main(made))

@@ -82,7 +82,11 @@ class Kind:
     @property
     def schemas(self) -> list[dict[str, Any]]:
         if not self.tools:
-            return list(getattr(self.made, "tools", ()))
+            try:
+                return [plain(schema) for schema in getattr(self.made, "tools", ())]
+            except (TypeError, ValueError) as error:
+                why = f"its attribute tools is no list of JSON schemas: {first_line(error)}"
+                raise ConfigError(f"environment.use = {self.spec!r}: {why}") from None
         return [tool.schema for tool in self.tools.values()]
 
 
@@ -169,7 +173,9 @@ class Acting:
         counted = {name: float(count) for name, count in self.counts.items()}
         own_counts = getattr(self.there, "metrics", None) or {}
         metrics = counted | {f"own/{name}": number(value) for name, value in (own_counts | dict(step.metrics)).items()}
-        shown = tuple(message | {"content": shortened(message["content"], self.shown)} for message in step.messages)
+        shown = tuple(
+            plain(message | {"content": shortened(message["content"], self.shown)}) for message in step.messages
+        )
         return Step(shown, step.done, metrics)
 
     async def _called(self, call: Call) -> Message:
@@ -214,6 +220,11 @@ def rewards_of(returned: Any) -> dict[str, float]:
 
 def observation(text: str, of: Call | None = None) -> Message:
     return {"role": "tool", "content": text} | ({"name": of.name} if of is not None else {})
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: classes of the user's own are known in this process alone."""
+    return json.loads(json.dumps(value))
 
 
 def as_text(returned: Any) -> str:

@@ -60,11 +60,11 @@ def serve(parent: Connection) -> None:
             raise ConfigError(
                 f"environment.sandbox does nothing: start of {wanted.spec!r} does not ask for it; drop it"
             )
-        sandbox = None if wanted.sandbox is None else sandbox_of(wanted.sandbox)
+        sandbox, schemas = None if wanted.sandbox is None else sandbox_of(wanted.sandbox), kind.schemas
     except ConfigError as error:
         parent.send(error)
         return
-    parent.send(kind.schemas)
+    parent.send(schemas)
     asyncio.run(Host(parent, kind, wanted.shown, sandbox).served())
 
 
@@ -243,6 +243,7 @@ class Hosts:
             await host.call(number, "start", given)
         except ConfigError as error:
             self._retire(host)
+            self.left(host, number)
             raise EnvironmentFailed("crash", str(error)) from None
         except BaseException:
             self.drop(host, number)
@@ -276,7 +277,10 @@ class Hosts:
         """Another one takes its place."""
         if host in self.processes:
             self.processes[self.processes.index(host)] = HostProcess(self.wanted)
-            self.retired.append(host)
+            if host.live:
+                self.retired.append(host)
+            else:
+                host.close()
 
     def close(self) -> None:
         for host in self.processes + self.retired:
