@@ -11,21 +11,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from slipstream.commands.progress import (
-    BLOCKS,
-    POINTS,
-    SAMPLE_LINES,
-    TURN,
-    Curve,
-    Progress,
-    from_to,
-    hours,
-    middle_out,
-    readings,
-    sparkline,
-    waiting,
-)
+from slipstream.commands.progress import Progress, waiting
 from slipstream.config.file import parse
+from slipstream.insight.course import BLOCKS, POINTS, TURN, Curve, sparkline
+from slipstream.insight.readings import from_to, hours, readings
+from slipstream.insight.samples import SAMPLE_LINES, middle_out
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.schedules import schedule_of
 
@@ -134,7 +124,7 @@ def test_the_panel_says_how_far_the_run_is_how_it_goes_and_where_its_groups_are(
         "KL to teacher       0.310  █▁",
         "loss               0.1235  ▁▁",
         "length               11.5  ▁▁",
-        "cut off             12.5%  ▁▁",
+        "cut off           ! 12.5%  ▁▁  below 0.1",
         "entropy             1.250  ▁▁",
         "gradient norm        0.75  ▁▁",
         "lag                   0.2  ▁▁",
@@ -161,7 +151,7 @@ def test_a_run_that_goes_on_goes_on_with_its_curves() -> None:
         {"kind": "train", "update": 1, "loss": 2.0, "reward/exact": 0.0, "tokens_per_s": 9.0},
         {"kind": "train", "update": 2, "loss": 1.0, "reward/exact": 1.0, "tokens_per_s": 9.0},
     ])  # fmt: skip
-    assert text.getvalue() == "" and progress.left() is None
+    assert text.getvalue() == "" and progress.view().left is None
     assert panel(progress)[2:] == [
         "exact              100.0%  ▁█",
         "held-out accuracy   10.0%  ▁",
@@ -197,7 +187,7 @@ def test_whatever_a_student_says_the_panel_keeps_its_size(width: int, height: in
     progress, _ = progress_on(terminal=True, width=width, height=height)
     progress.log(MORE, 3)
     for response in ("x" * 5000, "\n".join("abc"), "漢字" * 900, "\x1b[2J\x07 [bold]\t" * 99, "a\n" * 900, ""):
-        progress.shown = None
+        progress.turning.shown = None
         progress.samples([quote(1, prompt="system " * 90 + "end:\n", response=response)], 3)
         lines = panel(progress)
         assert len(lines) <= height and all(cell_len(line) <= width for line in lines)
@@ -242,7 +232,7 @@ def test_a_sparkline_fits_its_width_and_spans_its_range(values: list[float]) -> 
 def test_what_is_no_number_is_no_point_of_a_curve() -> None:
     progress, _ = progress_on(terminal=True, width=60)
     for value in (1.0, float("nan"), float("inf"), 2.0):
-        progress.remember({"teacher/kl": value})
+        progress.course.remember({"teacher/kl": value})
     assert panel(progress)[2] == "KL to teacher  2.000  ▁█"
 
 

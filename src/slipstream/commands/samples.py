@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from unicodedata import category
 
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.errors import RunDirError, first_line
-from slipstream.runlog import SAMPLES, read_lines
+from slipstream.errors import RunDirError
+from slipstream.insight.samples import printable
+from slipstream.rundir import Line, RunDir
+from slipstream.runlog import ENDED
 
 SHOWN = 5
 """Tokens that the teacher found least likely."""
@@ -33,13 +34,8 @@ def samples(path: Path, console: Console, *, update: int | None, count: int) -> 
         console.print()
 
 
-def chosen(path: Path, update: int | None) -> list[dict[str, Any]]:
-    if not (path / "config.toml").exists():
-        raise RunDirError(f"{path} holds no run: there is no config.toml in it")
-    try:
-        found = read_lines(path / SAMPLES) if (path / SAMPLES).exists() else []
-    except ValueError as error:
-        raise RunDirError(f"{path / SAMPLES} is damaged: {first_line(error)}") from None
+def chosen(path: Path, update: int | None) -> list[Line]:
+    found = RunDir(path).samples
     if not found:
         raise RunDirError(f"{path} has no samples yet: log.samples says how many of each update it writes")
     of_update = [quote for quote in found if update in (None, quote["update"])]
@@ -51,19 +47,13 @@ def chosen(path: Path, update: int | None) -> list[dict[str, Any]]:
 
 def head(quote: dict[str, Any]) -> str:
     """All that is told of one in a line."""
-    ended = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}[quote["finish"]]
     versions = [version for version, _ in quote["versions"]]
     drawn = f"version {versions[0]}" if len(set(versions)) == 1 else f"versions {min(versions)} to {max(versions)}"
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
     return (
         f"update {quote['update']}: {quote['prompt_id']}, answer {quote['index']}, "
-        f"{len(quote['tokens'])} tokens by {drawn}, {ended}{rewards}"
+        f"{len(quote['tokens'])} tokens by {drawn}, {ENDED[quote['finish']]}{rewards}"
     )
-
-
-def printable(text: str) -> str:
-    """Without what a terminal would obey: a student may say anything."""
-    return "".join(repr(char)[1:-1] if category(char) == "Cc" and char not in "\n\t" else char for char in text)
 
 
 def against_teacher(quote: dict[str, Any]) -> Iterator[str]:

@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from slipstream.commands.planned import planned
-from slipstream.commands.progress import Progress, from_to, waiting
+from slipstream.commands.progress import Progress, waiting
 from slipstream.commands.scale import reachable
 from slipstream.config.file import load
 from slipstream.config.schema import Config
 from slipstream.durable import alone_in, private
 from slipstream.engines.base import Engines
 from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Terminated, WorkerDied
+from slipstream.insight.readings import from_to
 from slipstream.linux import let_go_of_terminal
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing

@@ -1,0 +1,63 @@
+"""A page of runs, or of a study, in one file; and the figures of a study as SVG."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.durable import private, write_atomic, writing
+from slipstream.errors import ConfigError, RunDirError
+from slipstream.insight.report import arms
+from slipstream.insight.report import sections as of_runs
+from slipstream.insight.report import study as of_study
+from slipstream.insight.report.page import Page, document
+from slipstream.insight.report.runs import read
+from slipstream.lab.results import STUDY_FILE, Sweep
+
+NAME = "report.html"
+
+
+def report(paths: Sequence[Path], output: Path | None) -> Path:
+    """Where it was written: into the first directory, unless told otherwise."""
+    target = output or paths[0] / NAME
+    command = ["slipstream", "report", *map(str, paths), *(["--output", str(output)] if output else [])]
+    text = document(page_of(paths, shlex.join(command)))
+    with private(), writing(target):
+        write_atomic(target, text)
+    return target
+
+
+def page_of(paths: Sequence[Path], command: str) -> Page:
+    if not any(map(is_study, paths)):
+        return of_runs.page(read(paths), command)
+    if len(paths) > 1:
+        raise ConfigError("a report is of one study, or of runs: name one study, or the directories of its cells")
+    return of_study.page(finished(paths[0]), command)
+
+
+def is_study(path: Path) -> bool:
+    return (path / STUDY_FILE).exists()
+
+
+def finished(path: Path) -> Sweep:
+    sweep = Sweep(path)
+    if not sweep.finished:
+        raise RunDirError(f"{path} has no finished run yet: there is nothing to report")
+    return sweep
+
+
+def drawn(paths: Sequence[Path], directory: Path) -> list[Path]:
+    """The figures of a study in files of their own."""
+    if len(paths) > 1 or not is_study(paths[0]):
+        raise ConfigError("--svg is of one study: name the directory of a sweep")
+    sweep = finished(paths[0])
+    from slipstream.insight.report.svg import draw
+
+    files = [directory / file for file in arms.files(sweep).values()]
+    texts = draw([arms.main(sweep, measure) for measure in sweep.measures])
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        for file, text in zip(files, texts, strict=True):
+            write_atomic(file, text)
+    return files

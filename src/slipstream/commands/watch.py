@@ -1,0 +1,120 @@
+"""A run that goes on, on the whole of a terminal; where there is none, one frame of it as plain text."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from slipstream.insight.panel import page, screen
+from slipstream.insight.watch import Watched
+
+EVERY = 1.0
+"""Seconds between two looks at the files."""
+KEYS = "q quit   n, p next, previous sample   space "
+
+
+def watch(path: Path, console: Console, *, once: bool = False) -> None:
+    watched = Watched(path)
+    if once or not console.is_terminal or console.is_dumb_terminal:
+        console.print(Group(*page(watched.view(), console.width)))
+        return
+    while follow(watched, console):
+        os.kill(os.getpid(), signal.SIGSTOP)  # until somebody says `fg`
+
+
+def follow(watched: Watched, console: Console) -> bool:
+    """Until it is quit, or, which is returned, stopped by Ctrl-Z."""
+    with unbuffered() as keyboard, woken() as (wake, caught), full_screen(console) as show:
+        looked = time.monotonic()
+        while True:
+            turns = "hold" if not watched.turning.held else "turn on"
+            show(watched, KEYS + turns if keyboard is not None else "")
+            left = max(0.0, looked + EVERY - time.monotonic())
+            ready, _, _ = select.select([wake, *([keyboard] if keyboard is not None else [])], [], [], left)
+            if wake in ready:
+                os.read(wake, 1024)
+                if signal.SIGTSTP in caught:
+                    return True
+            if keyboard in ready and keyboard is not None:
+                typed = os.read(keyboard, 1024)
+                if not typed or pressed(typed, watched):
+                    return False
+            if time.monotonic() >= looked + EVERY:
+                watched.look()
+                looked = time.monotonic()
+
+
+def pressed(keys: bytes, watched: Watched) -> bool:
+    """Does what keys mean; whether they mean to quit."""
+    for key in keys.decode(errors="replace"):
+        match key:
+            case "q" | "Q":
+                return True
+            case "n":
+                watched.turning.step(+1)
+            case "p":
+                watched.turning.step(-1)
+            case " ":
+                watched.turning.held = not watched.turning.held
+    return False
+
+
+# --- the terminal, which is left as it was found ----------------------------------------------------------------------
+
+
+@contextmanager
+def full_screen(console: Console) -> Iterator[Callable[[Watched, str], None]]:
+    with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
+
+        def show(watched: Watched, keys: str) -> None:
+            width, height = console.size
+            live.update(Group(*screen(watched.view(keys), width, height)), refresh=True)
+
+        yield show
+
+
+@contextmanager
+def unbuffered() -> Iterator[int | None]:
+    """Keys as they are pressed, and not echoed; nothing, if they come from nowhere."""
+    if not sys.stdin or not sys.stdin.isatty():
+        yield None
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    try:
+        tty.setcbreak(keyboard)
+        yield keyboard
+    finally:
+        with suppress(termios.error):  # a terminal that was closed
+            termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def woken() -> Iterator[tuple[int, set[int]]]:
+    """What can be read when the terminal has another size, or is to be given back; and which it was."""
+    caught = set[int]()
+    wake, end = os.pipe()
+    os.set_blocking(end, False)
+    noted = (signal.SIGWINCH, signal.SIGTSTP)
+    before = {number: signal.signal(number, lambda number, _: caught.add(number)) for number in noted}
+    before[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, signal.default_int_handler)
+    waker = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+    try:
+        yield wake, caught
+    finally:
+        signal.set_wakeup_fd(waker)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(wake)
+        os.close(end)

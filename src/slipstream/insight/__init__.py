@@ -1,0 +1,1 @@
+"""What runs have written, for a person: read from their directories alone."""

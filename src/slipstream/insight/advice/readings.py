@@ -1,0 +1,280 @@
+"""What a run's numbers say, with how sure that is. Nothing is concluded here.
+
+A mean alone accuses healthy runs: an update is a few hundred tokens, and the tails of ratios are long. So every number
+is a `Level`, a mean and its standard error, and `over` and `under` say yes only beyond chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import hypot, inf, sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+from slipstream.config.schema import Config
+
+Line = Mapping[str, Any]
+"""Of metrics.jsonl, or of the ledger, or a sample."""
+CHANCE = 3.0
+"""Standard errors that are no longer chance."""
+WINDOW = 10
+"""Updates that make a mean, and the last of which are how it is now."""
+FEW = 64
+"""Tokens that are too few to say anything of."""
+
+
+@dataclass(frozen=True)
+class Level:
+    mean: float
+    error: float = inf
+
+    def over(self, limit: float) -> bool:
+        return self.mean - CHANCE * self.error > limit
+
+    def under(self, limit: float) -> bool:
+        return self.mean + CHANCE * self.error < limit
+
+    def above(self, other: Level) -> bool:
+        return self.mean - other.mean > CHANCE * hypot(self.error, other.error)
+
+
+UNKNOWN = Level(float("nan"))
+"""Neither over nor under anything."""
+
+
+def level(values: Sequence[float]) -> Level:
+    """By how the updates scatter, which must be `WINDOW` of them at least to tell."""
+    if not values:
+        return UNKNOWN
+    return Level(fmean(values), stdev(values) / sqrt(len(values)) if len(values) >= WINDOW else inf)
+
+
+def pooled_kl(pairs: Iterable[tuple[float, float]]) -> Level:
+    """Of (KL, tokens): for small gaps the log ratio of a token has variance 2·KL, which makes their error."""
+    known = [(kl, tokens) for kl, tokens in pairs if tokens]
+    tokens = sum(count for _, count in known)
+    if tokens < FEW:
+        return UNKNOWN
+    mean = sum(kl * count for kl, count in known) / tokens
+    return Level(mean, sqrt(2 * max(mean, 0.0) / tokens))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, as far as it has come."""
+
+    config: Config
+    lines: Sequence[Line]
+    """Of updates."""
+    evaluations: Sequence[Line] = ()
+    samples: Sequence[Line] = ()
+    ledger: Sequence[Line] = ()
+    at: str = "RUN"
+    """What a person calls it."""
+    context: int | None = None
+    """Tokens that student and teachers have room for, as far as that is known."""
+    vocabulary: int | None = None
+    """The student's."""
+
+    # --- when ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def late(self) -> Sequence[Line]:
+        """How it is now: the last updates, and no more than half of them."""
+        return self.lines[-max(min(WINDOW, len(self.lines) // 2), 1) :]
+
+    @cached_property
+    def filled(self) -> int:
+        """Updates until answers of every length have come in: those before are of the ones that were done first."""
+        oldest = max(values_of(self.lines, "lag/max"), default=0.0)
+        return int(oldest) + 1 if oldest else 0
+
+    @property
+    def before(self) -> Sequence[Line]:
+        """All that is comparable, and not now."""
+        return self.lines[self.filled : len(self.lines) - len(self.late)]
+
+    @property
+    def early(self) -> Sequence[Line]:
+        return self.before[:WINDOW]
+
+    @property
+    def windows(self) -> list[Sequence[Line]]:
+        """Of `before`, in tens."""
+        starts = range(0, len(self.before) - WINDOW + 1, WINDOW)
+        return [self.before[start : start + WINDOW] for start in starts] or [self.early]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of an update."""
+        return self.config.learner.minibatches * self.config.learner.epochs
+
+    # --- numbers ------------------------------------------------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        return any(name in line for line in self.late)
+
+    def now(self, name: str) -> Level:
+        return level(values_of(self.late, name))
+
+    def then(self, name: str) -> Level:
+        return level(values_of(self.early, name))
+
+    def last(self, name: str) -> float:
+        """Of what only counts up."""
+        return next((line[name] for line in reversed(self.lines) if name in line), 0.0)
+
+    @property
+    def running(self) -> Sequence[Line]:
+        """All but the first updates, which fill the pipeline, and those that an evaluation has held up."""
+        held = {line["update"] + 1 for line in self.evaluations}
+        return [line for line in self.lines[min(5, len(self.lines) // 2) :] if line["update"] not in held]
+
+    def usual(self, name: str) -> float:
+        values = values_of(self.running, name)
+        return fmean(values) if values else 0.0
+
+    def share(self, name: str, of: str = "seconds/update") -> float:
+        """Of sums."""
+        whole = sum(values_of(self.running, of))
+        return sum(values_of(self.running, name)) / whole if whole else 0.0
+
+    # --- the student and its teachers ---------------------------------------------------------------------------------
+
+    @cached_property
+    def rewards(self) -> list[str]:
+        return sorted({name for line in self.late for name in line if name.startswith("reward/")})
+
+    @property
+    def gained(self) -> bool:
+        """A reward or held-out accuracy is better than at the start, or the KL to the teachers is less."""
+        return self.rewarded or (self.kl_now.mean < self.kl_then.mean and self.kl_then.above(self.kl_now))
+
+    @property
+    def rewarded(self) -> bool:
+        return any(self.now(name).above(self.then(name)) for name in self.rewards) or accuracy_rose(self.evaluations)
+
+    @property
+    def fall(self) -> Fall | None:
+        """Of a reward, or of held-out accuracy, from its best by a tenth at least, and beyond chance."""
+        of_rewards = [(name, [level(values_of(w, name)) for w in (*self.windows, self.late)]) for name in self.rewards]
+        of_accuracy = [("accuracy", levels) for levels in accuracy_of(self.evaluations).values()]
+        return next((fall for name, levels in (*of_rewards, *of_accuracy) if (fall := fallen(name, levels))), None)
+
+    @property
+    def learned_loss(self) -> bool:
+        """What is minimised falls; of losses that follow the teacher, that is not the reverse KL."""
+        return self.then("distill/loss").above(self.now("distill/loss"))
+
+    @property
+    def kl_now(self) -> Level:
+        return distance(self.late)
+
+    @property
+    def kl_then(self) -> Level:
+        return distance(self.early)
+
+    @property
+    def kl_first(self) -> Level:
+        """At the first update, before any of it could go wrong."""
+        line = self.lines[0]
+        known = [Level(line[name], line.get(f"{name}_error", inf)) for name in kls(line)]
+        return max(known, key=lambda kl: kl.mean, default=UNKNOWN)
+
+    @property
+    def kl_best(self) -> Level:
+        return min((distance(window) for window in self.windows), key=lambda kl: kl.mean, default=UNKNOWN)
+
+    # --- drift --------------------------------------------------------------------------------------------------------
+
+    @property
+    def agreement(self) -> list[Line]:
+        """The learner at a token's own version against what drew it, of every update in which all of that is known."""
+        return [found for line in self.lines if (found := same_version(line, self.steps)) is not None]
+
+    @property
+    def same_kl(self) -> Level:
+        """KL of one version in both engines, over all tokens of which it is known."""
+        return pooled_kl(same_version_kl(line, self.steps) for line in self.lines)
+
+    @property
+    def moved(self) -> Level:
+        """KL that one update makes: of tokens that are one update old."""
+        lines = self.lines[-2 * WINDOW :]
+        of_one = pooled_kl((line.get("drift/kl/lag_1", 0.0), line.get("lag/tokens_1", 0.0)) for line in lines)
+        return of_one if self.steps == 1 else UNKNOWN
+
+    @property
+    def drift(self) -> Level:
+        """KL from what drew, estimated so that it is never below 0, of updates whose tokens are stale."""
+        stale = [line for line in self.late if line.get("lag/mean", 0.0) >= 0.5 or self.steps > 1]
+        return level(values_of(stale, "drift/k3_kl"))
+
+
+def values_of(lines: Sequence[Line], name: str) -> list[float]:
+    return [float(line[name]) for line in lines if name in line]
+
+
+def distance(lines: Sequence[Line]) -> Level:
+    """Mean reverse KL to the teachers, by the larger of how it scatters and of the errors that it came with."""
+    found = [(line[name], line.get(f"{name}_error", inf)) for line in lines for name in kls(line)]
+    if not found:
+        return UNKNOWN
+    given = hypot(*(error for _, error in found)) / len(found)
+    scatter = stdev(value for value, _ in found) / sqrt(len(found)) if len(found) >= WINDOW else 0.0
+    return Level(fmean(value for value, _ in found), max(given, scatter) if len(found) >= 3 else inf)
+
+
+def kls(line: Line) -> list[str]:
+    return [name for name in line if name.startswith("teacher/") and name.endswith("/kl")]
+
+
+def same_version(line: Line, steps: int) -> Line | None:
+    """Every number of agreement, by its name without what it was measured for."""
+    if line.get("old_logp_missing") == 0.0:
+        return {name.removeprefix("mismatch/"): value for name, value in line.items() if name.startswith("mismatch/")}
+    if line.get("lag/max") == 0.0 and steps == 1 and "drift/kl" in line:
+        return {name.removeprefix("drift/"): value for name, value in line.items() if name.startswith("drift/")}
+    return None
+
+
+def same_version_kl(line: Line, steps: int) -> tuple[float, float]:
+    """And over how many tokens it is."""
+    tokens = sum(count for name, count in line.items() if name.startswith("lag/tokens_"))
+    if line.get("old_logp_missing") == 0.0 and "mismatch/kl" in line:
+        return line["mismatch/kl"], tokens
+    if steps == 1:
+        return line.get("drift/kl/lag_0", 0.0), line.get("lag/tokens_0", 0.0) if "drift/kl/lag_0" in line else 0.0
+    if line.get("lag/max") == 0.0 and "drift/kl_first" in line:
+        return line["drift/kl_first"], tokens / steps
+    return 0.0, 0.0
+
+
+def accuracy_of(evaluations: Sequence[Line]) -> dict[str, list[Level]]:
+    """By held-out set; binomial, which no reward between 0 and 1 is more uncertain than."""
+    found: dict[str, list[Level]] = {}
+    for line in evaluations:
+        mean, count = line.get("accuracy", 0.0), line.get("samples", 0.0)
+        if count and 0 <= mean <= 1:
+            found.setdefault(line.get("set", ""), []).append(
+                Level(mean, sqrt(max(mean * (1 - mean), 1 / count) / count))
+            )
+    return found
+
+
+def accuracy_rose(evaluations: Sequence[Line]) -> bool:
+    return any(levels[-1].above(levels[0]) for levels in accuracy_of(evaluations).values())
+
+
+@dataclass(frozen=True)
+class Fall:
+    name: str
+    best: float
+    now: float
+
+
+def fallen(name: str, levels: Sequence[Level]) -> Fall | None:
+    best, now = max(levels, key=lambda each: each.mean, default=UNKNOWN), levels[-1] if levels else UNKNOWN
+    return Fall(name, best.mean, now.mean) if best.above(now) and now.mean < 0.9 * best.mean else None

@@ -1,0 +1,76 @@
+"""What happened in a run that a person would want to be told, found in what it has written of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+Line = Mapping[str, Any]
+
+
+class Event(NamedTuple):
+    update: int
+    """After which it was known."""
+    said: str
+
+
+def of_updates(before: Line, line: Line) -> Iterator[Event]:
+    """What one update says that the one before did not: guards, workers, and what is in flight."""
+    for said in (*_guards(before, line), *_workers(before, line), *_flight(before, line)):
+        yield Event(line["update"], said)
+
+
+def _guards(before: Line, line: Line) -> Iterator[str]:
+    for name, value in line.items():
+        kind, _, guard = name.partition("/")
+        if kind != "guard" or value == before.get(name, 0.0 if guard == "kl" else 1.0):
+            continue
+        if guard == "kl":
+            yield f"guards.kl: tau is lowered by {value:g}" if value else "guards.kl: over, tau is as it was"
+        else:
+            yield f"guards.{guard}: " + ("over" if value == 1 else f"learning rate × {value:.3g}")
+
+
+def _workers(before: Line, line: Line) -> Iterator[str]:
+    for name, value in line.items():
+        if name.startswith("restarts/") and value > before.get(name, 0):
+            yield f"{name.removeprefix('restarts/')} died and was started again ({value:.0f} × so far)"
+    now, then = ({name.removeprefix("idle/") for name in each if name.startswith("idle/")} for each in (line, before))
+    if then:
+        yield from (f"{name} has come" for name in sorted(now - then))
+        yield from (f"{name} has left" for name in sorted(then - now))
+
+
+def _flight(before: Line, line: Line) -> Iterator[str]:
+    for name in ("tau", "publish_every"):
+        if name in before and line.get(name, before[name]) != before[name]:
+            yield f"{name} from {before[name]:g} to {line[name]:g}"
+    if line.get("freshness/refreshes", 0) > before.get("freshness/refreshes", 0):
+        yield "too stale: all that was in flight began anew"
+    if line.get("restarted", 0) > before.get("restarted", 0):
+        yield f"{line['restarted'] - before.get('restarted', 0):.0f} groups became too old and began again"
+
+
+def of_ledger(lines: Iterable[Line]) -> Iterator[Event]:
+    """What was dropped or left out, and why; those that follow each other for one reason together."""
+    last, count = None, 0
+    for line in lines:
+        for said in _left_out(line):
+            event = Event(line["version"], said)
+            if last is not None and event != last:
+                yield _times(last, count)
+                count = 0
+            last, count = event, count + 1
+    if last is not None:
+        yield _times(last, count)
+
+
+def _left_out(line: Line) -> Iterator[str]:
+    if line["end"] == "dropped":
+        yield f"group dropped, {line['reason']}" + (f": {line['cause']}" if "cause" in line else "")
+    else:
+        yield from (f"answer left out: {cause}" for cause in line.get("causes", ()))
+
+
+def _times(event: Event, count: int) -> Event:
+    return event._replace(said=f"{count} × {event.said}") if count > 1 else event

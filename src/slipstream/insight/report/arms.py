@@ -1,0 +1,198 @@
+"""The figures of a study: what came out, by arm, and how its runs learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import log2, nan, sqrt
+from statistics import fmean, stdev
+from typing import Any
+
+from slipstream.insight.report import figures
+from slipstream.insight.report.figures import Figure, Json, Series
+from slipstream.insight.report.findings import course, shown
+from slipstream.insight.report.panels import SHARE, words
+from slipstream.insight.report.points import bins
+from slipstream.insight.report.runs import seconds_at
+from slipstream.insight.report.sections import written
+from slipstream.lab.results import Sweep, SweepCell
+from slipstream.lab.study import is_number
+from slipstream.rundir import Line
+
+STRETCHED = 4.0
+"""From which ratio of the largest x to the smallest above 0 on steps are those of log2(x + 1)."""
+LABELS = 10
+"""So many x are all named on their axis."""
+HEIGHT = 340
+BARS = 5
+"""So many arms are bars beside one another."""
+TOLD = 4
+"""Claims that a title has room for."""
+CURVE = 30
+"""Points of a learning curve, each the mean over its stretch of updates."""
+CLOCK = "time"
+"""A study that measures this asks what is learned in which time."""
+Lines = tuple[list[Line], list[Line]]
+"""Of updates, and of evaluations."""
+
+
+def main(sweep: Sweep, measure: str) -> Figure:
+    """Mean ± standard error of a measure: a line for every series over x, or a bar where there is none."""
+    label, unit = words(measure)
+    share = unit == SHARE
+    title, note = (
+        finding(sweep, measure),
+        f"{label}: mean over seeds ± one standard error.",
+    )
+    y = f"{label}, {unit}" if unit and not share else label
+    setting = sweep.study.x
+    rows = [row for row in sweep.table(measure) if row.mean is not None]
+    names = list(sweep.series())
+    if setting is None:
+        estimates = {row.series: row for row in rows}
+        kept = [name for name in names if name in estimates]
+        data = [
+            Series(
+                name,
+                [],
+                only(name, estimates[name].mean, kept),
+                names.index(name),
+                only(name, estimates[name].se, kept),
+            )
+            for name in kept
+        ]
+        if len(kept) > BARS:
+            return figures.dots(title, note, kept, data, x=y, share=share)
+        figure = figures.bars(title, note, kept, data, y=y, share=share, wide=True, height=HEIGHT)
+        figure.layout["barmode"] = "overlay"
+        return figure
+    xs = list(dict.fromkeys(row.x for row in rows))
+    place, axis = scale(xs)
+    lines = [
+        Series(name, [place[repr(r.x)] for r in own], [r.mean for r in own if r.mean is not None], names.index(name),
+               [r.se for r in own])
+        for name in names
+        if (own := sorted((row for row in rows if row.series == name), key=lambda row: place[repr(row.x)]))
+    ]  # fmt: skip
+    figure = figures.curves(
+        title, note, lines, x=setting, y=y, share=share, marks=True, wide=True, legend=True, height=HEIGHT
+    )
+    figure.layout["xaxis"] |= axis
+    return figure
+
+
+def files(sweep: Sweep) -> dict[str, str]:
+    """Of every measure the file that its figure is in: NAME.svg of the first, NAME-MEASURE.svg of each other."""
+    name = sweep.path.resolve().name
+    return {m: f"{name}-{m.replace('/', '-')}.svg" if i else f"{name}.svg" for i, m in enumerate(sweep.measures)}
+
+
+def only(name: str, value: float | None, names: Sequence[str]) -> list[float]:
+    """A value at one of several names, and nothing at the others."""
+    return [nan if value is None or each != name else value for each in names]
+
+
+def scale(xs: Sequence[Any]) -> tuple[dict[str, float], Json]:
+    """Where every x lies, and the axis that says so."""
+    if not all(map(is_number, xs)):
+        return {repr(x): float(i) for i, x in enumerate(xs)}, ticks(range(len(xs)), [written(x) for x in xs])
+    above = [x for x in xs if x > 0]
+    if min(xs, default=0) >= 0 and above and max(above) / min(above) >= STRETCHED:
+        return {repr(x): log2(x + 1) for x in xs}, ticks([log2(x + 1) for x in xs], [f"{x:g}" for x in xs])
+    return {repr(x): float(x) for x in xs}, ticks(xs, [f"{x:g}" for x in xs]) if len(xs) <= LABELS else {}
+
+
+def ticks(places: Sequence[float], texts: Sequence[str]) -> Json:
+    return {"tickmode": "array", "tickvals": figures.numbers(places), "ticktext": list(map(figures.plain, texts))}
+
+
+def finding(sweep: Sweep, measure: str) -> str:
+    """What came of its claims, or else where it is highest and lowest."""
+    tried = [each for each in sweep.claims() if each.measure == measure]
+    if tried:
+        said = "; ".join(f"{each.claim.says}: {each.verdict}" for each in tried[:TOLD])
+        said += f"; and {len(tried) - TOLD} more" if len(tried) > TOLD else ""
+        return said[:1].upper() + said[1:]
+    label, unit = words(measure)
+    rows = [(row.mean, place_of(row.series, row.x)) for row in sweep.table(measure) if row.mean is not None]
+    if not rows:
+        return f"{label}: no run is finished yet"
+    (least, low), (most, high) = min(rows), max(rows)
+    share = unit == SHARE
+    if shown(least, share=share) == shown(most, share=share):
+        return f"{label}: {shown(most, share=share)} everywhere"
+    return f"{label} from {shown(least, share=share)} ({low}) to {shown(most, share=share)} ({high})"
+
+
+def place_of(series: str, x: Any) -> str:
+    return series if x is None else f"{series} at {written(x)}"
+
+
+def places(sweep: Sweep) -> list[Any]:
+    """Every x of the study, in order; one that is none where there is no such setting."""
+    return list({repr(point.x): point.x for point in sweep.study.points}.values())
+
+
+def curves(sweep: Sweep) -> Iterator[Figure]:
+    """Every measure over the updates, and over the clock where that is asked for: a figure for every x, a curve for
+    every series."""
+    lines = {cell.path: (cell.run.metrics, cell.run.evaluations) for cell in sweep.finished}
+    for measure in sweep.measures:
+        if measure == CLOCK:
+            continue
+        for x in places(sweep):
+            cells = {series: [lines[cell.path] for cell in cells_at(sweep, series, x)] for series in sweep.series()}
+            yield from learning(sweep, measure, x, cells, clock=False)
+            if CLOCK in sweep.measures:
+                yield from learning(sweep, measure, x, cells, clock=True)
+
+
+def learning(
+    sweep: Sweep, measure: str, x: Any, cells: Mapping[str, Sequence[Lines]], *, clock: bool
+) -> Iterator[Figure]:
+    label, unit = words(measure)
+    found = [
+        Series(name, xs, ys, slot, errors)
+        for slot, (name, runs) in enumerate(cells.items())
+        for xs, ys, errors in learned(runs, measure, clock=clock)
+    ]
+    if found:
+        ends = {row.series: [row.mean] for row in sweep.table(measure) if row.x == x and row.mean is not None}
+        where = f" at {sweep.study.x} = {written(x)}" if sweep.study.x else ""
+        share = unit == SHARE
+        title = course(f"{label}{where}", ends, share=share)
+        across = "seconds since the run began" if clock else "update"
+        yield figures.ribbons(title, "", found, x=across, y=unit, share=share)
+
+
+def cells_at(sweep: Sweep, series: str, x: Any) -> list[SweepCell]:
+    return [c for c in sweep.finished if c.cell.point.series == series and repr(c.cell.point.x) == repr(x)]
+
+
+def learned(
+    runs: Sequence[Lines], measure: str, *, clock: bool
+) -> Iterator[tuple[list[float], list[float], list[float | None]]]:
+    """The mean of several runs over their updates, or the time at which they were made, and its standard error; none
+    where there is nothing of it."""
+    found = [column(run, measure) for run in runs]
+    updates = sorted(set.intersection(*map(set, found))) if found else []
+    if not updates:
+        return
+    at = {update: fmean(seconds_at(run[0], update) for run in runs) if clock else update for update in updates}
+    xs, ys, errors = list[float](), list[float](), list[float | None]()
+    for first, last in bins(len(updates), min(CURVE, len(updates))):
+        stretch = updates[first:last]
+        values = [fmean(each[update] for update in stretch) for each in found]
+        xs.append(fmean(at[update] for update in stretch))
+        ys.append(fmean(values))
+        errors.append(stdev(values) / sqrt(len(values)) if len(values) > 1 else None)
+    yield xs, ys, errors
+
+
+def column(run: Lines, measure: str) -> dict[float, float]:
+    """By update."""
+    updates, evaluations = run
+    if measure.startswith("eval/"):
+        of = measure.removeprefix("eval/").rpartition("/")[0]
+        lines = [line for line in evaluations if line.get("set", "") == of]
+        return {float(line["update"]): line["accuracy"] for line in lines if "accuracy" in line}
+    return {float(line["update"]): line[measure] for line in updates if measure in line}
