@@ -1,0 +1,251 @@
+"""How much noise more draws take out of the reverse KL on stale rollouts, and where its gradient points.
+
+    python benchmarks/variance.py [--seeds 5] > docs/findings/variance.md
+
+The built-in student as it was k updates ago draws 512 answers; the student of today, from `slipstream.train`, is to
+learn from them. At every prefix M actions are drawn from the old one, and their loss is −1/M Σ ρ sg(A), as in training.
+Everything is exact but what chance decides: teacher, old and new student give whole distributions at every prefix.
+
+    local    E_s Var(L_M | s) / E_s Var(L_1 | s), the draws of one prefix redrawn
+    fixed    the variance of the mean over the prefixes of one answer, all draws redrawn, likewise
+    across   the variance of that mean over answers, each drawn anew
+
+Cosines are of gradients by the student's weights, from 32 answers, to that of the exact KL on the same answers; the
+last line is that of the exact KL on stale answers to that on as many of today's student. Mean ± standard error over
+seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import slipstream
+from slipstream.assets import model_path
+from slipstream.estimators.divergence import dense, reverse_kl_topk
+from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.insight.report.findings import estimate
+from slipstream.lab.statistics import estimate as over_seeds
+from slipstream.tasks.arithmetic import problems
+
+AGES, DRAWS = (0, 16, 64), (1, 4, 16, 64)
+ANSWERS, REDRAWN, BATCH, LONGEST = 512, 200, 32, 80
+VARIANCES = """## How much noise more draws take out, and where their gradient points
+
+AsyncOPD's appendix E: the variance of the loss with M draws at every position, as a share of that with one. *Local* is
+at one prefix, *fixed* of the mean over the prefixes of one answer: both are 1/M by independence, and what differs is
+the tail of ρ, of which so many redraws see too much or too little. *Across* is over answers that are drawn anew, too:
+what is left of it at M = 64 is how much answers differ. The paper's 11.2 % for sequences can be this one only.
+
+```console
+python benchmarks/variance.py > docs/findings/variance.md
+```
+"""
+COSINES = """
+The cosine of the gradient of 32 answers by the student's weights to that of the exact reverse KL on the same answers;
+the last line is what stale prefixes cost, whatever is done at them.
+"""
+Found = dict[tuple[str, str], dict[int, float]]
+"""By table and line: what it is at every age."""
+
+
+@dataclass
+class Answers:
+    """Prompts and answers, left-padded, and which positions' next token is of an answer."""
+
+    ids: Tensor
+    there: Tensor
+    answered: Tensor
+
+    def of(self, rows: slice) -> Answers:
+        return Answers(self.ids[rows], self.there[rows], self.answered[rows])
+
+    def logp(self, model: Any) -> Tensor:
+        """[positions of answers, V], of one answer after the other."""
+        places = (self.there.cumsum(1) - 1).clamp(min=0)
+        logits = model(self.ids, attention_mask=self.there, position_ids=places).logits
+        found: Tensor = logits[self.answered].double().log_softmax(-1)
+        return found
+
+    @property
+    def row_P(self) -> Tensor:
+        """Of every position the answer that it is of."""
+        return self.answered.nonzero()[:, 0]
+
+
+def drawn_by(model: Any, tokenizer: Any, prompts: list[str]) -> Answers:
+    tokenizer.padding_side = "left"
+    asked = tokenizer(prompts, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        ids = model.generate(
+            input_ids=asked["input_ids"],
+            attention_mask=asked["attention_mask"],
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=LONGEST,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    width = asked["input_ids"].shape[1]
+    ended = (ids[:, width:] == tokenizer.eos_token_id).cumsum(1)
+    real = (ended == 0) | ((ended == 1) & (ids[:, width:] == tokenizer.eos_token_id))
+    there = torch.cat([asked["attention_mask"], real.long()], 1)
+    answered = torch.zeros_like(there, dtype=torch.bool)
+    answered[:, width - 1 : -1] = real
+    return Answers(ids, there, answered)
+
+
+def student_after(updates: int, seed: int, directory: Path) -> Any:
+    """As training on fresh rollouts leaves it."""
+    path = model_path("builtin:student")
+    if updates:
+        run = slipstream.train(
+            {
+                "student": "builtin:student",
+                "teachers": {"main": {"model": "builtin:teacher"}},
+                "updates": updates,
+                "seed": seed,
+                "output": str(directory / str(updates)),
+                "sampler": {"max_tokens": LONGEST},
+                "learner": {"batch_size": BATCH, "lr": 1e-3, "warmup": 10},
+                "schedule": {"kind": "sync"},
+                "runtime": {"kind": "inline", "device": "cpu"},
+                "log": {"samples": 0, "trace": False},
+            },
+            quiet=True,
+        )
+        path = str(run.path / "final")
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+# --- variances --------------------------------------------------------------------------------------------------------
+
+
+def variances(answers: Answers, old: Any, now: Any, teacher: Any) -> Found:
+    """Of the loss, at every M, as shares of that at M = 1."""
+    with torch.no_grad():
+        p_PV, old_PV, q_PV = (answers.logp(model) for model in (now, old, teacher))
+    value_PV = mc_reverse_kl(*(x.reshape(-1, 1) for x in (p_PV, old_PV, q_PV)))[0].view_as(p_PV)
+    rows = answers.row_P
+    count = torch.bincount(rows, minlength=ANSWERS).double()
+    found = defaultdict[str, dict[int, float]](dict)
+    for m in DRAWS:
+        mean_RA, local_P = list[Tensor](), list[Tensor]()
+        for _ in range(REDRAWN):
+            ids_PM = torch.multinomial(old_PV.exp(), m, replacement=True)
+            loss_P = value_PV.gather(1, ids_PM).mean(1)
+            local_P.append(loss_P)
+            mean_RA.append(torch.zeros(ANSWERS, dtype=torch.float64).index_add(0, rows, loss_P) / count)
+        means = torch.stack(mean_RA)
+        found["local"][m] = torch.stack(local_P).var(0).mean().item()
+        found["fixed"][m] = means.var(0).mean().item()
+        found["across"][m] = means.var(1).mean().item()
+    return {(name, f"M = {m}"): {0: v / by_m[1]} for name, by_m in found.items() for m, v in by_m.items()}
+
+
+# --- directions -------------------------------------------------------------------------------------------------------
+
+
+def gradient(model: Any, loss: Tensor) -> Tensor:
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([each.flatten() for each in found])
+
+
+def cosine(one: Tensor, other: Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=0).item()
+
+
+def directions(answers: Answers, fresh: Answers, old: Any, now: Any, teacher: Any) -> Found:
+    """Cosines, each the mean over batches."""
+    found = defaultdict[str, list[float]](list)
+    for first in range(0, ANSWERS // 2, BATCH):
+        batch = answers.of(slice(first, first + BATCH))
+        with torch.no_grad():
+            old_PV, q_PV = batch.logp(old), batch.logp(teacher)
+
+        def exact(of: Answers) -> Tensor:
+            with torch.no_grad():
+                scored = of.logp(teacher)
+            return gradient(now, dense(of.logp(now), scored, kind="reverse").mean())
+
+        def sampled(
+            m: int, *, weighed: bool = True, batch: Answers = batch, old_PV: Tensor = old_PV, q_PV: Tensor = q_PV
+        ) -> Tensor:
+            ids = torch.multinomial(old_PV.exp(), m, replacement=True)
+            p, before, q = (x.gather(1, ids) for x in (batch.logp(now), old_PV, q_PV))
+            return gradient(now, mc_reverse_kl(p, before, q, importance=weighed)[0].mean())
+
+        ids = old_PV.topk(4).indices
+        top = reverse_kl_topk(batch.logp(now).gather(1, ids), q_PV.gather(1, ids)).mean()
+        truth = exact(batch)
+        for m in DRAWS:
+            found[f"M = {m}"].append(cosine(sampled(m), truth))
+        found["M = 16, not weighed"].append(cosine(sampled(16, weighed=False), truth))
+        found["the old student's top 4"].append(cosine(gradient(now, top), truth))
+        found["stale answers to fresh ones, exact"].append(cosine(truth, exact(fresh.of(slice(first, first + BATCH)))))
+    return {("cosine", name): {0: sum(values) / len(values)} for name, values in found.items()}
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def measure(seed: int, directory: Path) -> Found:
+    torch.manual_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(model_path("builtin:student"))
+    teacher = AutoModelForCausalLM.from_pretrained(model_path("builtin:teacher")).eval()
+    asked = [prompt for prompt, _ in problems("train", (seed + 1) * ANSWERS)][-ANSWERS:]
+    old, found = student_after(0, seed, directory), defaultdict[tuple[str, str], dict[int, float]](dict)
+    stale = drawn_by(old, tokenizer, asked)
+    for age in AGES:
+        now = student_after(age, seed, directory)
+        fresh = drawn_by(now, tokenizer, asked)
+        for key, value in (variances(stale, old, now, teacher) | directions(stale, fresh, old, now, teacher)).items():
+            found[key][age] = value[0]
+    return found
+
+
+def written(seeds: list[Found], seconds: float, say: Callable[[str], None]) -> None:
+    def cells(key: tuple[str, str], *, share: bool) -> str:
+        each = [over_seeds([seed[key][age] for seed in seeds]) for age in AGES]
+        return " | ".join(estimate(e.mean, e.se, share=share) for e in each)
+
+    ages = " | ".join(f"{age} updates old" for age in AGES)
+    say(VARIANCES)
+    say(f"| | 1/M | {ages} |\n|{' --- |' * (2 + len(AGES))}")
+    for name in ("local", "fixed", "across"):
+        for m in DRAWS[1:]:
+            say(f"| {name}, M = {m} | {100 / m:.3g} % | {cells((name, f'M = {m}'), share=True)} |")
+    say(COSINES)
+    say(f"| | {ages} |\n|{' --- |' * (1 + len(AGES))}")
+    for key in seeds[0]:
+        if key[0] == "cosine":
+            say(f"| {key[1]} | {cells(key, share=False)} |")
+    say(f"\nSeeds 1 to {len(seeds)}, {ANSWERS} answers each, of which cosines are of the first {ANSWERS // 2},")
+    say(f"{seconds:.0f} s on one core, torch {torch.__version__}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    began, found = time.process_time(), list[Found]()
+    for seed in range(1, args.seeds + 1):
+        with tempfile.TemporaryDirectory() as directory, redirect_stdout(sys.stderr):
+            found.append(measure(seed, Path(directory)))
+    written(found, time.process_time() - began, print)
+
+
+if __name__ == "__main__":
+    main()

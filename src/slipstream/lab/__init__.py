@@ -1,0 +1,1 @@
+"""Experiments: what a study asks, its runs, and what came of them."""

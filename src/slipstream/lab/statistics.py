@@ -1,0 +1,56 @@
+"""Numbers of several seeds: means, paired differences, slopes, and what they say of a claim. Pure functions.
+
+The error of a mean is the standard error, sd / √n with n − 1 in sd. Of one seed there is none, and nothing is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log2, sqrt
+from statistics import fmean, stdev
+from typing import Literal
+
+Verdict = Literal["holds", "does not hold", "not visible", "open"]
+CLEAR = 2.0
+"""Standard errors beyond which a difference is seen."""
+BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds."""
+
+    n: int
+    mean: float | None
+    """None where there is no seed."""
+    se: float | None
+    """None where there are fewer than two."""
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    if not values:
+        return Estimate(0, None, None)
+    return Estimate(len(values), fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else None)
+
+
+def difference(one: BySeed, other: BySeed) -> Estimate:
+    """One less the other, seed by seed, where both have it."""
+    return estimate([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
+
+
+def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Of the line of least squares through y against log2(x + 1). There are two different x at least."""
+    logs = [log2(x + 1) for x in xs]
+    middle, level = fmean(logs), fmean(ys)
+    spread = sum((x - middle) ** 2 for x in logs)
+    return sum((x - middle) * (y - level) for x, y in zip(logs, ys, strict=True)) / spread
+
+
+def verdict(found: Estimate) -> Verdict:
+    """Of a claim that this difference is below zero."""
+    if found.mean is None or found.se is None:
+        return "open"
+    if abs(found.mean) <= CLEAR * found.se:
+        return "not visible"
+    return "holds" if found.mean < 0 else "does not hold"
