@@ -1,112 +1,118 @@
-"""Schedules on eight devices that are not here: the real pipeline on a virtual clock, with engines that only take time.
+"""Schedules on the eight GPUs of AsyncOPD (2606.24143), which are not here: the real pipeline on a virtual clock.
 
-    python benchmarks/simulated.py [--updates 30]
+    python benchmarks/simulated.py [--updates 30] [--sensitivity]
 
-The layout of the papers: one teacher, four rollout workers, three trainers; strictly synchronous runs share seven
-devices in turn between rollout and training. Responses are log-normal, cut at 16k tokens; the sweep is over their mean
-and over how long their tail is. The costs below are assumptions of the order that a 4B student and a sparse 30B teacher
-have on current GPUs, so read the ratios, and how they move with the tail, and not the seconds.
+One teacher, four rollout workers, three trainers; strictly synchronous runs share seven devices in turn between rollout
+and training. 256 responses per update in four mini-batches, cut at 16,384 tokens. What a stage costs follows from what
+the models weigh and what a B200 reads and multiplies (`slipstream/lab/roofline.py`); which part of that programs reach
+is assumed, and so is how long responses are: a log-normal, of which some do not end before they are cut. Where each
+number is from, and what the ratios say of it, is in docs/planning.md. `--sensitivity` changes one assumption at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
-import numpy as np
-
 from slipstream.config.schedule import Async, Periodic, StepOff, Sync
-from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.engines.base import Engines
-from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
-from slipstream.metrics import throughput
-from slipstream.pipeline.run import Run
-from slipstream.records import Prompt
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.lab.costs import Lengths
+from slipstream.lab.roofline import (
+    B200,
+    H100,
+    QWEN3_1_7B,
+    QWEN3_4B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    Model,
+    Reached,
+    costs_on,
+    room,
+)
+from slipstream.lab.simulate import Forecast, Split, Work, forecast
 
-BATCH, LONGEST, SLOTS = 256, 16384, 128
-PUBLISH = 1.0
-TRAINED, SCORED = 10_000, 40_000
-"""Tokens per second of one trainer and of the teacher."""
-SCHEDULES = {
+BATCH, MINIBATCHES, LONGEST, PROMPT, MOST_ROWS = 256, 4, 16384, 200, 512
+STUDENTS = {"1.7B": QWEN3_1_7B, "4B": QWEN3_4B, "8B": QWEN3_8B}
+APART, IN_TURN = Split(4, 1, 3), Split(7, 1, 7)
+LENGTHS = ((1000, 0.7, 0.0), (1000, 0.7, 0.01), (2000, 0.7, 0.0), (2000, 0.7, 0.01), (4000, 0.7, 0.01))
+"""Mean, σ of the logarithm, and the share that is cut."""
+SCHEDULES: dict[str, Any] = {
     "sync": Sync(),
     "periodic": Periodic(),
     "step_off(1)": StepOff(k=1),
+    "step_off(2)": StepOff(k=2),
     "async(1)": Async(tau=1),
     "async(4)": Async(tau=4),
 }
-PROMPTS = Prompts([Row(id="p", prompt="x")], [np.array([1], np.int32)], seed=0, shuffle=False)
 
 
-def step(rows: int) -> float:
-    """Seconds of one decoding step of so many rows."""
-    return 0.015 + 0.0002 * rows
+def lengths(mean: float, sigma: float, endless: float, count: int = 2000) -> Lengths:
+    """Log-normal, and a share that is cut."""
+    normal, mu = NormalDist(), math.log(mean) - sigma**2 / 2
+    cut = round(endless * count)
+    body = [math.exp(mu + sigma * normal.inv_cdf((i + 0.5) / (count - cut))) for i in range(count - cut)]
+    return Lengths(prompt=PROMPT, responses=tuple(max(1, min(LONGEST, round(n))) for n in body) + (LONGEST,) * cut)
 
 
-def lengths(mean: float, sigma: float) -> Callable[[Prompt, int], int]:
-    mu = math.log(mean) - sigma**2 / 2
+def found(student: Model, said: Lengths, reached: Reached, *, updates: int, device: Any = B200) -> dict[str, Forecast]:
+    mean = sum(said.responses) / len(said.responses)
+    slots = min(MOST_ROWS, room(device, student, context=PROMPT + mean))
+    work = Work(batch=BATCH, max_tokens=LONGEST, slots=slots, minibatches=MINIBATCHES)
+    costs = costs_on(device, student, QWEN3_30B_A3B, said, reached)
+    return {
+        name: forecast(
+            costs,
+            IN_TURN if name == "sync" else APART,
+            schedule,
+            replace(work, minibatches=1) if name == "periodic" else work,  # it makes one step of an update
+            updates=updates,
+        )
+        for name, schedule in SCHEDULES.items()
+    }
 
-    def length(prompt: Prompt, index: int) -> int:
-        return max(1, min(LONGEST, int(random.Random(prompt.number).lognormvariate(mu, sigma))))
 
-    return length
-
-
-def speed(schedule: Any, *, mean: float, sigma: float, updates: int) -> tuple[float, float, float]:
-    """Trained tokens per virtual second, overlap of all that keeps workers busy, and mean lag."""
-    rollout, trainers = (7, 7) if schedule.kind == "sync" else (4, 3)
-    config = Config(
-        student="none",
-        teachers={"main": TeacherConfig(model="none", recheck=0)},
-        updates=updates,
-        sampler=SamplerConfig(max_tokens=LONGEST),
-        learner=LearnerConfig(batch_size=BATCH),
-        schedule=schedule,
-        checkpoint=CheckpointConfig(minutes=0),  # of virtual time
+def row(label: str, forecasts: dict[str, Forecast]) -> str:
+    sync = forecasts["sync"]
+    ratios = "".join(
+        f"{f'{each.tokens_per_s / sync.tokens_per_s:.2f} ({each.overlap:.1f}, {each.lag:.1f})':>18}"
+        for name, each in forecasts.items()
+        if name != "sync"
     )
-    engines = Engines(
-        samplers=tuple(
-            SleepSampler(lengths(mean, sigma), step=step, slots=SLOTS, load=PUBLISH) for _ in range(rollout)
-        ),
-        scorers={"": (SleepScorer(lambda tokens: tokens / SCORED),)},
-        learner=SleepLearner(lambda tokens: tokens / TRAINED / trainers),
-        close=lambda: None,
-    )
-    with tempfile.TemporaryDirectory() as path:
-        with RunLog(Path(path), []) as log:
-            virtual.run(Run(config, engines, PROMPTS, log).train())
-        lines = read_lines(Path(path) / "metrics.jsonl")
-    late = lines[5:]
-    wall = sum(line["seconds/update"] for line in late)
-    overlap = sum(line["overlap/busy"] * line["seconds/update"] for line in late) / wall
-    lag = sum(line["lag/mean"] for line in late) / len(late)
-    return throughput([line["tokens"] for line in lines], [line["time"] for line in lines]), overlap, lag
+    return f"{label:34}{sync.tokens_per_s:8,.0f} ({sync.overlap:.1f}){ratios}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--sensitivity", action="store_true", help="one assumption at a time, 4B student")
     args = parser.parse_args()
-    print(f"{'tokens/s over sync (overlap, mean lag)':40}" + "".join(f"{name:>20}" for name in list(SCHEDULES)[1:]))
-    for mean in (1000, 2000, 4000):
-        for sigma in (0.0, 0.5, 1.0, 1.5):
-            found = {
-                name: speed(schedule, mean=mean, sigma=sigma, updates=args.updates)
-                for name, schedule in SCHEDULES.items()
-            }
-            base = found["sync"][0]
-            ratios = "".join(
-                f"{f'{tokens / base:.2f} ({overlap:.1f}, {lag:.1f})':>20}"
-                for tokens, overlap, lag in list(found.values())[1:]
-            )
-            print(f"mean {mean:5,}, σ {sigma:.1f}: sync {base:7,.0f} tokens/s{'':7}{ratios}", flush=True)
+    print(f"{'tokens/s over sync (overlap, lag)':34}{'sync':>14}" + "".join(f"{n:>18}" for n in list(SCHEDULES)[1:]))
+    if args.sensitivity:
+        usual = {"student": QWEN3_4B, "said": lengths(2000, 0.7, 0.01), "reached": Reached()}
+        changes: dict[str, dict[str, Any]] = {
+            "as assumed": {},
+            "no response is cut": {"said": lengths(2000, 0.7, 0.0)},
+            "all are equally long": {"said": lengths(2000, 0.0, 0.0)},
+            "3 % are cut": {"said": lengths(2000, 0.7, 0.03)},
+            "teacher twice as fast": {"reached": Reached(score=0.2)},
+            "teacher half as fast": {"reached": Reached(score=0.05)},
+            "learner half as fast": {"reached": Reached(learn=0.125)},
+            "learner twice as fast": {"reached": Reached(learn=0.5)},
+            "one draw a position, not 64": {"reached": Reached(per_row=1e-5)},
+            "a step costs 10 ms more": {"reached": Reached(overhead=13e-3)},
+            "a publish takes 10 s": {"reached": Reached(publish=10.0)},
+            "H100": {"device": H100},
+        }
+        for label, change in changes.items():
+            print(row(label, found(**(usual | change), updates=args.updates)), flush=True)
+        return
+    for name, student in STUDENTS.items():
+        for mean, sigma, endless in LENGTHS:
+            said = lengths(mean, sigma, endless)
+            label = f"{name}, mean {mean:,}, {endless:.0%} cut"
+            print(row(label, found(student, said, Reached(), updates=args.updates)), flush=True)
 
 
 if __name__ == "__main__":

@@ -106,13 +106,14 @@ def needs(plan: EnginesPlan) -> list[Need]:
     gpu = runtime.device not in ("auto", "cpu") or (runtime.device == "auto" and torch.cuda.is_available())
     own = "the one GPU" if runtime.kind == "inline" else "a GPU"
     where = own if gpu else f"{runtime.threads} CPU thread{'s' * (runtime.threads > 1)}"
-    found = [Need(name, where, learner(plan.learner)) for name in names("learner", plan.learner.settings.ranks)]
+    learns = learner(plan.learner, on_host=not gpu)
+    found = [Need(name, where, learns) for name in names("learner", plan.learner.settings.ranks)]
     found += [Need(name, where, sampler(plan.sampler)) for name in names("sampler", plan.sampler.replicas)]
     for name, scorer in plan.scorers.items():
         if isinstance(scorer.runs, Endpoint):
             found.append(Need(f"teacher {name}", f"at {scorer.runs.url}"))
         else:
-            parts = teacher(scorer, scorer.runs)
+            parts = teacher(scorer, scorer.runs, on_host=not gpu)
             found += [Need(each, where, parts) for each in names(f"teacher {name}", scorer.replicas)]
     return found
 
@@ -160,13 +161,14 @@ def memory(runtime: RuntimeConfig) -> tuple[float, float]:
     return (sum(gpus) if runtime.kind == "inline" else min(gpus)), sum(gpus)
 
 
-def learner(plan: LearnerPlan) -> dict[str, float]:
-    """Of one rank."""
+def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
+    """Of one rank. Published versions that are kept, and teachers that follow, lie in host memory."""
     settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
     trained = shape.parameters if settings.lora is None else adapters(plan.student.name, settings.lora)
     kept = trained if method.reference is not None and not method.reference.host else 0
     # the weights set aside while others are tried on, and with policy.old = "previous" two more versions
     others = int(method.reference is not None or method.decoupled) + 3 * method.previous
+    others += (plan.snapshots + len(plan.follow)) if on_host else 0
     per_token = ACTIVATIONS * shape.width * width(settings.compute_dtype or settings.dtype) / 2
     layers, kept_inputs = shape.layers, 0
     if settings.checkpointing:  # the inputs of all layers, in 32 bits, and all of one
@@ -200,10 +202,12 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
             }
 
 
-def teacher(plan: ScorerPlan, runs: ModelPlan | Settings) -> dict[str, float]:
+def teacher(plan: ScorerPlan, runs: ModelPlan | Settings, *, on_host: bool) -> dict[str, float]:
+    """Its versions before are kept in host memory, which replicas may share."""
     shape = shape_of(plan.here)
     return {
         "weights": shape.parameters * width(runs.dtype),
+        "~versions before": plan.keep * shape.parameters * width(runs.dtype) if on_host else 0,
         "~activations": 8.0 * plan.token_budget * shape.width * width(runs.dtype),
     }
 

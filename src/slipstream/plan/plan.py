@@ -443,7 +443,12 @@ def freshness_notes(config: Config) -> list[str]:
         ]
     if all(teacher.relabel == "never" for teacher in config.teachers.values()):
         return ["freshness: no teacher is asked again (relabel), so that supervision drift is taken to be 0"]
-    return []
+    known = f"{config.loss.asks.k} tokens" if config.loss.asks.k else "the emitted token"
+    return [
+        f"freshness: supervision drift of teachers.{name} is a lower bound, as its endpoint tells of {known} only"
+        for name, teacher in config.teachers.items()
+        if teacher.base_url is not None and teacher.relabel != "never"
+    ]
 
 
 def draw_notes(config: Config) -> list[str]:

@@ -1,0 +1,127 @@
+"""`slipstream plan`: what a run would do with so many devices, before there is one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from slipstream.commands.progress import waiting
+from slipstream.commands.train import nursery, opened, planned_on
+from slipstream.errors import ConfigError, RunDirError
+
+if TYPE_CHECKING:
+    from slipstream.lab.costs import Costs
+    from slipstream.lab.planner import Offer, Outlook, Subject
+
+HOW = "--measure starts its engines and measures it, --costs FILE gives it, and a run directory has its own"
+
+
+def plan_ahead(
+    source: str,
+    console: Console,
+    changes: Sequence[tuple[str, str]],
+    *,
+    devices: int | None,
+    costs: Path | None,
+    measure: bool,
+    to: Path | None,
+    as_json: bool,
+    note: Callable[[str], None],
+) -> None:
+    from slipstream.lab.planner import Subject, numbers
+
+    subject = Subject.of(source, changes, note)
+    subject.check(devices)
+    if to is not None and to.exists():
+        raise RunDirError(f"{to} exists: -o writes a new file")
+    spent = costs_of(subject, costs, measure, note)
+    if spent is None:
+        raise ConfigError(f"{source}: what do its stages cost? {HOW}")
+    if to is not None:
+        to.write_text(spent.to_toml())
+        note(f"costs are in {to}")
+    with waiting(console, "simulating") as still:
+        seen = subject.outlook(spent, devices, lambda text: still(f"simulating {text}"))
+    if as_json:
+        print(json.dumps(numbers(seen)))
+        return
+    for line in told(seen, subject, spent):
+        console.print(line)
+
+
+def costs_of(subject: Subject, given: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
+    from slipstream.lab import costs, derive
+
+    if given is not None:
+        return costs.load(given)
+    if measure:
+        return measured(subject, note)
+    return derive.costs_of(subject.run) if subject.run is not None else None
+
+
+def measured(subject: Subject, note: Callable[[str], None]) -> Costs:
+    """By the engines that `train` would start."""
+    from slipstream.lab import measure
+
+    quiet = Console(quiet=True)
+    with nursery(subject.config) as born:
+        planned = planned_on(quiet, subject.config, born)
+        measure.check_measurable(planned)
+        with opened(planned, born, quiet) as engines:
+            return measure.measured(planned, engines, say=note)
+
+
+# --- what a person reads ----------------------------------------------------------------------------------------------
+
+
+def told(seen: Outlook, subject: Subject, costs: Costs) -> list[str | Table]:
+    from slipstream.lab.planner import name_of
+
+    own, best = name_of(subject.config.schedule), max(seen.best.values(), key=speed)
+    shared = "" if costs.cores is None else f" that share {costs.cores:g} cores"
+    title = f"{seen.devices} devices{shared}: samplers + scorers + ranks of the learner that are best"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for head in ("schedule", "split", "samples/s", "tokens/s", "lag, most", "idle %", "time"):
+        table.add_column(head, justify="left" if head in ("schedule", "split") else "right", no_wrap=True)
+    table.add_column(f"with {seen.devices + 1}", no_wrap=True)
+    for name, offer in seen.best.items():
+        style = "bold" if offer is best else ""
+        table.add_row(*cells(name + (" *" if name == own else ""), offer, seen.next[name]), style=style)
+    lines: list[str | Table] = [table]
+    if own in seen.best:
+        others = [offer for offer in seen.offers if offer.schedule == own and offer is not seen.best[own]]
+        lines += [f"* {own} split {offer.split}: {speed(offer):.3g} samples/s" for offer in others]
+    return [
+        *lines,
+        f"idle: rollout, scoring, learner; time: {subject.config.updates} updates, no held-out prompts, no checkpoints",
+    ]
+
+
+def cells(name: str, offer: Offer, more: Offer) -> list[str]:
+    seen, gain = offer.forecast, speed(more) / speed(offer) - 1
+    return [
+        name,
+        str(offer.split),
+        f"{seen.samples_per_s:,.3g}",
+        f"{seen.tokens_per_s:,.0f}",
+        f"{seen.lag:.1f}, {seen.max_lag:.0f}",
+        " ".join(f"{100 * seen.idle[stage]:.0f}" for stage in ("rollout", "score", "learn")),
+        duration(offer.seconds),
+        f"+{gain:.0%} {more.split}" if gain >= 0.005 else "no gain",
+    ]
+
+
+def speed(offer: Offer) -> float:
+    return offer.forecast.samples_per_s
+
+
+def duration(seconds: float) -> str:
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min"
