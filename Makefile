@@ -12,7 +12,7 @@ demo: .venv/ready
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not processes" -n 2 --dist loadfile
 
-# What takes minutes: all that is on Ray, and machines, ranks and engines that hang or are lost (8 minutes)
+# What takes minutes: engines in processes of their own, on Ray or not, ranks, what hangs or is lost, the notebook (10 minutes)
 test-processes: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m processes -n 2 --dist loadfile
 

@@ -12,14 +12,18 @@ os.environ |= {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+import atexit
+import gc
 import string
+from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+if TYPE_CHECKING:  # whoever only shares the tests out among processes is spared the libraries of models
+    from transformers import PreTrainedTokenizerFast
 
 HAS_AGENTS = (Path(__file__).parents[1] / ".venv-agents" / "ready").exists()
 collect_ignore = ([] if find_spec("vllm") else ["with_vllm"]) + ([] if HAS_AGENTS else ["with_agents"])
@@ -30,13 +34,16 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 {{ "<" + message.role + ">" + message.content + eos_token }}{% endfor %}\
 {% if add_generation_prompt %}{{ "<assistant>" }}{% if quiet %}{{ "!" }}{% endif %}{% endif %}"""
 
-torch.set_num_threads(1)
+gc.disable()  # a quarter of what it costs to load the libraries of models: all of it stays, see below
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")
 
 
 def build_tokenizer(*, alphabet: str = string.printable, template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per character. Like Llama's, it puts a beginning-of-sequence token before plain text."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
     roles = ["<system>", "<user>", "<assistant>"]
     vocabulary = {token: index for index, token in enumerate([*special, *roles, *alphabet])}
@@ -61,6 +68,9 @@ def save_model(
     path: Path, tokenizer: PreTrainedTokenizerFast, *, layers: int, seed: int, like: Path | None = None
 ) -> Path:
     """`like` another with fewer layers, which are its first: they find much the same likely."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -85,6 +95,14 @@ def save_model(
     return path
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nobody_waits_for_the_disk() -> Iterator[None]:
+    """Thousands of checkpoints of toys are told to be on disk, of which no test sees more than that they are told."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
@@ -99,6 +117,13 @@ def models_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     swapped = string.printable.translate(str.maketrans("ab", "ba"))
     save_model(path / "stranger", build_tokenizer(alphabet=swapped), layers=1, seed=3)
     return path
+
+
+def pytest_collection_finish() -> None:
+    """What was loaded up to here stays: no collection need look through it again."""
+    gc.enable()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries that count what they leave behind would complain
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

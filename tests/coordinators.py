@@ -9,6 +9,7 @@ child of this process, so nothing can hide.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -130,10 +131,13 @@ def semaphores(pid: int) -> set[str]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # all that is loaded stays: no collection need look through it, neither now nor in a fork
     import slipstream.commands.train
     import slipstream.runtimes.build  # noqa: F401
     from slipstream.linux import adopt_orphans
 
+    gc.enable()
+    gc.freeze()
     adopt_orphans()
     pid = 0
     for line in sys.stdin:

@@ -1,4 +1,7 @@
-"""The command line in a real process that has everything imported: what a command costs is what it does."""
+"""The command line in a real process that has everything imported: what a command costs is what it does.
+
+So do scripts: `python FILE`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,14 @@ from pathlib import Path
 
 # every line is one command; what each writes to its two outputs is caught at the file descriptors
 SHELL = """
-import json, os, sys, tempfile
+import json, os, runpy, sys, tempfile
 from slipstream.cli import main
+
+def work(argv):
+    if argv[:1] != ["python"]:
+        return main(argv)
+    runpy.run_path(argv[1], run_name="__main__")
+    return 0
 
 def run(argv):
     saved, files = [os.dup(1), os.dup(2)], [tempfile.TemporaryFile(), tempfile.TemporaryFile()]
@@ -19,7 +28,7 @@ def run(argv):
         os.dup2(file.fileno(), descriptor)
     try:
         try:
-            code = main(argv)
+            code = work(argv)
         except SystemExit as exit:
             code = exit.code
         sys.stdout.flush(), sys.stderr.flush()

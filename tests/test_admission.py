@@ -71,7 +71,7 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
         on_the_way = [*admission.rolling, *admission.waiting, *admission.scoring]
         if drops < 6:
             choices += ["drop"] if on_the_way else []
-        assert choices, f"deadlock: {vars(admission)}"
+        assert {*choices} - {"allow", "stop", "drop", "refresh"}, f"deadlock: {vars(admission)}"
         match data.draw(st.sampled_from(choices)):
             case "submit":
                 versions |= dict.fromkeys(admission.submit(), admission.published_version)
@@ -79,8 +79,11 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
                 number = data.draw(st.sampled_from(list(admission.rolling)))
                 admission.rolled(number, versions[number])
             case "allow":
-                least = schedule.groups * schedule.publish_every
-                admission.allow(data.draw(st.integers(least, schedule.credits)))
+                rarest = schedule.credits // schedule.groups
+                if schedule.max_lag is not None:
+                    rarest = min(rarest, schedule.max_lag + 1)
+                every = data.draw(st.integers(1, rarest))
+                admission.allow(data.draw(st.integers(every * schedule.groups, schedule.credits)), every)
             case "stop":
                 admission = gone_on_with(admission, source)
                 consumed = [number for number in consumed if number not in admission.live]
@@ -127,7 +130,8 @@ def test_whatever_happens_credits_are_bounded_and_every_group_ends_once(
                 drops += 1
         assert admission.submitted - admission.dropped.total() - admission.published == admission.in_use
         assert admission.in_use <= schedule.credits
-        assert admission.quota() <= max(admission.credits - admission.in_use, 0) or schedule.submit == "batch"
+        allowed = max(admission.credits, len(admission.trained) + schedule.groups)
+        assert admission.quota() <= max(allowed - admission.in_use, 0) or schedule.submit == "batch"
         if admission.gated:
             assert admission.quota() == 0
     assert sorted(ended) == list(range(admission.submitted)), "each exactly once"
@@ -272,22 +276,58 @@ def test_waiting_for_a_straggler_keeps_the_bound() -> None:
     assert admission.learn() == [0, 5]
 
 
+def test_weights_may_be_published_less_often_from_now_on_and_each_time_again() -> None:
+    admission = Admission(asynchronous(1, Async(tau="auto", publish_every="auto")), updates=9)
+    gated = []
+    for publish_every in (1, 1, 2, 2, 4, 4, 4, 4, 1):
+        admission.allow(6, publish_every)
+        admission.submit()
+        assert admission.publishes_next == ((admission.version + 1) % publish_every == 0)
+        admit(admission, 1)
+        admission.learn()
+        admission.train()
+        gated.append(admission.gated)
+        if admission.gated:
+            admission.publish()
+    assert gated == [True, True, False, True, False, False, False, True, True]
+
+
+def test_fewer_credits_than_unpublished_updates_hold_do_not_keep_the_next_one_from_coming_about() -> None:
+    admission = Admission(asynchronous(2, Async(tau="auto", publish_every="auto")), updates=9)
+    admission.allow(8, 4)
+    admission.submit()
+    admit(admission, 6)
+    for _ in range(3):
+        admission.learn()
+        admission.train()
+    admission.allow(2, 1)
+    for number in list(admission.live):
+        admission.drop(number, "old")
+    assert admission.submit() == [8, 9], "and no more"
+    admit(admission, 2)
+    admission.learn()
+    admission.train()
+    assert admission.gated
+
+
 def test_fewer_may_be_in_flight_from_now_on_and_more_again() -> None:
     """τ of 2, then 0, then 1, of two groups each: what is there stays, and nothing starts until there is room."""
     admission = Admission(asynchronous(2, Async(tau=2, order="submission")), updates=9)
     assert admission.submit() == [0, 1, 2, 3, 4, 5]
-    admission.allow(2)
+    admission.allow(2, 1)
     assert admission.quota() < 0 and admission.submit() == []
     admit(admission, 6)
     for expected in ([0, 1], [2, 3]):
         assert update(admission) == expected and admission.submitted == 6
     assert update(admission) == [4, 5] and list(admission.rolling) == [6, 7], "on-policy from here on"
-    admission.allow(4)
+    admission.allow(4, 1)
     assert admission.submit() == [8, 9]
     with pytest.raises(AssertionError):
-        admission.allow(7)
+        admission.allow(7, 1)
     with pytest.raises(AssertionError):
-        admission.allow(1)
+        admission.allow(1, 1)
+    with pytest.raises(AssertionError):
+        admission.allow(6, 4)
 
 
 def test_a_restart_is_under_the_published_weights_and_on_the_same_credit() -> None:

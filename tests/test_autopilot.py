@@ -27,12 +27,13 @@ from test_schedules import PROMPTS, config, engines
 BUDGET, MOST = 0.02, 8
 
 
-def line(tau: float, waited: float, drift: float, ess: float = 1.0) -> dict[str, float]:
-    return {
+def line(tau: float, waited: float, drift: float, ess: float = 1.0, **more: float) -> dict[str, float]:
+    return more | {
         "tau": tau,
         "seconds/update": 1.0,
         "seconds/data": waited,
         "seconds/turn": 0.0,
+        "seconds/weights": 0.0,
         "drift/k3_kl": drift,
         "drift/ess": ess,
     }
@@ -116,6 +117,59 @@ def test_whatever_happens_no_tau_is_gone_back_to_until_all_is_forgotten(seed: in
             left.add(before)
             settled |= "brought nothing" in told
     assert autopilot.update == 8 * MEMORY - 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_happens_publishes_come_neither_too_seldom_nor_again_as_seldom_as_was_too_seldom(seed: int) -> None:
+    chance, autopilot = random.Random(seed), Autopilot(15, BUDGET, rarest=8)
+    refused = 16
+    for update in range(1, 8 * MEMORY):
+        if update in (MEMORY, 2 * MEMORY, 4 * MEMORY):
+            refused = 16
+        before = autopilot.tau, autopilot.every
+        drift = BUDGET * chance.choice([0.1, 0.5, 0.5, 0.5, 1.5]) * chance.lognormvariate(0, 0.3)
+        seconds = {"seconds/publish": chance.choice([0.01, 0.3]), "publish_every": before[1]}
+        told = autopilot.look(line(before[0], chance.choice([0.0, 0.5, chance.random()]), drift, **seconds))
+        now = autopilot.tau, autopilot.every
+        assert bool(told) == (now != before)
+        assert now[1] in (1, 2, 4, 8) and (now[1] == 1 or now[0] >= 1), "half of what is in flight, at most"
+        assert (now[0] + 1) * now[1] <= 16
+        if now[1] > before[1]:
+            assert now[1] < refused
+        if now[1] < before[1] and ("nothing" in told or "drift" in told) and now[0] > before[0]:
+            refused = before[1]
+
+
+def test_publishes_that_take_long_come_half_as_often_with_as_much_in_flight_and_back_when_they_are_brief() -> None:
+    autopilot = Autopilot(MOST, BUDGET, rarest=4)
+    said = list[str]()
+
+    def look(updates: int, publish: float) -> None:
+        for _ in range(updates):
+            waited = 0.6 / (autopilot.ahead + 1) + 0.3 / autopilot.every
+            seconds = {"seconds/publish": publish, "publish_every": autopilot.every}
+            said.append(autopilot.look(line(autopilot.tau, waited, 0.001, **seconds)))
+
+    look(60, 0.3)
+    assert autopilot.every == 4 and autopilot.tau >= 1
+    look(60, 0.001)
+    assert autopilot.every == 1 and autopilot.tau >= 7, "what is in flight stays"
+    assert [each.partition(" ")[0] + each.partition("as")[2] for each in said if "publish_every" in each] == [
+        *2 * ["publish_every publishes take 30% of the time"],
+        *2 * ["publish_every publishes take 0% of the time"],
+    ]
+
+
+def test_fewer_publishes_that_bring_nothing_or_are_too_stale_are_taken_back() -> None:
+    for stale in (0.0, 0.1):
+        autopilot = Autopilot(MOST, BUDGET, rarest=4)
+        tried = set[int]()
+        for _ in range(80):
+            drift = stale if autopilot.every > 1 else 0.001
+            seconds = {"seconds/publish": 0.3, "publish_every": autopilot.every}
+            autopilot.look(line(autopilot.tau, 0.5, drift, **seconds))
+            tried.add(autopilot.every)
+        assert tried == {1, 2} and autopilot.every == 1
 
 
 def test_it_begins_small_and_grows_boldly_where_drift_is_far_away() -> None:
@@ -205,11 +259,14 @@ def lengths(sigma: float) -> Callable[[Prompt, int], int]:
     return lambda prompt, _: 1 + int(random.Random(prompt.number).lognormvariate(4, sigma))
 
 
-def run(path: Path, schedule: Any, *, learn: float, sigma: float, slope: float, updates: int) -> list[dict[str, Any]]:
-    """`learn` is how long an update takes beside a response."""
+def run(
+    path: Path, schedule: Any, *, learn: float, sigma: float, slope: float, updates: int, load: float = 0.0
+) -> list[dict[str, Any]]:
+    """`learn` is how long an update takes beside a response, and `load` how long the samplers stand still for a
+    publish."""
     token, groups = 0.02, 6
     made = replace(
-        engines(lengths(sigma), token=token, score=1e-3),
+        engines(lengths(sigma), token=token, score=1e-3, load=load),
         learner=Drifting(lambda tokens: learn * token * tokens / groups, slope),
     )
     path.mkdir()
@@ -223,6 +280,7 @@ def speed(lines: list[dict[str, Any]]) -> float:
     return sum(each["tokens"] for each in lines) / sum(each["seconds/update"] for each in lines)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("slope", [0.001, 0.008])
 @pytest.mark.parametrize("sigma", [0.0, 0.7])
 @pytest.mark.parametrize("learn", [0.2, 0.5, 2.0])
@@ -240,6 +298,27 @@ def test_a_run_is_as_fast_as_with_the_best_tau_that_stays_within_its_drift(
     assert all(each["credits"] <= 6 * 9 for each in lines)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("slope", [0.001, 0.004])
+@pytest.mark.parametrize("load", [0.02, 0.3, 1.0])
+def test_weights_are_published_as_often_as_pays(tmp_path: Path, load: float, slope: float) -> None:
+    """Of all that may be in flight, and all cadences; a response takes about a second, and an update half of one."""
+    costs: Any = {"learn": 0.5, "sigma": 0.7, "slope": slope, "load": load}
+    fixed = {
+        (tau, every): run(tmp_path / f"{tau}-{every}", Async(tau=tau, publish_every=every), updates=80, **costs)[20:]
+        for every in (1, 2, 4)
+        for tau in range(9 // every)
+    }
+    fresh = {knobs: lines for knobs, lines in fixed.items() if fmean(each["drift/k3_kl"] for each in lines) <= BUDGET}
+    lines = run(tmp_path / "auto", Async(tau="auto", publish_every="auto"), updates=240, **costs)
+    late = lines[100:]
+    assert speed(late) >= 0.95 * max(map(speed, fresh.values()))
+    assert fmean(each["drift/k3_kl"] for each in late) <= 1.05 * BUDGET
+    assert changes([each["publish_every"] for each in lines]) <= 2 and changes(taus(late)) <= 4
+    assert (lines[-1]["publish_every"] > 1) == (load > 0.1)
+    assert all(each["credits"] <= 6 * 9 for each in lines)
+
+
 def test_a_run_that_is_gone_on_with_has_the_tau_that_it_had(tmp_path: Path) -> None:
     path = tmp_path / "run"
     lines = run(path, Async(tau="auto"), learn=0.2, sigma=0.0, slope=0.004, updates=40)
@@ -251,6 +330,8 @@ def test_a_run_that_is_gone_on_with_has_the_tau_that_it_had(tmp_path: Path) -> N
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
+AUTO = {"kind": "async", "tau": "auto", "publish_every": "auto"}
+EVALUATED = {"data": {"eval": "x"}, "task": {"reward": "exact"}}
 BASE: dict[str, Any] = {"student": "s", "teachers": {"main": {"model": "t"}}}
 
 
@@ -262,6 +343,12 @@ BASE: dict[str, Any] = {"student": "s", "teachers": {"main": {"model": "t"}}}
         ({"schedule": {"kind": "async", "tau": "auto", "max_lag": 3}}, "a smaller tau_max"),
         ({"schedule": {"kind": "async", "tau": "auto"}, "guards": {"kl": {}}}, 'so does tau = "auto"'),
         ({"schedule": {"kind": "async", "tau": "much"}}, "schedule.tau"),
+        ({"schedule": {"kind": "async", "publish_max": 8}}, 'publish_max does nothing without publish_every = "auto"'),
+        ({"schedule": {"kind": "async", "publish_every": "auto"}}, 'write tau = "auto", or a number here'),
+        ({"schedule": AUTO | {"publish_max": 3}}, "publish_max = 3 is no power of two: write 2, 4, 8"),
+        ({"schedule": AUTO | {"publish_max": 8}}, "write tau_max = 15 or more"),
+        ({"schedule": AUTO | {"publish_every": "seldom"}}, "schedule.publish_every"),
+        ({"schedule": AUTO, "eval": {"every": 6}, **EVALUATED}, "not a multiple of schedule.publish_every = 4"),
     ],
 )
 def test_what_would_do_nothing_is_refused(tree: dict[str, Any], said: str) -> None:

@@ -19,7 +19,10 @@ from slipstream.config.file import fields, parse
 from slipstream.errors import ConfigError
 from slipstream.runlog import read_lines
 
-COMMANDS = ["demo", "train", "doctor", "resume", "scale", "eval", "gateway", "samples", "config", "estimators"]
+COMMANDS = [
+    *("demo", "train", "doctor", "resume", "scale", "eval", "gateway", "sweep", "plan"),
+    *("samples", "report", "watch", "advise", "config", "estimators"),
+]
 HEAVY = {"torch", "transformers", "tokenizers", "datasets", "pydantic", "numpy", "rich"}
 
 CONFIG = """

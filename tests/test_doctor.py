@@ -19,7 +19,7 @@ from slipstream.assets import DEMO, model_path
 from slipstream.cli import main
 from slipstream.commands import train as launch
 from slipstream.commands.doctor import arrival, by_itself, doctor, rewarded, room
-from slipstream.config.file import load
+from slipstream.config.file import load, parse
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
@@ -326,6 +326,25 @@ def test_memory_is_worked_out_from_the_config() -> None:
     halves = plan(config(("learner.ranks", "2"), ("runtime.kind", "ray"), ("learner.lora.rank", "4"))).needs
     assert [need.name for need in halves[:2]] == ["learner-0", "learner-1"]
     assert halves[0].parts["weights"] == parameters * 2 and halves[0].parts["moments"] < parameters
+
+
+def test_weights_of_versions_before_count_where_they_are_kept() -> None:
+    """They lie in host memory, which here is that of the engines."""
+    config = parse(
+        {
+            "student": "builtin:student",
+            "teachers": {
+                "self": {"model": "self", "context": "{last}{prompt}", "follow": {"copy_every": 2}, "relabel": "stale"}
+            },
+            "schedule": {"kind": "async", "tau": 3},
+            "learner": {"snapshots": 4, "exact_drift": True},
+            "sampler": {"max_tokens": 40},
+            "runtime": {"device": "cpu"},
+        }
+    )
+    learner, _, teacher = plan(config).needs
+    assert teacher.parts["~versions before"] == (3 // 2 + 2) * teacher.parts["weights"]
+    assert learner.parts["versions before"] == (4 + 1) * learner.parts["weights"]
 
 
 def test_what_does_not_fit_is_said() -> None:

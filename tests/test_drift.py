@@ -60,6 +60,7 @@ BY_HAND = {
     "chi2_row_p95": 1.125 + 0.95 * (3 - 1.125),  # rows: (4 + ¼)/2 − 1 = 1.125 and 4 − 1 = 3, between which it lies
     "tv": (1 + 0.5 + 1) / 3 / 2,
     "ess": 1.5**2 / 2.75,  # mean 4.5/3, mean square 8.25/3
+    "ess_seq": 1.5**2 / 2.5,  # products 1 and 2
     "ess_row": (1.25**2 / 2.125 + 1) / 2,
     "ess_row_min": 1.25**2 / 2.125,
     # p = ½, ¼, ½ and q = ¼, ½, ¼ mirror each other
@@ -112,6 +113,8 @@ def test_bounds_and_identities(seed: int) -> None:
     assert found["ess_row"] == pytest.approx(sum(shares) / len(shares)) and found["ess_row_min"] == pytest.approx(
         min(shares)
     )
+    products = torch.stack([row.log().sum() for row in rows]).exp()
+    assert found["ess_seq"] == pytest.approx((products.mean().square() / products.square().mean()).item())
     chi2 = torch.stack([row.square().mean() - 1 for row in rows])
     assert found["chi2_row_p95"] == pytest.approx(torch.quantile(chi2, 0.95).item())
     assert found["log_ppl_diff_min"] <= found["log_ppl_diff"] <= found["log_ppl_diff_max"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import fcntl
 import inspect
 import io
 import json
@@ -22,7 +23,7 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config.schedule import Sync
-from slipstream.durable import Lines, alone_in, damage
+from slipstream.durable import Lines, alone_in, damage, held, writer
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.runlog import RunLog, check_lines, read_lines
@@ -223,6 +224,7 @@ def with_power(path: Path, until: int | None, holder: type, name: str, **options
     return power
 
 
+@pytest.mark.processes
 def test_a_kill_at_any_write_of_a_checkpoint_loses_nothing_of_the_one_before(tmp_path: Path) -> None:
     """At every boundary, of one that takes the place of an older one; and then the run ends as it would have."""
     begun = tmp_path / "begun"
@@ -304,6 +306,7 @@ def namespaces() -> bool:
     return subprocess.run(mounted, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not namespaces(), reason="no file systems of one's own here")
 def test_on_a_disk_of_any_size_a_run_ends_in_one_line_and_goes_on_when_there_is_room(
     tmp_path: Path, finished: Path
@@ -399,6 +402,28 @@ def test_a_directory_has_one_writer_who_lets_go_when_it_is_killed(tmp_path: Path
     with alone_in(tmp_path):
         pass
     assert not (tmp_path / "lock").exists(), "no run came about here"
+
+
+def test_who_only_looks_whether_somebody_writes_keeps_nobody_out(tmp_path: Path) -> None:
+    """A look holds the lock for a moment; this one is as long as a try that fails and no longer."""
+    (tmp_path / "lock").touch()
+    look = (tmp_path / "lock").open()
+    fcntl.flock(look, fcntl.LOCK_SH)
+
+    def tried(lock: Any, how: int) -> None:
+        try:
+            flock(lock, how)
+        finally:
+            look.close()
+
+    flock = fcntl.flock
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fcntl, "flock", tried)
+        with alone_in(tmp_path):
+            patch.undo()
+            assert held(tmp_path) is True
+            assert writer(tmp_path).startswith(f"{os.getpid()} on ")
+    assert held(tmp_path) is False and writer(tmp_path) == "", "nobody ever wrote here"
 
 
 # --- what was changed by hand -----------------------------------------------------------------------------------------

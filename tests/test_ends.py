@@ -21,7 +21,7 @@ from slipstream.engines.base import Engines
 from slipstream.runlog import RunLog, read_lines
 from test_runtimes import Fate
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
 RUN = """
 student = "{models}/student"
@@ -87,7 +87,7 @@ def coordinators(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     made.close()
 
 
-@pytest.mark.parametrize("kind", ["local", pytest.param("ray", marks=pytest.mark.processes)])
+@pytest.mark.parametrize("kind", ["local", "ray"])
 def test_a_run_whose_learner_dies_goes_back_to_its_last_checkpoint(
     kind: str, tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,7 +190,6 @@ def test_who_was_stopped_does_not_outlive_a_run_that_is_killed(coordinators: Coo
     assert coordinators.end() == -signal.SIGKILL
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)])
 def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinators, number: int, status: int) -> None:
     coordinator = coordinators.trains("--runtime.kind", "ray")
@@ -204,7 +203,6 @@ def test_nothing_is_left_of_a_ray_that_was_started_here(coordinators: Coordinato
     assert not (coordinators.home / ".ray").exists(), "a token that all may read"
 
 
-@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
 def test_a_daemon_of_ray_that_hangs_holds_up_no_end(coordinators: Coordinators, daemon: str) -> None:
@@ -214,7 +212,6 @@ def test_a_daemon_of_ray_that_hangs_holds_up_no_end(coordinators: Coordinators, 
     assert coordinators.end() == 143, coordinators.output()
 
 
-@pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("daemon", ["raylet", "gcs_server"])
 def test_a_daemon_of_ray_that_dies_costs_the_updates_since_the_last_checkpoint(
@@ -242,7 +239,7 @@ def test_a_run_that_is_told_again_and_again_to_stop_ends_without_a_word_of_tasks
     assert "interrupted" in said and "Task" not in said and "Traceback" not in said
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", ["sampler", "scorer", "learner", "nursery"])
 def test_a_run_outlives_its_engines_and_nothing_is_left_of_any(
     coordinators: Coordinators, victim: str, how: signal.Signals

@@ -15,13 +15,14 @@ import pytest
 from huggingface_hub import constants
 from rich.console import Console
 
+from slipstream.assets import check_reachable
 from slipstream.cli import main
 from slipstream.commands.evaluate import Watch
-from slipstream.commands.progress import readings
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import EvalConfig, TaskConfig
 from slipstream.durable import alone_in, append
 from slipstream.errors import RunDirError
+from slipstream.insight.readings import readings
 from slipstream.metrics import standard_error
 from slipstream.pipeline.run import Run
 from slipstream.runlog import RunLog, read_lines
@@ -245,6 +246,7 @@ def test_a_run_that_is_not_there_is_no_model_of_the_hub(home: Path, capsys: pyte
 def test_a_hub_that_does_not_answer_is_asked_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    check_reachable.cache_clear()  # a name that was looked for offline
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -101,6 +101,7 @@ WITH = {
     "runtime.device": "runtime.device=auto",
     "schedule.on_old": "schedule.max_lag=4",
     "schedule.tau_max": "schedule.tau=auto",
+    "schedule.publish_max": "schedule.tau=auto schedule.publish_every=auto eval.every=4",
 }
 """What makes settings legal, by how their names begin."""
 ENDPOINT = "teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl"
@@ -176,6 +177,7 @@ OTHER = {
     "learner.threads": "2",
     "schedule.max_lag": "6",
     "schedule.publish_every": "2 eval.every=2",
+    "schedule.publish_max": "2",
     "runtime.device": "cpu",
     "schedule.on_old": "restart",
     "task.reward": "math",
@@ -248,6 +250,7 @@ READ_BY = {
     "log.samples": "pipeline/run.py",
     "log.trace": "runlog.py",
     "schedule.drift": "pipeline/run.py",
+    "schedule.publish_max": "config/schedule.py",
     "runtime.kind": "commands/train.py",
     "runtime.address": "runtimes/ray.py",
     "runtime.heartbeat": "runtimes/local.py",
@@ -326,8 +329,8 @@ def trained(changes: tuple[tuple[str, str], ...]) -> tuple[str, list[Metrics]]:
     """Two updates of the engines of a plan, the second one on stale samples: weights, and what they say of it."""
     made = planned(changes)
     learner = build_learner(made.engines.learner, made.tokenizer)
-    sampler = build_sampler(made.engines.sampler, made.tokenizer)
-    (scorer,) = [build_scorer(each, made.tokenizer) for each in made.engines.scorers.values()]
+    sampler = shared(build_sampler, made.engines.sampler, made.tokenizer)
+    (scorer,) = [shared(build_scorer, each, made.tokenizer) for each in made.engines.scorers.values()]
     found: list[Metrics] = []
 
     async def updates() -> str:
@@ -349,8 +352,25 @@ def trained(changes: tuple[tuple[str, str], ...]) -> tuple[str, list[Metrics]]:
     try:
         return asyncio.run(updates()), found
     finally:
-        for engine in (learner, sampler, scorer):
-            engine.close()
+        learner.close()
+
+
+SHARED: dict[str, Any] = {}
+
+
+def shared(build: Callable[..., Any], made: Any, tokenizer: Any) -> Any:
+    """The engine of a plan, built once: a scorer never changes, and a sampler is given its weights before it draws."""
+    name = f"{build.__name__}({made})"
+    if name not in SHARED:
+        SHARED[name] = build(made, tokenizer)
+    return SHARED[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def end() -> Iterator[None]:
+    yield
+    for engine in SHARED.values():
+        engine.close()
 
 
 def graded(group: Sequence[Handle]) -> list[Handle]:
@@ -359,11 +379,11 @@ def graded(group: Sequence[Handle]) -> list[Handle]:
 
 
 def reads(path: str, name: str) -> bool:
-    """Whether a file has `….section.key`."""
+    """Whether a file has `….section.key`, or that of the section itself `self.key`."""
     section, _, key = name.replace("teachers.NAME", "teacher").replace("guards.", "").rpartition(".")
     tree = ast.parse((SOURCE / path).read_text("utf-8"))
     found = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return any(each.endswith(f"{section or 'config'}.{key}") for each in found)
+    return any(each.endswith((f"{section or 'config'}.{key}", f"self.{key}")) for each in found)
 
 
 @pytest.fixture(autouse=True)

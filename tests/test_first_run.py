@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from shell import Shell
 
 PAGE = Path(__file__).parents[1] / "docs" / "index.md"
@@ -55,17 +57,17 @@ class Person:
     def give(self, command: Command) -> None:
         words = shlex.split(command.line)
         if words[0] == "slipstream":
-            self._slipstream(command, words[1:])
-            return
-        words[0] = sys.executable if words[0] == "python" else words[0]
-        if words[-1] == "&":
-            self._beside(command, words[:-1])
+            self._shell(command, words[1:])
+        elif words[-1] == "&":
+            self._beside(command, [sys.executable if words[0] == "python" else words[0], *words[1:-1]])
+        elif words[0] == "python":
+            self._shell(command, words)
         else:
             done = subprocess.run(words, cwd=self.home, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr
             check(command, done.stdout)
 
-    def _slipstream(self, command: Command, words: list[str]) -> None:
+    def _shell(self, command: Command, words: list[str]) -> None:
         outcome = self.shell(*words)
         refused = any(line.startswith("error:") for line in command.shown)
         assert outcome.code == (2 if refused else 0), outcome.err
@@ -81,6 +83,7 @@ class Person:
         check(command, "".join(process.stdout.readline() for _ in command.shown))
 
 
+@pytest.mark.processes
 def test_ten_steps_from_a_file_to_a_student(tmp_path: Path) -> None:
     page = PAGE.read_text("utf-8").replace(PORT, str(free_port()))
     assert re.findall(r"^### (\d+)\.", page, re.MULTILINE) == [str(number) for number in range(1, 11)]

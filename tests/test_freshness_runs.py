@@ -28,7 +28,19 @@ from slipstream.objective.method import Method
 from slipstream.pipeline.freshness import DRIFT, Buffer, Curve, Level
 from slipstream.records import Batch, Handle, Scored, header_of, total
 from slipstream.runlog import read_lines
-from test_losses import CHOSEN, FORMULAS, View, at, chosen, distributions, grads_of, groups_for, teacher_of
+from test_losses import (
+    CHOSEN,
+    FORMULAS,
+    View,
+    at,
+    chosen,
+    distributions,
+    drew,
+    grads_of,
+    groups_for,
+    likely,
+    teacher_of,
+)
 from tiny import make_model, wrap
 
 UPDATE = 6
@@ -122,7 +134,7 @@ def written_out(
 def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, arm: str, temperature: float) -> None:
     """Of stale versions mixed, at arrival and one step later, where samples are worth what they are then."""
     loss, fresh = chosen(kind, CHOSEN[kind][0] | {"temperature": temperature}), FreshnessConfig(**ARMS[arm])
-    drew, teacher = make_model("phi", seed=0, dtype=torch.float64), teacher_of(torch.float64)
+    teacher = teacher_of(torch.float64)
     groups = stale(groups_for(loss, "phi", torch.float64), asked_again="moved" in arm)
 
     async def work() -> tuple[list[Tensor], list[PreTrainedModel], list[Weighed]]:
@@ -140,25 +152,25 @@ def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, ar
         return grads, models, weighed
 
     grads, models, weighed = asyncio.run(work())
-    worth = list[float]()
+    worth, first_NV = list[float](), torch.empty(0)
     for number, (half, grad) in enumerate(zip((slice(0, 2), slice(2, 4)), grads, strict=True)):
         now = models[number]
         now.zero_grad()
         of_half = [handle.body for group in groups[half] for handle in group]
         everyone = [handle.body for group in groups for handle in group]
-        whole = View(
-            *(
-                torch.cat([distributions(model, sample, t) for sample in everyone])
-                for model, t in ((now, temperature), (drew, 1.0), (models[0], temperature), (teacher, temperature))
-            ),
-            draws=torch.cat([torch.from_numpy(sample.rollout.actions).long() for sample in everyone]),
+        now_NV = torch.cat([distributions(now, sample, temperature) for sample in everyone])
+        first_NV = now_NV.detach() if number == 0 else first_NV
+        frozen = View(
+            now_NV,
+            likely(drew(), loss, 1.0),
+            first_NV,
+            likely(teacher, loss, temperature),
+            draws=torch.cat([_draws(sample) for sample in everyone]),
         )
-        frozen = View(whole.now, *(x.detach() for x in whole[1:]))
         tokens = [sum(len(h.body.rollout.tokens) for h in group) for group in groups]
         its = slice(sum(tokens[: half.start]), sum(tokens[: half.stop]))
-        log_ratio = torch.cat([at(distributions(now, s, 1.0), _draws(s)) for s in of_half]) - torch.cat(
-            [at(distributions(drew, s, 1.0), _draws(s)).detach() for s in of_half]
-        )
+        plain_NV = now_NV if temperature == 1 else torch.cat([distributions(now, s, 1.0) for s in everyone])
+        log_ratio = (at(plain_NV, frozen.draws) - at(frozen.old, frozen.draws))[its]
         kl_N = (log_ratio.exp() * log_ratio - log_ratio.exp() + 1).mean(1)
         value, weights = written_out(FORMULAS[kind](frozen, CHOSEN[kind][0])[its], kl_N, of_half, fresh)
         value.backward()

@@ -37,9 +37,9 @@ from tiny import make_model, wrap
 TAU = 3
 
 
-def acts(lines: Iterable[Line], **guards: Any) -> tuple[list[float], list[int], list[str]]:
+def acts(lines: Iterable[Line], every: int = 1, **guards: Any) -> tuple[list[float], list[int], list[str]]:
     """After every line: the factor on the learning rate, and by how much tau is lowered; and all that was said."""
-    watched, said = Guards(GuardsConfig(**guards), tau=TAU), list[str]()
+    watched, said = Guards(GuardsConfig(**guards), tau=TAU, batches=(TAU + 1) * every), list[str]()
     factors, lowered = list[float](), list[int]()
     for line in lines:
         said += watched.look({**line, **watched.metrics})  # as a run writes it
@@ -107,6 +107,8 @@ def test_kl_lowers_tau_step_by_step_and_raises_it_after_a_long_calm() -> None:
     step = LOOKS + TAU + 1
     assert [lowered.index(n) for n in (1, 2, 3)] == [LOOKS - 1 + step * n for n in range(3)]
     assert max(lowered) == TAU and len(said) == TAU
+    _, lowered, _ = acts(of("drift/k3_kl", [0.1] * 60), every=4, kl=KLBrake())
+    assert lowered.index(2) - lowered.index(1) == LOOKS + 4 * (TAU + 1), "four times as much is in flight"
     _, lowered, said = acts([*high[:6], *of("drift/k3_kl", [0.01] * 100)], kl=KLBrake())
     back = lowered.index(0, 6)
     assert set(lowered[LOOKS - 1 : back]) == {1} and back > CALM
@@ -152,12 +154,12 @@ def test_whoever_goes_on_shows_them_the_lines_again_and_they_stand_where_they_st
         "kl": KLBrake(),
         "gac": GradientCosine(below=0.2),
     }
-    one, written = Guards(GuardsConfig(**every), tau=TAU), list[Line]()
+    one, written = Guards(GuardsConfig(**every), tau=TAU, batches=TAU + 1), list[Line]()
     for at, line in enumerate(lines):
         written.append({**line, **one.metrics})
         one.look(written[-1])
         if at % 97 == 0:
-            other = Guards(GuardsConfig(**every), tau=TAU)
+            other = Guards(GuardsConfig(**every), tau=TAU, batches=TAU + 1)
             for before in written:
                 other.look(before)
             assert (other.metrics, other.lr, other.lowered) == (one.metrics, one.lr, one.lowered)
@@ -166,7 +168,7 @@ def test_whoever_goes_on_shows_them_the_lines_again_and_they_stand_where_they_st
 
 def test_a_brake_that_comes_later_begins_there_and_one_with_other_thresholds_where_it_stood() -> None:
     old = of("drift/k3_kl", [0.2] * 50)
-    guards = Guards(GuardsConfig(kl=KLBrake()), tau=TAU)
+    guards = Guards(GuardsConfig(kl=KLBrake()), tau=TAU, batches=TAU + 1)
     for each in old:
         guards.look(each)
     assert guards.lowered == 0, "they were made without it"

@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import pytest
 import torch
 from pydantic import SecretStr
 
+import slipstream
 from slipstream.config.file import parse, to_toml
 from slipstream.engines import toy, trust
 from slipstream.engines.base import Engines, Graded, Sampling
@@ -34,10 +36,11 @@ from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.errors import ConfigError, EndpointError, EngineError, Stalled
+from slipstream.errors import ConfigError, EndpointError, EngineError, NoContext, Stalled
 from slipstream.pipeline import silence, tries
 from slipstream.pipeline.run import Run
-from slipstream.records import Handle, Prompt, Scored, header_of
+from slipstream.plan.plan import freshness_notes
+from slipstream.records import Attempts, Handle, Prompt, Rollout, Scored, header_of
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
@@ -140,6 +143,81 @@ def test_the_emitted_token_comes_besides_the_best_also_where_it_is_not_among_the
         np.testing.assert_allclose(scored.teacher_logp, emitted, atol=1e-6)
         inside |= set((scored.teacher_ids == scored.rollout.tokens[:, None]).any(1).tolist())
     assert inside == {True, False}
+
+
+class Behind:
+    """Shows a token before the prompt that depends on the last attempt."""
+
+    def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Any:
+        if attempts is not None and attempts.last == "none":
+            raise NoContext("nothing is to be seen")
+        shown = [] if attempts is None else [len(attempts.last)]
+        return np.array([*rollout.prompt.tokens.tolist(), *shown], np.int32) if shown else rollout.prompt.tokens
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("k", [0, 2, TOY])
+def test_asked_again_it_has_moved_by_no_more_than_over_the_vocabulary(k: int, fake: FakeEndpoint) -> None:
+    logq_VV = TEACHER.log_softmax(-1).double().numpy()
+
+    def showing(handle: Handle, last: str) -> Handle:
+        return Handle(replace(handle.header, attempts=Attempts(last=last)), handle.body)
+
+    async def work() -> tuple[list[Handle], list[Handle]]:
+        scorer = HttpScorer(endpoint(fake), k=k, context=Behind())
+        first = await scorer.score([showing(each, "a") for each in await toy_group(3)])
+        asked = [showing(first[0], "aa"), showing(first[1], "a"), showing(first[2], "none")]
+        return first, await scorer.relabel(asked)
+
+    first, (moved, same, gone) = run(work())
+    assert same.body is first[1].body and same.header.moved == 0.0
+    assert gone.header.finish == "error" and "teacher main has no context for it" in gone.header.cause
+    then, now = logq_VV[1], logq_VV[2]  # of the first token; behind it both see the same
+    exact = (np.exp(now) * (now - then)).sum()
+    emitted = int(moved.body.rollout.tokens[0])
+    p, q = np.exp([now[emitted], then[emitted]])
+    least = p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
+    found_N = moved.body.supervision_kl
+    assert moved.body.context_id != first[0].body.context_id and found_N[1:] == pytest.approx(0.0, abs=1e-5)
+    assert least - 1e-5 <= found_N[0] <= exact + 1e-5 and exact > 0.1
+    if k in (0, TOY):
+        assert found_N[0] == pytest.approx(exact if k else least, abs=1e-5)
+
+
+def test_a_teacher_at_an_endpoint_is_asked_again_where_attempts_have_moved(tmp_path: Path) -> None:
+    with FakeEndpoint(model("builtin:teacher")) as fake:
+        config = {
+            "student": "builtin:student",
+            "updates": 6,
+            "output": str(tmp_path / "run"),
+            "teachers": {
+                "main": {
+                    "model": fake.name,
+                    "base_url": fake.url,
+                    "tokenizer": "builtin:teacher",
+                    "context": "{last}{prompt}",
+                    "relabel": "stale",
+                }
+            },
+            "data": {"limit": 2},
+            "sampler": {"max_tokens": 8, "temperature": 4.0},  # attempts differ
+            "loss": {"kind": "forward_kl", "k": 4},
+            "learner": {"batch_size": 4},
+            "schedule": {"kind": "step_off", "k": 2},
+            "freshness": {},
+            "runtime": {"kind": "inline", "device": "cpu"},
+        }
+        said = list[str]()
+        lines = slipstream.train(config, quiet=True, checks=False).metrics
+        assert freshness_notes(parse(config, say=said.append)) == [
+            "freshness: supervision drift of teachers.main is a lower bound, as its endpoint tells of 4 tokens only"
+        ]
+    again = [line for line in lines if line.get("teacher/relabelled")]
+    assert (
+        again and any(line["teacher/moved"] > 0 for line in again) and any(line["freshness/sup"] > 0 for line in again)
+    )
 
 
 def test_rewards_travel_and_requests_hold_token_ids(fake: FakeEndpoint) -> None:

@@ -233,6 +233,24 @@ def distributions(model: PreTrainedModel, sample: Scored, temperature: float) ->
     return (logits / temperature).log_softmax(-1)
 
 
+@cache
+def drew() -> PreTrainedModel:
+    """The student that drew all groups."""
+    return make_model("phi", seed=0, dtype=torch.float64)
+
+
+def likely(model: PreTrainedModel, loss: LossConfig, temperature: float) -> Tensor:
+    """Distributions of all that was drawn for such a loss, by a model that never moves: computed once."""
+    return _likely(model, loss.asks.cache, loss.asks.draws, loss.asks.k, loss.temperature, temperature)
+
+
+@cache
+def _likely(model: PreTrainedModel, asked: Cache, draws: int, k: int, of_teacher: float, temperature: float) -> Tensor:
+    groups = collected("phi", torch.float64, asked, draws, k, of_teacher)
+    with torch.no_grad():
+        return torch.cat([distributions(model, handle.body, temperature) for group in groups for handle in group])
+
+
 def grads_of(model: PreTrainedModel) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -246,7 +264,7 @@ def test_the_gradient_is_that_of_the_formula_at_arrival_and_one_step_later(
 ) -> None:
     """The student that learns is not the one that drew; the second half of the batch meets one that has moved on."""
     loss = chosen(kind, options | {"temperature": temperature})
-    drew, student = (make_model("phi", seed=0, dtype=torch.float64) for _ in range(2))
+    student = make_model("phi", seed=0, dtype=torch.float64)
     with torch.no_grad():
         for p in student.parameters():
             p.add_(0.02 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1), dtype=p.dtype))
@@ -267,18 +285,20 @@ def test_the_gradient_is_that_of_the_formula_at_arrival_and_one_step_later(
         return grads, models
 
     grads, models = asyncio.run(work())
+    first_NV = torch.empty(0)
     for number, (half, grad) in enumerate(zip((slice(0, 2), slice(2, 4)), grads, strict=True)):
         now = models[number]
         now.zero_grad()
         samples = [handle.body for group in groups for handle in group]
-        whole = View(
-            *(
-                torch.cat([distributions(model, sample, t) for sample in samples])
-                for model, t in ((now, temperature), (drew, 1.0), (models[0], temperature), (teacher, temperature))
-            ),
+        now_NV = torch.cat([distributions(now, sample, temperature) for sample in samples])
+        first_NV = now_NV.detach() if number == 0 else first_NV
+        frozen = View(
+            now_NV,
+            likely(drew(), loss, 1.0),
+            first_NV,
+            likely(teacher, loss, temperature),
             draws=torch.cat([torch.from_numpy(sample.rollout.actions).long() for sample in samples]),
         )
-        frozen = View(whole.now, *(x.detach() for x in whole[1:]))
         rows = [len(h.body.rollout.tokens) for group in groups[half] for h in group]
         before = [len(h.body.rollout.tokens) for group in groups[: half.start] for h in group]
         its = slice(sum(before), sum(before) + sum(rows))

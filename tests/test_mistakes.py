@@ -100,6 +100,9 @@ samples . -n 0 | argument -n: '0' is no whole number of at least 1
 samples . -n two | argument -n: 'two' is no whole number of at least 1
 samples . --update 0 | argument --update: '0' is no whole number of at least 1
 samples . --last | unrecognized arguments: --last
+advise | the following arguments are required: RUN
+advise nowhere | nowhere holds no run: there is no config.toml in it
+advise . --jsonl | unrecognized arguments: --jsonl
 scale | the following arguments are required: RUN
 scale nowhere sampler=+1 | nowhere holds no run: there is no config.toml in it
 scale . sampler=+1 | . holds no run: there is no config.toml in it

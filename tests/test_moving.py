@@ -89,7 +89,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "relabelled in vllm": (
         {"engine": "vllm", "relabel": "stale", "context": "{prompt}{last}"},
         {},
-        'relabel is for engine = "native", which knows the whole distribution: drop it',
+        'relabel is for engine = "native", or an endpoint: drop it',
     ),
     "rounded away": (
         {"follow": {"ema": 0.9}},

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebook.ipynb"
 KERNEL = """
 import ast, asyncio, json, sys
@@ -37,6 +39,7 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in code]
 
 
+@pytest.mark.processes
 def test_the_notebook_runs_and_says_no_more_than_it_prints(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", KERNEL], input=json.dumps(cells()), cwd=tmp_path, capture_output=True, text=True

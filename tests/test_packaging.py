@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 
 
-def test_every_dependency_is_loaded_by_an_ordinary_run(tmp_path: Path) -> None:
+def test_every_dependency_is_loaded_by_an_ordinary_run_and_its_report(tmp_path: Path) -> None:
     code = f"""
 import sys
 from slipstream.cli import main
@@ -24,6 +24,7 @@ if __name__ == "__main__":
     small = ["--runtime.kind", "inline", "--updates", "1", "--learner.batch_size", "2"]
     arguments = [*small, "--output", {str(tmp_path / "run")!r}]
     assert main(["train", {str(ROOT / "configs" / "forward_kl.toml")!r}, *arguments]) == 0
+    assert main(["report", {str(tmp_path / "run")!r}]) == 0
     print(*{{name.split(".")[0] for name in sys.modules}})
 """
     script = tmp_path / "script.py"

@@ -258,6 +258,7 @@ def finish(path: Path) -> None:
     assert updates == list(range(1, last + 6))
 
 
+@pytest.mark.processes
 def test_a_run_that_was_killed_goes_on(coordinators: Coordinators, tmp_path: Path, models_dir: Path) -> None:
     os.kill(begun(coordinators, tmp_path, "train", str(write_config(tmp_path, models_dir))), signal.SIGKILL)
     assert coordinators.end() == -signal.SIGKILL
@@ -279,6 +280,7 @@ def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     finish(tmp_path)
 
 
+@pytest.mark.processes
 def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path, models_dir: Path) -> None:
     config, (ours, theirs) = write_config(tmp_path, models_dir), os.openpty()
     script = "import os, sys; os.login_tty(int(sys.argv.pop()))\n"

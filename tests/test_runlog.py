@@ -191,6 +191,8 @@ def test_a_sample_is_told_in_a_line() -> None:
     assert heading(quote_of(5)) == "update 5, lag 0 to 2, exact 1, 2 tokens, ended"
     fresh = quote_of(1) | {"finish": "length", "rewards": {}, "versions": [[0, 2]]}
     assert heading(fresh) == "update 1, lag 0, 2 tokens, cut off"
+    for finish, said in (("turns", "out of turns"), ("time", "out of time")):
+        assert heading(fresh | {"finish": finish}) == f"update 1, lag 0, 2 tokens, {said}"
 
 
 def test_tensorboard_shows_samples_as_they_are(tmp_path: Path) -> None:

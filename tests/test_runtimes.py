@@ -68,8 +68,9 @@ from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, Remo
 from slipstream.runtimes.worker import Birth
 from slipstream.tasks.data import Prompts, Row
 
+pytestmark = pytest.mark.processes
 SAMPLING = Sampling(max_tokens=4)
-RUNTIMES = [pytest.param(local, id="local"), pytest.param(on_ray, id="ray", marks=pytest.mark.processes)]
+RUNTIMES = [pytest.param(local, id="local"), pytest.param(on_ray, id="ray")]
 
 
 def silent(_: str) -> None:
@@ -258,7 +259,7 @@ class Processes:
         return left
 
 
-@pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.processes)])
+@pytest.fixture(params=["local", "ray"])
 def opened(request: pytest.FixtureRequest) -> Iterator[Processes]:
     with ExitStack() as stack:
         if request.param == "local":
@@ -484,7 +485,7 @@ def test_who_comes_gets_gpus_that_nobody_has(nursery: Nursery) -> None:
         assert asyncio.run(main(staff)) == ["c", "a"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.processes)])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
     opened: Processes, how: signal.Signals, tmp_path: Path
 ) -> None:
@@ -695,7 +696,6 @@ def test_gpus_are_shared_out_or_left_alone() -> None:
         gpus_each("cuda", 3, 0, silent)
 
 
-@pytest.mark.processes
 def test_what_ray_cannot_give_is_refused_at_once(cluster: None, tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ConfigError, match="runtime.address = '127.0.0.1:9': no Ray cluster answers there"):
         on_ray.start_there("127.0.0.1:9")

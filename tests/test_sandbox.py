@@ -206,6 +206,7 @@ def test_under_root_every_call_has_a_user_of_its_own_who_is_not_root() -> None:
             await asyncio.sleep(0.01)
         owners = {Path(f"/proc/{pid}").stat().st_uid for pid in found}
         running.cancel()
+        await asyncio.wait([running])
         assert len(owners) == 1
         return owners.pop()
 

@@ -587,7 +587,7 @@ def schedules() -> st.SearchStrategy[Any]:
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(
     schedule=schedules(),
     seed=st.integers(0, 2**16),

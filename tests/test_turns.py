@@ -184,7 +184,7 @@ def test_an_episode_that_is_handed_over_goes_on_as_if_nothing_had_happened(seed:
             await asyncio.sleep(rng.uniform(0, 8))
             await sampler.release()
             begun = await call
-            assert world.closed + world.dropped >= 0 and not sampler.calls
+            assert world.closed + world.dropped >= 0 and not sampler.calls.open
             if not unfinished(begun):
                 return begun
             cuts += 1

@@ -68,7 +68,7 @@ MINIATURES: dict[str, dict[str, Any]] = {
         "teachers": {
             "me": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.9}, "relabel": "always"}
         },
-        "schedule": {"kind": "async", "tau": 1.0},
+        "schedule": {"kind": "async", "tau": "auto", "publish_every": "auto"},
     },
     "hidden states, shared prompts": {"loss": {"kind": "jsd"}, "learner": {"shared_prompt": True}},
     "weights of stale answers": {
@@ -259,3 +259,12 @@ def test_labels_are_for_names_that_are_known() -> None:
     assert (vocabulary.label("loss"), vocabulary.label("reward/math")) == ("loss", "math")
     with pytest.raises(ValueError, match="not enough values"):
         vocabulary.label("los")
+
+
+def test_a_band_is_said_and_holds_the_numbers_that_it_says() -> None:
+    kl, ess = vocabulary.band("mismatch/kl"), vocabulary.band("drift/ess_row")
+    assert kl is not None and str(kl) == "below 0.02; from 0.05 on look"
+    assert ess is not None and str(ess) == "above 0.5"
+    assert [value in kl for value in (-0.1, 0.02, 0.021)] == [True, True, False]
+    assert [value in ess for value in (0.49, 0.5, 2.0)] == [False, True, True]
+    assert vocabulary.band("loss") is None and vocabulary.band("no such name") is None

@@ -8,6 +8,7 @@ child of this process, so nothing can hide.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -117,6 +118,7 @@ def serve() -> None:
 
 if __name__ == "__main__":
     os.environ |= ENVIRONMENT | os.environ  # libraries read it as they are imported
+    gc.disable()  # all that is loaded stays: no collection need look through it, neither now nor in a fork
     import slipstream.commands.samples
     import slipstream.commands.train
     from coordinators import left
@@ -133,5 +135,8 @@ if __name__ == "__main__":
         import slipstream.runtimes.inline  # noqa: F401
 
         client.PAUSES = ()  # nobody waits for an endpoint that is not there
+    gc.enable()
+    gc.freeze()
     adopt_orphans()
     serve()
+    os._exit(0)  # libraries that were only imported have nothing to say at the end

@@ -23,15 +23,14 @@ from slipstream.commands import train as command
 from slipstream.commands.train import Caller, Enough, saying
 from slipstream.config.file import load, parse
 from slipstream.config.schema import Config
-from slipstream.errors import ConfigError, RunDirError, SlipstreamError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.pipeline.checkpoint import newest
-from slipstream.runlog import LEDGER, METRICS, SAMPLES, read_lines
+from slipstream.rundir import Line, RunDir
 from slipstream.tasks.chat import load_tokenizer
 
 __all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
 
 T = TypeVar("T")
-Line = dict[str, Any]
 Told = Callable[[Line], object] | None
 """Is told of a line of metrics.jsonl. What it raises ends the run, and so does False, without an error; both leave a
 checkpoint to go on from."""
@@ -79,49 +78,8 @@ def resume(
     return Run(here_or_beside(partial(command.resume, Path(path), screen_for(quiet), **given), caller))
 
 
-class Run:
-    """What a run has written; read anew whenever it is asked for, also while the run goes on."""
-
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
-        if not (self.path / "config.toml").exists():
-            raise RunDirError(f"{path} holds no run: there is no config.toml in it")
-
-    def __repr__(self) -> str:
-        return f"Run({str(self.path)!r})"
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    @property
-    def config(self) -> Config:
-        """As it ran, with every default."""
-        return load(self.path / "config.toml", say=str)
-
-    @property
-    def finished(self) -> bool:
-        """Whether all updates are made."""
-        return (self.path / "final").exists()
-
-    @property
-    def metrics(self) -> list[Line]:
-        """Of every update, by the names of docs/metrics.md."""
-        return [line for line in self._lines(METRICS) if line["kind"] == "train"]
-
-    @property
-    def evaluations(self) -> list[Line]:
-        """Of every evaluation on held-out prompts."""
-        return [line for line in self._lines(METRICS) if line["kind"] == "eval"]
-
-    @property
-    def ledger(self) -> list[Line]:
-        """How every group that was submitted ended."""
-        return self._lines(LEDGER)
-
-    @property
-    def samples(self) -> list[Line]:
-        """Some of what the student said at every update."""
-        return self._lines(SAMPLES)
+class Run(RunDir):
+    """What a run has written, and the student that came of it."""
 
     @property
     def student(self) -> tuple[Any, Any]:
@@ -137,9 +95,6 @@ class Run:
         finally:
             if shown:
                 logging.enable_progress_bar()
-
-    def _lines(self, name: str) -> list[Line]:
-        return read_lines(self.path / name) if (self.path / name).exists() else []
 
 
 def config_of(given: object, say: Callable[[str], None]) -> tuple[Config, str]:

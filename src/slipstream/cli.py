@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-OVERRIDABLE = ("demo", "train", "config", "doctor", "gateway")
-FLAGS = ("--", "--help", "--check", "--skip-checks")
+OVERRIDABLE = ("demo", "train", "config", "doctor", "gateway", "sweep", "plan")
+FLAGS = ("--", "--help", "--check", "--skip-checks", "--jobs", "--measure", "--costs", "--devices", "--json")
 """Words that begin with -- and are no settings."""
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
 
@@ -196,11 +196,51 @@ def parser() -> argparse.ArgumentParser:
     )
     serving.set_defaults(run=run_gateway)
 
+    study = commands.add_parser(
+        "sweep", help="run a study: arms and grids over any settings, by seeds", epilog=OVERRIDES
+    )
+    study.add_argument("config", help="a TOML file with [sweep] (docs/lab.md)")
+    study.add_argument("--check", action="store_true", help="check every config, list the cells, run nothing")
+    study.add_argument("--jobs", type=positive, metavar="N", help="so many runs at a time (as the cores allow)")
+    study.set_defaults(run=run_sweep)
+
+    planning = commands.add_parser(
+        "plan", help="what a run would do with so many devices: speed, lag, and how to split them", epilog=OVERRIDES
+    )
+    planning.add_argument("source", metavar="CONFIG", help="a TOML file; or a run directory, whose own costs are taken")
+    planning.add_argument("--devices", type=positive, metavar="N", help="so many (as many as the config has workers)")
+    given = planning.add_mutually_exclusive_group()
+    given.add_argument("--measure", action="store_true", help="start its engines and measure what each stage costs")
+    given.add_argument("--costs", type=Path, metavar="FILE", help="what each stage costs, as -o writes it")
+    planning.add_argument("-o", dest="to", type=Path, metavar="FILE", help="write the costs there, to be edited")
+    planning.add_argument("--json", action="store_true", help="print one JSON object")
+    planning.set_defaults(run=run_plan)
+
     said = commands.add_parser("samples", help="print what the student said in a run")
     said.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
     said.add_argument("--update", type=positive, metavar="N", help="of this update; the last ones without it")
     said.add_argument("-n", type=positive, default=2, help="at most so many (default: %(default)s)")
     said.set_defaults(run=run_samples)
+
+    reporting = commands.add_parser("report", help="a page of one or several runs, or of a study, that opens anywhere")
+    reporting.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run directory, or one study")
+    reporting.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="where to write it (default: report.html in the first one)"
+    )
+    reporting.add_argument(
+        "--svg", type=Path, metavar="DIR", help="draw the figures of a study instead, for other pages"
+    )
+    reporting.set_defaults(run=run_report)
+
+    watching = commands.add_parser("watch", help="a run that goes on, or went on, on the whole terminal")
+    watching.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    watching.add_argument("--once", action="store_true", help="print it as it is now, and end")
+    watching.set_defaults(run=run_watch)
+
+    advice = commands.add_parser("advise", help="what is wrong with a run, why, and the smallest change that mends it")
+    advice.add_argument("directory", type=Path, metavar="RUN", help="a run directory, also of a run that goes on")
+    advice.add_argument("--json", action="store_true", help="print one JSON object")
+    advice.set_defaults(run=run_advise)
 
     config = commands.add_parser(
         "config", help="print a resolved config, or every setting with its help", epilog=OVERRIDES
@@ -259,7 +299,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, st
     kept, found, rest = [words[0]], list[tuple[str, str]](), list(words[1:])
     while rest:
         word = rest.pop(0)
-        if not word.startswith("--") or word in FLAGS:
+        if not word.startswith("--") or word.partition("=")[0] in FLAGS:
             kept.append(word)
             continue
         key, equals, value = word[2:].partition("=")
@@ -357,10 +397,57 @@ def run_gateway(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int
     return 0
 
 
+def run_sweep(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.sweep import sweep
+
+    return 0 if sweep(args.config, console(), changes, jobs=args.jobs, check=args.check) else 1
+
+
+def run_plan(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.plan import plan_ahead
+
+    plan_ahead(
+        args.source,
+        console(),
+        changes,
+        devices=args.devices,
+        costs=args.costs,
+        measure=args.measure,
+        to=args.to,
+        as_json=args.json,
+        note=note,
+    )
+    return 0
+
+
 def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.commands.samples import samples
 
     samples(args.directory, console(), update=args.update, count=args.n)
+    return 0
+
+
+def run_report(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.report import drawn, report
+
+    if args.svg is not None:
+        print(*drawn(args.paths, args.svg), sep="\n")
+    else:
+        print(report(args.paths, args.output))
+    return 0
+
+
+def run_watch(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.watch import watch
+
+    watch(args.directory, console(), once=args.once)
+    return 0
+
+
+def run_advise(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
+    from slipstream.commands.advise import advise_on
+
+    advise_on(args.directory, console(), as_json=args.json)
     return 0
 
 

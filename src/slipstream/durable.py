@@ -13,15 +13,18 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from slipstream.errors import RunDirError
 
 MANIFEST = "manifest.json"
 LOCK = "lock"
+TRIES, PAUSE = 20, 0.01
+"""How often a lock is tried, and seconds between: whoever only looks whether it is held has it for a moment."""
 BLOCK = 1 << 20
 Extent = dict[str, Any]
 """How many bytes, and their checksum."""
@@ -57,7 +60,7 @@ def alone_in(path: Path) -> Iterator[None]:
         file = (path / LOCK).open("a+")
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError:
             file.seek(0)
             raise RunDirError(f"{path} is in use by process {file.read().strip()}: stop that first") from None
@@ -75,6 +78,39 @@ def alone_in(path: Path) -> Iterator[None]:
             if not (path / "config.toml").exists():  # no run came about
                 with suppress(OSError):
                     (path / LOCK).unlink()
+
+
+def _lock(file: IO[str]) -> None:
+    for pause in (*[PAUSE] * TRIES, None):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if pause is None:
+                raise
+            time.sleep(pause)
+
+
+def held(path: Path) -> bool | None:
+    """Whether somebody writes in a directory; None where its file system knows no locks."""
+    try:
+        with (path / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def writer(path: Path) -> str:
+    """Who writes there, or did last: `PID on HOST`, or nothing where nobody knows."""
+    try:
+        return (path / LOCK).read_text().strip()
+    except OSError:
+        return ""
 
 
 def sync(path: Path) -> None:

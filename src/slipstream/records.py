@@ -324,6 +324,11 @@ class Scored:
     teacher_topk_logp: Floats | None = None
     teacher_hidden: Floats | Ints | None = None
 
+    @property
+    def seen(self) -> Ints:
+        """What the teacher saw before the response."""
+        return self.rollout.prompt.tokens if self.context is None else self.context
+
     def __post_init__(self) -> None:
         if fault := self._fault():
             raise ValueError(f"scored {self.rollout.prompt.id}/{self.rollout.index}: {fault}")

@@ -32,6 +32,8 @@ from slipstream.errors import ConfigError, RunDirError, first_line
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
 METRICS, LEDGER, SAMPLES, TRACE = "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"
+SOCKET = "scale.sock"
+"""By which a run that goes on is told to have more workers or fewer."""
 EVALS = "eval.jsonl"
 """Written by `eval`, whoever else writes in the run meanwhile."""
 LOOKED_AT = (SAMPLES, TRACE)
@@ -320,13 +322,16 @@ def start_trackers(config: Config, path: Path) -> list[Sink]:
     return sinks
 
 
+ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
+"""How a sample came to its end."""
+
+
 def heading(quote: Mapping[str, Any]) -> str:
     """What is told of a sample in a line, in the order in which it matters."""
-    ended = {"eos": "ended", "length": "cut off"}[quote["finish"]]
     lags = [quote["update"] - 1 - version for version, _ in quote["versions"]]
     lag = f", lag {min(lags)}" + (f" to {max(lags)}" if len(set(lags)) > 1 else "") if lags else ""
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
-    return f"update {quote['update']}{lag}{rewards}, {len(quote['tokens'])} tokens, {ended}"
+    return f"update {quote['update']}{lag}{rewards}, {len(quote['tokens'])} tokens, {ENDED[quote['finish']]}"
 
 
 COLUMNS = ("sample", "prompt", "response")

@@ -35,11 +35,35 @@ WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Band:
+    """Where a metric is healthy: from `low`, up to `high`, of which one is there."""
+
+    low: float | None
+    high: float | None
+    but: str = ""
+    """What else there is to say of it."""
+
+    def __str__(self) -> str:
+        return (f"above {self.low:g}" if self.high is None else f"below {self.high:g}") + self.but
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+def above(low: float, but: str = "") -> Band:
+    return Band(low, None, but)
+
+
+def below(high: float, but: str = "") -> Band:
+    return Band(None, high, but)
+
+
+@dataclass(frozen=True, slots=True)
 class Term:
     names: str
     """One or several that mean the same, each of its own pair or at its own moment; between them a space."""
     meaning: str
-    healthy: str
+    healthy: str | Band
     source: str
     """Where it is computed, below src/slipstream."""
     label: str = ""
@@ -55,7 +79,7 @@ FRESHNESS = "pipeline/freshness.py"
 TRUST, STAGES, PUBLISH = "engines/trust.py", "pipeline/stages.py", "pipeline/publish.py"
 
 
-def gap(name: str, meaning: str, healthy: str = "–") -> Term:
+def gap(name: str, meaning: str, healthy: str | Band = "–") -> Term:
     return Term(f"drift/{name} mismatch/{name}", meaning, healthy, DRIFT)
 
 
@@ -97,18 +121,18 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("distill/loss_abs", "its size, whatever the sign", "–", LOSS),
         Term("distill/loss_min distill/loss_max", "its extremes over tokens", "no jumps", LOSS),
         Term("distill/ratio", "mean p_current / p_behaviour of the draws", "near 1", SURROGATE),
-        Term("distill/ratio_max", "the largest of them", "below 10", SURROGATE),
+        Term("distill/ratio_max", "the largest of them", below(10), SURROGATE),
         Term("distill/advantage", "mean log q − log p of the draws", "rises towards 0", SURROGATE),
-        Term("distill/clip_fraction", "draws at which loss.clip or loss.ratio_cap acts", "below 0.2", SURROGATE),
+        Term("distill/clip_fraction", "draws at which loss.clip or loss.ratio_cap acts", below(0.2), SURROGATE),
         Term("distill/weight", "decoupled_ppo: mean p_proximal / p_behaviour of the draws", "near 1", SURROGATE),
-        Term("distill/dropped_fraction", "decoupled_ppo: draws above loss.weight_cap", "below 0.1", SURROGATE),
+        Term("distill/dropped_fraction", "decoupled_ppo: draws above loss.weight_cap", below(0.1), SURROGATE),
         Term(
             "distill/second_moment distill/second_moment_before",
             "mean (log ratio)² of the draws, after m2po and before",
             "–",
             SURROGATE,
         ),
-        Term("distill/masked_fraction", "draws that m2po took out", "below 0.1", SURROGATE),
+        Term("distill/masked_fraction", "draws that m2po took out", below(0.1), SURROGATE),
         Term("distill/budget_missed", "1 where m2po could not meet its budget", "0", SURROGATE),
         Term(
             "distill/student_mass distill/student_mass_min distill/student_mass_max",
@@ -166,7 +190,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term(
             "teacher/moved",
             "of these, mean KL over the vocabulary of what teachers say now to what they said then",
-            "below 0.1",
+            below(0.1),
             METRICS,
         ),
         Term("teacher/aligned", "share of their tokens of which that is known", "1", METRICS),
@@ -185,31 +209,36 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("policy/loss", "the policy loss, without its weight", "–", POLICY),
         Term("policy/reward", "mean reward that advantages were made of", "rises", FROZEN),
         Term("policy/reward/REWARD", "its parts, where task.reward names several", "rises", FROZEN),
-        Term("policy/rows_moved", "responses whose advantage is not 0: elsewhere a group agrees", "above 0.2", FROZEN),
+        Term("policy/rows_moved", "responses whose advantage is not 0: elsewhere a group agrees", above(0.2), FROZEN),
         Term("policy/kl", "mean log p_old − log p of the tokens", "near 0", POLICY),
         Term("policy/ratio", "mean p / p_old", "near 1", POLICY),
-        Term("policy/ratio_max", "the largest of them", "below 10", POLICY),
-        Term("policy/clip_fraction", "tokens at which the trust region acts", "below 0.2, and not rising", POLICY),
+        Term("policy/ratio_max", "the largest of them", below(10), POLICY),
+        Term("policy/clip_fraction", "tokens at which the trust region acts", below(0.2, ", and not rising"), POLICY),
         Term("policy/cov_candidates", "tokens that clip_cov drew from", "–", BATCH),
         Term(
             "policy/second_moment policy/second_moment_before", "mean (log ratio)², after m2po and before", "–", BATCH
         ),
-        Term("policy/masked_fraction", "tokens that m2po took out", "below 0.1", BATCH),
+        Term("policy/masked_fraction", "tokens that m2po took out", below(0.1), BATCH),
         Term("policy/budget_missed", "1 where m2po could not meet its budget", "0", BATCH),
     ),
     "Drift: the learner against what drew (drift), the learner at a token's version against what drew (mismatch)": (
-        gap("kl", "mean log p_behaviour − log p: estimates the KL, noisily", "below 0.02; from 0.05 on look"),
-        gap("k3_kl", "the same KL, never negative", "below 0.02; 1e-3 at lag 0 in float32"),
+        gap("kl", "mean log p_behaviour − log p: estimates the KL, noisily", below(0.02, "; from 0.05 on look")),
+        gap("k3_kl", "the same KL, never negative", below(0.02, "; 1e-3 at lag 0 in float32")),
         Term("drift/kl/lag_LAGS", "kl over the tokens of one lag", "grows with the lag, near 0 at lag 0", DRIFT),
         Term("drift/chi2_token/lag_LAGS", "chi2_token over the tokens of one lag", "as chi2_token", DRIFT),
-        gap("chi2_token", "variance that token weights would have", "below 0.3; above 1 filter before weighing"),
+        gap("chi2_token", "variance that token weights would have", below(0.3, "; above 1 filter before weighing")),
         gap("chi2_seq", "variance that sequence weights would have", "bounded"),
-        gap("chi2_row_p95", "chi2_token of each response: what 95 % of them are below", "below 1"),
-        gap("ess", "effective sample size of token weights, as a share", "above 0.5"),
-        gap("ess_row", "the same within each response, averaged", "above 0.5"),
+        gap("chi2_row_p95", "chi2_token of each response: what 95 % of them are below", below(1)),
+        gap("ess", "effective sample size of token weights, as a share", above(0.5)),
+        gap("ess_seq", "that of the weights of whole responses", "near 1 at lag 0"),
+        gap("ess_row", "that of the tokens of each response, averaged", above(0.5)),
         gap("ess_row_min", "its least over responses", "no jumps"),
         gap("tv", "total variation, estimated: bounds the bias of token-wise losses"),
-        gap("probs_pearson", "correlation of the two policies' probabilities", "above 0.99; below 0.95 engines differ"),
+        gap(
+            "probs_pearson",
+            "correlation of the two policies' probabilities",
+            above(0.99, "; below 0.95 engines differ"),
+        ),
         gap("probs_diff_mean", "mean difference of the probabilities"),
         gap("probs_diff_max", "the largest of them", "no jumps"),
         gap("training_ppl", "perplexity of responses under the learner", "–"),
@@ -226,7 +255,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term(
             "drift/rollout_kl",
             "exact KL over the vocabulary to what drew, where that version is kept",
-            "below 0.02",
+            below(0.02),
             "engines/native/learning/first_look.py",
         ),
         Term(
@@ -240,16 +269,16 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("kl_missing", "tokens of which seq_max_kl knows no exact KL", "0", FROZEN),
     ),
     "Corrections": (
-        Term("correction/ess", "effective sample size of the weights, or of ratios without", "above 0.5", CORRECTION),
-        Term("correction/rollout_rs_masked_fraction", "tokens rejected", "below 0.1; from 0.25 on mend", CORRECTION),
-        Term("correction/rollout_rs_seq_masked_fraction", "responses that lost any token", "below 0.1", CORRECTION),
-        Term("correction/rollout_rs_MODE_masked_fraction", "tokens that this mode rejects", "below 0.1", CORRECTION),
+        Term("correction/ess", "effective sample size of the weights, or of ratios without", above(0.5), CORRECTION),
+        Term("correction/rollout_rs_masked_fraction", "tokens rejected", below(0.1, "; from 0.25 on mend"), CORRECTION),
+        Term("correction/rollout_rs_seq_masked_fraction", "responses that lost any token", below(0.1), CORRECTION),
+        Term("correction/rollout_rs_MODE_masked_fraction", "tokens that this mode rejects", below(0.1), CORRECTION),
         Term("correction/rollout_rs_MODE_seq_masked_fraction", "responses from which it rejects", "–", CORRECTION),
         Term("correction/rollout_is_mean", "mean weight, truncated", "near 1", RATIO),
-        Term("correction/rollout_is_std", "its standard deviation over tokens", "below 1", RATIO),
+        Term("correction/rollout_is_std", "its standard deviation over tokens", below(1), RATIO),
         Term("correction/rollout_is_min correction/rollout_is_max", "its extremes", "–", RATIO),
-        Term("correction/rollout_is_ratio_fraction_high", "ratios above the threshold", "below 0.05", RATIO),
-        Term("correction/rollout_is_ratio_fraction_low", "ratios below its inverse", "below 0.05", RATIO),
+        Term("correction/rollout_is_ratio_fraction_high", "ratios above the threshold", below(0.05), RATIO),
+        Term("correction/rollout_is_ratio_fraction_low", "ratios below its inverse", below(0.05), RATIO),
         Term("correction/rollout_is_batch_norm_factor", "what is_normalize divided by", "near 1", CORRECTION),
     ),
     "Age": (
@@ -257,6 +286,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "lag/mean", "updates between a token and the one that learns from it", "about tau or less", METRICS, "lag"
         ),
         Term("tau", "what it was, where it may change in a run", "steady after a while", "pipeline/run.py"),
+        Term("publish_every", "the same of updates between two publishes", "steady after a while", "pipeline/run.py"),
         Term("lag/max", "the oldest", "within the schedule's bound", METRICS),
         Term("lag/tokens_N", "trained tokens of this lag", "–", METRICS),
         Term("version", "of the weights, after the update", "–", ACCOUNT),
@@ -270,14 +300,14 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "freshness",
         ),
         Term("freshness/weight", "what they counted, on average", "–", FRESHNESS),
-        Term("freshness/roll", "mean KL, by sample, from the learner to what drew it", "below 0.02", FRESHNESS),
+        Term("freshness/roll", "mean KL, by sample, from the learner to what drew it", below(0.02), FRESHNESS),
         Term(
             "freshness/sup",
             "mean KL from what teachers say of them to what they said",
             "0 where teachers stand still",
             FRESHNESS,
         ),
-        Term("freshness/gated", "samples that counted nothing", "below 0.25", FRESHNESS),
+        Term("freshness/gated", "samples that counted nothing", below(0.25), FRESHNESS),
         Term("freshness/invalid", "samples of which no drift could be known", "0", FRESHNESS),
         Term(
             "freshness/roll_coverage",
@@ -316,10 +346,10 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term(
             "length/trend",
             "mean length of the last 10 updates over that of 10 that came 100 before, or at the start",
-            "below 1.2",
+            below(1.2),
             METRICS,
         ),
-        Term("truncated", "responses that ended at sampler.max_tokens", "below 0.1", METRICS, "cut off"),
+        Term("truncated", "responses that ended at sampler.max_tokens", below(0.1), METRICS, "cut off"),
         Term(
             "accuracy", "of held-out prompts: mean reward (eval)", "rises", "pipeline/evaluate.py", "held-out accuracy"
         ),
@@ -352,7 +382,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             METRICS,
         ),
         Term("episode/failures", "environments that failed and were begun again, per episode", "0", METRICS),
-        Term("episode/out_of_turns", "episodes that ended at environment.turns or calls", "below 0.1", METRICS),
+        Term("episode/out_of_turns", "episodes that ended at environment.turns or calls", below(0.1), METRICS),
         Term("episode/out_of_time", "episodes that ended at environment.seconds", "0", METRICS),
         Term(
             "environment/NAME",
@@ -370,7 +400,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("stage/STAGE", "share of the time in which the stage did its own work", "–", METRICS),
         Term("busy/STAGE", "share in which it was at anything", "the dearest stage near 1", METRICS),
         Term("idle/WORKER", "share in which a worker had nothing to do", "near 0 for the dearest", METRICS),
-        Term("rows/filled", "learner's rows that are not padding", "above 0.9", PASSES),
+        Term("rows/filled", "learner's rows that are not padding", above(0.9), PASSES),
         Term("saved/prompt", "tokens that learner.shared_prompt saved", "–", PASSES),
         Term("time", "seconds since the run began", "–", ACCOUNT),
     ),
@@ -439,6 +469,11 @@ def extreme(name: str) -> Literal["max", "min", ""]:
     """Which extreme a metric is, by the end of its name; all others are sums, or means."""
     ending = name.rpartition("_")[2]
     return "max" if ending == "max" else "min" if ending == "min" else ""
+
+
+def band(name: str) -> Band | None:
+    """Where a metric is healthy, if that is said in numbers."""
+    return next((term.healthy for term in find(name) if isinstance(term.healthy, Band)), None)
 
 
 def label(name: str) -> str:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, RunDirError, SlipstreamError
+from slipstream.runlog import SOCKET
 
-SOCKET = "scale.sock"
 LONGEST = 1 << 16
 """Bytes of a line that is read."""
 PATIENCE = 10.0

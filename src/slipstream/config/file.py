@@ -21,12 +21,17 @@ from slipstream.errors import ConfigError, did_you_mean
 
 SHOULD = "Input should be "
 """How pydantic begins to say what it expects."""
+STUDY = "sweep"
+"""The table that makes a study of a config."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def load(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, say: Any = print) -> Config:
     """Read a TOML file, apply `(dotted key, text)` overrides and validate."""
-    return parse(read(path), overrides, where=str(path), say=say)
+    tree = read(path)
+    if STUDY in tree:
+        raise ConfigError(f"{path} is a study of several runs: slipstream sweep {path}")
+    return parse(tree, overrides, where=str(path), say=say)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -45,10 +50,8 @@ def read(path: str | Path) -> dict[str, Any]:
 def parse(
     tree: dict[str, Any], overrides: Sequence[tuple[str, str]] = (), *, where: str = "config", say: Any = print
 ) -> Config:
-    tree, notes = _with_kinds(tree), list[str]()
-    # kinds come first, so that a kind cannot discard what was written next to it
-    for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
-        tree = _override(tree, key.split("."), _value(text), notes.append)
+    notes = list[str]()
+    tree = overridden(tree, overrides, say=notes.append)
     tree = _for_endpoints(_by_our_names(tree), notes.append)
     try:
         # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
@@ -58,6 +61,16 @@ def parse(
     for note in notes:
         say(note)
     return config
+
+
+def overridden(
+    tree: dict[str, Any], overrides: Sequence[tuple[str, str]], *, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """A copy with these settings. Kinds come first, so that a kind cannot discard what was written next to it."""
+    tree = _with_kinds(tree)
+    for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
+        tree = _override(tree, key.split("."), value_of(text), say)
+    return tree
 
 
 def data_section(given: Mapping[str, Any]) -> DataConfig:
@@ -100,7 +113,7 @@ def _for_endpoints(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str
     return {**tree, "loss": {**loss, **changes}}
 
 
-def _value(text: str) -> Any:
+def value_of(text: str) -> Any:
     """What a TOML file would hold: `1e-5`, `true`, `[1, 2]`, `"x"`; anything else is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -206,17 +219,18 @@ def to_toml(config: Config) -> str:
 
 def differing(one: Config, other: Config) -> list[tuple[str, Any, Any]]:
     """Every setting that is not the same in both, and what it is in each."""
-    a, b = (_flat(each.model_dump(mode="json")) for each in (one, other))
+    a, b = (flat(each.model_dump(mode="json")) for each in (one, other))
     return [(name, a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
 
 
-def _flat(tree: Any, name: str = "") -> dict[str, Any]:
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    """By dotted keys."""
     if not isinstance(tree, dict) or not tree:
         return {name: tree}
     return {
         dotted: value
         for key, below in tree.items()
-        for dotted, value in _flat(below, f"{name}.{key}".strip(".")).items()
+        for dotted, value in flat(below, f"{name}.{key}".strip(".")).items()
     }
 
 

@@ -66,10 +66,14 @@ class FreshnessConfig(Section):
             ("kappa_roll", "refresh", "adaptive"),
             ("kappa_sup", "refresh", "adaptive"),
             ("cooldown", "refresh", "adaptive"),
+            ("buffer", "refresh", "adaptive"),
+            ("measure", "refresh", "adaptive"),
             ("threshold", "weight", "freshness"),
         ):
             if getattr(self, needs) != value and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name} is for {needs} = "{value}": write that, or drop it')
+        if self.weight == "equal" and self.also:
+            raise ValueError('also = "policy" weighs nothing where weight = "equal": drop it, or weigh by another')
         if self.weight == "equal" and not self.anchor and self.refresh == "never":
             raise ValueError(
                 'weight = "equal", anchor = 0 and refresh = "never" leave nothing to do: drop [freshness], or one of '

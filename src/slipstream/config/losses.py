@@ -264,7 +264,7 @@ class ReverseKL(Divergence):
             importance="not needed: exact at every visited prefix",
             targets="support mismatch and variance",
             cost="2·D bytes per position, and the teacher's head at the learner",
-            use_when="the teacher's hidden states can be had",
+            use_when="the teacher's hidden states can be had: above all when rollouts are stale",
         )
     }
 

@@ -45,8 +45,11 @@ class Async(Section):
     """The most that tau = "auto" comes to."""
     drift: float = Field(0.02, gt=0)
     """Drift (drift/k3_kl) that tau = "auto" stays within."""
-    publish_every: int = Field(1, ge=1)
-    """Updates between two publishes; work in flight grows with it."""
+    publish_every: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """Updates between two publishes; work in flight grows with it. "auto", beside tau = "auto", begins with 1 and
+    doubles while the learner waits and publishes take long; what is too stale, or saves nothing, is taken back."""
+    publish_max: int = Field(4, ge=2)
+    """The most that publish_every = "auto" comes to, a power of two."""
     on_publish: Literal["keep", "drain", "restart"] = "keep"
     """Running responses go on under the new weights, are finished first, or begin again."""
     order: Literal["mixture", "completion", "submission"] = "mixture"
@@ -63,11 +66,38 @@ class Async(Section):
         """The largest that tau may ever be."""
         return self.tau_max if self.tau == "auto" else self.tau
 
+    @property
+    def often(self) -> int:
+        """The fewest updates that there may ever be between two publishes."""
+        return 1 if self.publish_every == "auto" else self.publish_every
+
+    @property
+    def rarest(self) -> int:
+        """The most updates that there may ever be between two publishes."""
+        return self.publish_max if self.publish_every == "auto" else self.publish_every
+
+    @property
+    def batches(self) -> float:
+        """The most that may ever be in flight. Publishes that come less often leave it as it is where that is found."""
+        return (self.most + 1) * self.often
+
     @model_validator(mode="after")
     def _left_to_the_run(self) -> Async:
-        for name in ("tau_max", "drift") if self.tau != "auto" else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name} does nothing without tau = "auto": set that, or drop {name}')
+        idle = {"tau_max": "tau", "drift": "tau", "publish_max": "publish_every"}
+        for name, auto in idle.items():
+            if getattr(self, auto) != "auto" and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f'{name} does nothing without {auto} = "auto": set that, or drop {name}')
+        if self.publish_every != "auto":
+            return self
+        if self.tau != "auto":
+            raise ValueError('publish_every = "auto" is found together with tau: write tau = "auto", or a number here')
+        if self.publish_max & (self.publish_max - 1):
+            raise ValueError(f"publish_max = {self.publish_max} is no power of two: write 2, 4, 8 …")
+        if 2 * self.publish_max > self.tau_max + 1:
+            raise ValueError(
+                f"publish_max = {self.publish_max} needs twice as many batches in flight: write "
+                f"tau_max = {2 * self.publish_max - 1} or more"
+            )
         return self
 
     @model_validator(mode="after")
@@ -78,17 +108,17 @@ class Async(Section):
             return self
         if self.order == "submission":
             raise ValueError('order = "submission" bounds the lag by itself: drop max_lag, or the order')
-        reach = ceil((self.most + 1) * self.publish_every) - 1
+        reach = ceil(self.batches) - 1
         if self.on_old in (None, "wait") and self.max_lag < reach:
             raise ValueError(
                 f"max_lag = {self.max_lag} cannot be kept by waiting with work for {reach} more updates in flight: "
                 f"write max_lag = {reach} or more, a smaller {'tau_max' if self.tau == 'auto' else 'tau'}, or "
                 'on_old = "restart"'
             )
-        if self.max_lag < self.publish_every - 1:
+        if self.max_lag < self.rarest - 1:
             raise ValueError(
-                f"max_lag = {self.max_lag} cannot be kept when weights are published every {self.publish_every} "
-                f"updates: write max_lag = {self.publish_every - 1} or more"
+                f"max_lag = {self.max_lag} cannot be kept when weights are published every {self.rarest} "
+                f"updates: write max_lag = {self.rarest - 1} or more"
             )
         return self
 

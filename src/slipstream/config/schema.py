@@ -426,7 +426,7 @@ class Config(Section):
                 'replicas = "auto": with runtime.kind = "inline" nobody comes or goes: write a number, or '
                 'runtime.kind = "local"'
             )
-        every = getattr(self.schedule, "publish_every", 1)
+        every = self.schedule.rarest if isinstance(self.schedule, Async) else 1
         if self.eval.every % every:
             raise ValueError(
                 f"eval.every = {self.eval.every} is not a multiple of schedule.publish_every = {every}: "

@@ -84,8 +84,8 @@ class TeacherConfig(Section):
     average, or { copy_every = 20 } as a copy; without it they stay as they were at the start."""
     relabel: Literal["never", "stale", "always"] = "never"
     """Score answers again just before they are learned from, with the exact KL of what it says now to what it said
-    then: where its weights or the attempts have moved since (stale), or also where only a function that writes its
-    context could know (always)."""
+    then (of an endpoint a lower bound): where its weights or the attempts have moved since (stale), or also where
+    only a function that writes its context could know (always)."""
     dtype: Dtype = "float32"
     """Precision in which the teacher runs."""
     token_budget: int = Field(16384, ge=1)
@@ -202,8 +202,8 @@ class TeacherConfig(Section):
             raise ValueError("longest is missing: nobody knows how long a context is that a function writes; say so")
         if self.follow is not None and self.model != SELF:
             raise ValueError('follow is for model = "self", whose weights come from the student: drop one of them')
-        if self.relabel != "never" and (endpoint or self.engine != "native"):
-            raise ValueError('relabel is for engine = "native", which knows the whole distribution: drop it')
+        if self.relabel != "never" and not endpoint and self.engine != "native":
+            raise ValueError('relabel is for engine = "native", or an endpoint: drop it')
         if self.relabel != "never" and self.follow is None and not self.shows:
             raise ValueError(
                 "relabel has nothing to do, as this teacher says the same at any time: drop it, or add follow, or a "

@@ -16,7 +16,7 @@ is told again; if what it answers is not what was seen, the episode begins again
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -120,6 +120,41 @@ class Call:
     ended: asyncio.Future[None]
 
 
+class Calls:
+    """Groups that somebody waits for, whose members are made beside each other."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.open: list[Call] = []
+
+    async def answered(
+        self, prompt: Prompt, sampling: Sampling, member: Callable[[Call, int], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """All members of a group. Whoever cancels, or fails, ends all."""
+        loop = asyncio.get_running_loop()
+        call = Call(prompt, sampling, loop.create_future(), loop.create_future())
+        self.open.append(call)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                members = [tasks.create_task(member(call, place)) for place in range(sampling.group)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.open.remove(call)
+            call.ended.set_result(None)
+        return [each.result() for each in members]
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        """These are handed over, or all of them."""
+        calls = [call for call in self.open if not numbers or call.prompt.number in numbers]
+        for call in calls:
+            if not call.leaving.done():
+                call.leaving.set_result(None)
+        await self.policy.release(numbers)
+        if calls:
+            await asyncio.wait([call.ended for call in calls])
+
+
 @dataclass
 class Episode:
     """One so far."""
@@ -191,39 +226,20 @@ class Episodes:
     def __init__(self, policy: Policy, renderer: Renders, environments: Environments, limits: Limits) -> None:
         self.policy, self.renderer, self.environments, self.limits = policy, renderer, environments, limits
         self.publish = policy.publish
-        self.calls: list[Call] = []
+        self.calls = Calls(policy)
+        self.release = self.calls.release
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         known = {handle.body.index - prompt.first: handle.body for handle in begun}
-        loop = asyncio.get_running_loop()
-        call = Call(prompt, sampling, loop.create_future(), loop.create_future())
-        self.calls.append(call)
-        try:
-            async with asyncio.TaskGroup() as tasks:  # whoever cancels, or fails, ends all
-                members = [
-                    tasks.create_task(self._member(call, place, known.get(place))) for place in range(sampling.group)
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            self.calls.remove(call)
-            call.ended.set_result(None)
-        found = [member.result() for member in members]
+        found = await self.calls.answered(
+            prompt, sampling, lambda call, place: self._member(call, place, known.get(place))
+        )
         if any(handle is None or handle.header.finish == "released" for handle in found):
             return handed_over(h.body for h in found if h is not None and h.body is not None)
         return [Handle(replace(h.header, spans=self._before_now(h.header)), h.body) for h in found if h is not None]
 
     def _before_now(self, header: Header) -> tuple[tuple[str, float, float], ...]:
         return tuple((what, self._now() - began, seconds) for what, began, seconds in header.spans)
-
-    async def release(self, numbers: Collection[int] = ()) -> None:
-        calls = [call for call in self.calls if not numbers or call.prompt.number in numbers]
-        for call in calls:
-            if not call.leaving.done():
-                call.leaving.set_result(None)
-        await self.policy.release(numbers)
-        if calls:
-            await asyncio.wait([call.ended for call in calls])
 
     async def _member(self, call: Call, place: int, begun: Rollout | None) -> Handle | None:
         """One episode; none if nothing of it is there yet, as it is handed over."""

@@ -1,7 +1,8 @@
 """Engines that only take time: what the pipeline would do on machines that are not here.
 
-Samplers decode all their running rows in steps whose duration depends on how many there are; scorers and the learner
-take so long for so many tokens. Responses have a length and versions, and nothing else. Meant for a virtual clock.
+Samplers decode all their running rows in steps whose duration depends on how many there are, and on how many tokens
+they attend to; scorers and the learner take so long for so many tokens. They may share cores. Responses have a length
+and versions, and nothing else. Meant for a virtual clock.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from math import sqrt
 from operator import itemgetter
 from pathlib import Path
 
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, Weighed, WeightsRef
+from slipstream.engines.cores import Cores, Work
 from slipstream.engines.recordfile import read_groups, write_groups
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt, counts_of
 
@@ -45,25 +48,57 @@ class Request:
         """Tokens that this member lacked when it came."""
         return self.lengths[index] - (self.begun[index].tokens if index in self.begun else 0)
 
+    def whole(self, index: int) -> int:
+        """Tokens of this member's sequence, its prompt included, when it is complete."""
+        return len(self.prompt.tokens) + self.lengths[index]
+
+    def unread(self) -> int:
+        """Tokens that are to be read before it runs; its members share their prompt."""
+        return len(self.prompt.tokens) + sum(header.tokens for header in self.begun.values())
+
 
 class SleepSampler:
-    def __init__(self, length: Length, *, step: Step, slots: int = 1 << 30, load: float = 0.0) -> None:
-        """`load` is how many seconds a publish stands still."""
+    def __init__(
+        self,
+        length: Length,
+        *,
+        step: Step,
+        slots: int = 1 << 30,
+        load: float = 0.0,
+        context: float = 0.0,
+        read: Cost = lambda _: 0.0,
+        rebuilds: bool = True,
+        gather: int = 0,
+        cores: Cores | None = None,
+    ) -> None:
+        """`load` is how many seconds a publish stands still, beside those in which it reads running rows again if it
+        `rebuilds` them. `context` is what a step takes longer for every token that its rows attend to, and `read` how
+        long it takes to read so many tokens, for which all rows wait. So many slots `gather` before some are filled."""
         self.length, self.step, self.slots, self.load = length, step, slots, load
+        self.per_token, self.read, self.rebuilds, self.gather = context, read, rebuilds, gather
+        self.cores = cores or Cores()
         self.version = 0
         self.waiting: deque[Request] = deque()
         self.running: dict[Request, None] = {}
-        self.rows: list[tuple[float, int, Request]] = []
-        """A heap: the step at which a row ends, a number that breaks ties, and its request."""
+        self.rows: list[tuple[float, int, Request, int]] = []
+        """A heap: the step at which a row ends, a number that breaks ties, its request, and its index there."""
         self.seated = self.count = 0
         self.steps = 0.0
         """Steps made so far, as of `at`."""
+        self.context = 0.0
+        """Tokens that the running rows attend to, as of `at`."""
+        self.unread = 0.0
+        """Seconds of reading that come before the next step, as of `at`."""
         self.at = 0.0
+        """On the clock of the cores."""
+        self.filling = -1.0
+        """When slots were last filled, for all who come at the same time."""
         self.paused = False
         """Nothing is seated until a publish is done."""
         self.still = False
         """Rows make no step while weights are loaded."""
-        self.timer: asyncio.TimerHandle | None = None
+        self.work: Work | None = None
+        """Until the next row ends."""
         self.drained: asyncio.Event | None = None
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
@@ -104,59 +139,88 @@ class SleepSampler:
             for request in self.waiting:
                 request.begun = {}
             self._clear()
+        self.still = True
+        self._go_on()
         if self.load:
-            self.still = True
-            self._go_on()
-            await asyncio.sleep(self.load)
-            self._catch_up()
-            self.still = False
+            await self.cores.work(self.load)
+        loaded = clock()
+        if self.rebuilds and (again := self.read(self._prefixes())):
+            await self.cores.work(again)
+        self._catch_up()
+        self.still = False
         self.version = weights.version
         for request in self.running:
             request.versions.append((self.steps, self.version))
         self.paused = False
         self._go_on()
-        return Loaded(str(self.version), wait=stood - began, load=clock() - stood, thrown=thrown)
+        rebuild = clock() - loaded
+        return Loaded(str(self.version), wait=stood - began, load=loaded - stood, rebuild=rebuild, thrown=thrown)
+
+    def _prefixes(self) -> int:
+        """Tokens of all that runs; members of a group share their prompt."""
+        shared = sum((request.left - 1) * len(request.prompt.tokens) for request in self.running)
+        return int(self.context) - shared
 
     # --- time passes ---------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self.cores.time()
         if self.count and not self.still:
-            self.steps += (now - self.at) / self.step(self.count)
+            reading = min(self.unread, now - self.at)
+            self.unread -= reading
+            self._step(self._steps(now - self.at - reading))
         self.at = now
+
+    def _step(self, steps: float) -> None:
+        self.steps += steps
+        self.context += steps * self.count
+
+    def _seconds(self, steps: float) -> float:
+        """Of so many steps from here: every one is longer than the one before by what its rows have grown."""
+        first = self.step(self.count) + self.per_token * self.context
+        return steps * first + self.per_token * self.count * steps**2 / 2
+
+    def _steps(self, seconds: float) -> float:
+        """In so many seconds from here: the inverse."""
+        first, more = self.step(self.count) + self.per_token * self.context, self.per_token * self.count
+        return 2 * seconds / (first + sqrt(first**2 + 2 * more * seconds))
 
     def _go_on(self) -> None:
         """Seat what fits, and wake up when the next row ends."""
-        while self.waiting and not self.paused and self.count + len(self.waiting[0].lengths) <= self.slots:
-            self._seat(self.waiting.popleft())
-        if self.timer:
-            self.timer.cancel()
-            self.timer = None
+        if self.at == self.filling or not self.count or self.slots - self.count >= self.gather:
+            self.filling = self.at
+            while self.waiting and not self.paused and self.count + len(self.waiting[0].lengths) <= self.slots:
+                self._seat(self.waiting.popleft())
+        if self.work:
+            self.cores.cancel(self.work)
+            self.work = None
         while self.rows and self.rows[0][2] not in self.running:  # aborted
             heapq.heappop(self.rows)
         if self.rows and not self.still:
-            seconds = max(self.rows[0][0] - self.steps, 0.0) * self.step(self.count)
-            self.timer = asyncio.get_running_loop().call_later(seconds, self._end)
+            seconds = self.unread + self._seconds(max(self.rows[0][0] - self.steps, 0.0))
+            self.work = self.cores.begin(seconds, self._end)
 
     def _seat(self, request: Request) -> None:
-        missing = [lacks for index in range(len(request.lengths)) if (lacks := request.missing(index))]
+        missing = {index: lacks for index in range(len(request.lengths)) if (lacks := request.missing(index))}
         request.left, request.began = len(missing), self.steps
         request.versions = [(self.steps, self.version)]
         self.running[request] = None
         self.count += len(missing)
-        for tokens in missing:
-            heapq.heappush(self.rows, (self.steps + tokens, self.seated, request))
+        self.context += sum(request.whole(index) - lacks for index, lacks in missing.items())
+        self.unread += self.read(request.unread())
+        for index, tokens in missing.items():
+            heapq.heappush(self.rows, (self.steps + tokens, self.seated, request, index))
             self.seated += 1
 
     def _end(self) -> None:
         """The next row has ended, and all that end with it."""
         self._catch_up()
-        self.steps = max(self.steps, self.rows[0][0])
+        self._step(max(0.0, self.rows[0][0] - self.steps))
         while self.rows and self.rows[0][0] <= self.steps + 1e-6:
-            _, _, request = heapq.heappop(self.rows)
+            end, _, request, index = heapq.heappop(self.rows)
             if request not in self.running:
                 continue
-            self.count -= 1
+            self._leave(end, request, index)
             request.left -= 1
             if request.left == 0:
                 del self.running[request]
@@ -166,11 +230,18 @@ class SleepSampler:
             self.drained.set()
         self._go_on()
 
+    def _leave(self, end: float, request: Request, index: int) -> None:
+        """A row that ends, or would have ended, at this step."""
+        self.count -= 1
+        self.context = self.context - request.whole(index) + (end - self.steps) if self.count else 0.0
+
     def _abort(self, request: Request) -> None:
         self._catch_up()
         if request in self.running:
             del self.running[request]
-            self.count -= request.left
+            for end, _, other, index in self.rows:
+                if other is request:
+                    self._leave(end, request, index)
         else:
             self.waiting.remove(request)
         if self.drained and not self.running:
@@ -181,6 +252,7 @@ class SleepSampler:
         self.running.clear()
         self.rows.clear()
         self.count = 0
+        self.context = self.unread = 0.0
 
     def _handle(self, request: Request, index: int, steps: int | None = None) -> Handle:
         """A member, complete; or as it is so many steps after it was seated."""
@@ -216,13 +288,13 @@ class SleepSampler:
 class Server:
     """Works on one thing at a time, in the order in which they came."""
 
-    def __init__(self, cost: Cost) -> None:
-        self.cost, self.free = cost, 0.0
+    def __init__(self, cost: Cost, cores: Cores | None = None) -> None:
+        self.cost, self.cores = cost, cores or Cores()
+        self.turn = asyncio.Lock()
 
     async def work(self, tokens: int) -> None:
-        now = asyncio.get_running_loop().time()
-        self.free = max(self.free, now) + self.cost(tokens)
-        await asyncio.sleep(self.free - now)
+        async with self.turn:
+            await self.cores.work(self.cost(tokens))
 
 
 class SleepScorer(Server):

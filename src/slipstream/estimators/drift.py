@@ -17,7 +17,7 @@ from slipstream.estimators.ratio import effective_sample_size, same_rows
 METRICS = (
     *("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl"),
     *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio"),
-    *("kl", "k3_kl", "chi2_token", "chi2_seq", "chi2_row_p95", "tv", "ess", "ess_row", "ess_row_min"),
+    *("kl", "k3_kl", "chi2_token", "chi2_seq", "chi2_row_p95", "tv", "ess", "ess_seq", "ess_row", "ess_row_min"),
     *("probs_pearson", "probs_diff_mean", "probs_diff_max"),
 )
 
@@ -32,7 +32,8 @@ def offpolicy_metrics(
     chi2      mean ρ² − 1 over tokens, and mean (Πρ)² − 1 over rows: the variance that importance weights would bring;
               chi2_row_p95: the first over the tokens of each row, of which 95 % have less
     tv        ½ mean |1 − ρ|: bounds the bias of token-level surrogates
-    ess       1 / E[ρ̃²] over all tokens; ess_row: over those of each row, averaged, and its least
+    ess       1 / E[ρ̃²] over all tokens; ess_seq: of Πρ over rows; ess_row: over the tokens of each row, averaged, and
+              its least
     probs_…   agreement of the probabilities themselves
     kl/lag_2-3, chi2_token/lag_2-3 …: the same over the tokens of lag 0, 1, 2–3, 4–7 …, buckets without tokens left out
 
@@ -89,7 +90,8 @@ def _of_rows(old_BT: Tensor, rollout_BT: Tensor, valid_BT: Tensor) -> dict[str, 
     training_B, rollout_B = -old_BT.sum(-1) / count_B, -rollout_BT.sum(-1) / count_B
     diff_B = training_B - rollout_B
     delta_BT = (old_BT - rollout_BT).clamp(-RATIO_BOUND, RATIO_BOUND)
-    product_B = delta_BT.sum(-1).clamp(-RATIO_BOUND, RATIO_BOUND)
+    product_B = delta_BT.sum(-1)
+    weight_B = (product_B - product_B.max()).exp()
     ratio_BT = delta_BT.exp().masked_fill(~valid_BT, 0.0)
     square_B = ratio_BT.square().sum(-1) / count_B
     ess_B = (ratio_BT.sum(-1) / count_B).square() / square_B
@@ -103,8 +105,9 @@ def _of_rows(old_BT: Tensor, rollout_BT: Tensor, valid_BT: Tensor) -> dict[str, 
         "log_ppl_diff_max": diff_B.max(),
         "log_ppl_diff_min": diff_B.min(),
         "ppl_ratio": bounded_exp(diff_B).mean(),
-        "chi2_seq": torch.expm1(2 * product_B).mean(),
+        "chi2_seq": torch.expm1(2 * product_B.clamp(-RATIO_BOUND, RATIO_BOUND)).mean(),
         "chi2_row_p95": torch.quantile(square_B - 1, 0.95),
+        "ess_seq": effective_sample_size(weight_B, torch.ones_like(weight_B)),
         "ess_row": ess_B.mean(),
         "ess_row_min": ess_B.min(),
     }

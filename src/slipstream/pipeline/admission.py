@@ -75,7 +75,8 @@ class Admission:
         standing: Standing | None = None,
     ) -> None:
         """`source` tells of which a group is, by its number."""
-        self.schedule, self.updates, self.credits = schedule, updates, schedule.credits
+        self.schedule, self.updates = schedule, updates
+        self.credits, self.publish_every = schedule.credits, schedule.publish_every
         """`credits` are how many groups may be in flight now: what the schedule has, or fewer."""
         self.source = source if schedule.order == "mixture" else lambda _: ""
         self.version = self.published_version = standing.version if standing else 0
@@ -139,7 +140,9 @@ class Admission:
         if self.gated:
             return 0
         if self.schedule.submit == "stream":
-            return min(self.credits - self.in_use, self.remaining)
+            # where fewer credits are allowed than updates hold that are not published, the next one still comes about
+            allowed = max(self.credits, len(self.trained) + self.schedule.groups)
+            return min(allowed - self.in_use, self.remaining)
         # whole batches, however many of their groups were dropped: each is an update by which those behind it age
         room = len(self.batches) < self.schedule.credits // self.schedule.groups
         return min(self.schedule.groups, self.remaining) if room else 0
@@ -176,8 +179,9 @@ class Admission:
 
     @property
     def publishes_next(self) -> bool:
-        """Whether weights are published after the next update."""
-        return (self.version + 1) % self.schedule.publish_every == 0
+        """Whether weights are published after the next update; where the cadence was shortened, at the latest then."""
+        after = self.version + 1
+        return after % self.publish_every == 0 or after - self.published_version >= self.publish_every
 
     def outdated(self) -> list[int]:
         """Groups that are older than max_lag and cannot be learned from any more: to be restarted or dropped."""
@@ -218,12 +222,12 @@ class Admission:
             self.submitted += count
         return list(range(first, self.submitted))
 
-    def allow(self, credits: int) -> None:
-        """From now on so many groups may be in flight. If there are more, none starts until enough are published: what
-        is there stays, so order and bounds hold as before."""
-        assert self.schedule.groups * self.schedule.publish_every <= credits <= self.schedule.credits
+    def allow(self, credits: int, publish_every: int) -> None:
+        """From now on so many groups may be in flight, and so many updates are made between two publishes. If there are
+        more, none starts until enough are published: what is there stays, so order and bounds hold as before."""
+        assert self.schedule.groups * publish_every <= credits <= self.schedule.credits
         assert self.schedule.submit == "stream"
-        self.credits = credits
+        self.credits, self.publish_every = credits, publish_every
 
     def rolled(self, number: int, version: int) -> None:
         """A group has come back; its oldest token is of this version."""
@@ -257,9 +261,10 @@ class Admission:
         for number in list(self.learning):
             _move(number, self.learning, self.trained)
             self.turns.remove(self._leave(number).source)
+        published = self.publishes_next
         self.version += 1
         nothing_left = self.remaining == 0 and not self.live
-        self.gated = nothing_left or self.version % self.schedule.publish_every == 0
+        self.gated = nothing_left or published
 
     def publish(self) -> None:
         """The weights of all updates so far are in every sampler."""

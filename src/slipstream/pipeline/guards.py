@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 from statistics import fmean
 from typing import Protocol
 
@@ -49,9 +49,9 @@ class Guard(Protocol):
 
 
 class Guards:
-    def __init__(self, config: GuardsConfig, *, tau: float = 0.0) -> None:
-        """`tau` is the schedule's, where a guard may lower it."""
-        self.guards = made(config, tau)
+    def __init__(self, config: GuardsConfig, *, tau: float = 0.0, batches: float = 1.0) -> None:
+        """`tau` is the schedule's, where a guard may lower it; and so many batches are in flight with it."""
+        self.guards = made(config, tau, batches)
         self.acts = {name: Act() for name in self.guards}
         """As they stand after the last line."""
 
@@ -74,7 +74,7 @@ class Guards:
         return {f"guard/{name}": float(act.lowered) if name == "kl" else act.lr for name, act in self.acts.items()}
 
 
-def made(config: GuardsConfig, tau: float) -> dict[str, Guard]:
+def made(config: GuardsConfig, tau: float, batches: float) -> dict[str, Guard]:
     found: dict[str, Guard] = {}
     if config.length_surge is not None:
         found["length_surge"] = surging(config.length_surge)
@@ -83,7 +83,7 @@ def made(config: GuardsConfig, tau: float) -> dict[str, Guard]:
     if config.entropy is not None:
         found["entropy"] = sure_of_all(config.entropy)
     if config.kl is not None:
-        found["kl"] = Brake(config.kl, tau)
+        found["kl"] = Brake(config.kl, tau, batches)
     if config.gac is not None and config.gac.below is not None:
         found["gac"] = led_astray(config.gac, config.gac.below)
     return found
@@ -164,8 +164,8 @@ class Ess:
 class Brake:
     """Lowers tau while drift is high, a step at a time: what one does is seen when all that was in flight is gone."""
 
-    def __init__(self, kl: KLBrake, tau: float) -> None:
-        self.kl, self.most = kl, int(tau)
+    def __init__(self, kl: KLBrake, tau: float, batches: float) -> None:
+        self.kl, self.most, self.flight = kl, int(tau), ceil(batches)
         self.recent = deque[float](maxlen=LOOKS)
         self.lowered = self.settling = self.calm = 0
 
@@ -192,6 +192,6 @@ class Brake:
 
     def _set(self, lowered: int, why: str = "") -> Act:
         self.lowered = min(lowered, self.most)
-        self.settling, self.calm = self.most + 1, 0
+        self.settling, self.calm = self.flight, 0
         self.recent.clear()
         return Act(lowered=self.lowered, said=f"{why}: tau is {self.lowered} less than it was set to")

@@ -98,9 +98,10 @@ class Run:
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
         self.autopilot = autopilot_of(config.schedule)
-        self.most = config.schedule.most if isinstance(config.schedule, Async) else 0.0
-        """The largest tau."""
-        self.guards = Guards(config.guards, tau=self.most)
+        schedule = config.schedule
+        self.most, batches = (schedule.most, schedule.batches) if isinstance(schedule, Async) else (0.0, 1.0)
+        """The largest tau; and what is in flight with it."""
+        self.guards = Guards(config.guards, tau=self.most, batches=batches)
         for line in log.updates():
             self._decide(line)
         self._steer()
@@ -178,6 +179,11 @@ class Run:
         """How much may be in flight now."""
         return (self.autopilot.tau if self.autopilot else self.most) - self.guards.lowered
 
+    @property
+    def publish_every(self) -> int:
+        """How many updates there are between two publishes now."""
+        return self.autopilot.every if self.autopilot else self.admission.schedule.publish_every
+
     def _decide(self, line: Mapping[str, Any]) -> list[str]:
         """At what an update says of itself: should the next be made otherwise? Returns what is new. Updates that were
         made with a fixed tau say nothing of other ones."""
@@ -189,13 +195,17 @@ class Run:
     def _steer(self) -> None:
         """As was decided after the last update."""
         if isinstance(self.config.schedule, Async):
-            self.admission.allow(credits_of(self.config.schedule, self.config.groups_per_update, self.tau))
+            every = self.publish_every
+            self.admission.allow(credits_of(self.tau, every, self.config.groups_per_update), every)
         if self.flow is not None:
             self.flow.lr = self.guards.lr
 
     def _steered(self) -> Metrics:
         steers = self.autopilot or self.config.guards.kl
-        return self.guards.metrics | ({"tau": float(self.tau)} if steers else {})
+        found = {"tau": float(self.tau)} if steers else {}
+        if self.autopilot and self.autopilot.rarest > self.autopilot.often:
+            found["publish_every"] = float(self.publish_every)
+        return self.guards.metrics | found
 
     def _look(self, line: Metrics) -> None:
         for said in self._decide(line):
@@ -404,7 +414,7 @@ def admission_of(config: Config, prompts: Prompts, standing: Standing | None) ->
 
 def autopilot_of(schedule: ScheduleConfig) -> Autopilot | None:
     if isinstance(schedule, Async) and schedule.tau == "auto":
-        return Autopilot(schedule.tau_max, schedule.drift)
+        return Autopilot(schedule.tau_max, schedule.drift, often=schedule.often, rarest=schedule.rarest)
     return None
 
 

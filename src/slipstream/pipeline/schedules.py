@@ -36,7 +36,7 @@ class Schedule:
     publish: Mode
     """What a publish does to running requests."""
     publish_every: int = 1
-    """P, the updates between two publishes."""
+    """P, the updates between two publishes; the least, where that may change."""
     order: Literal["mixture", "completion", "submission"] = "mixture"
     """Whose turn it is among scored groups: `admission` says how a mixture is kept."""
     max_lag: int | None = None
@@ -85,19 +85,19 @@ def periodic(groups: int) -> Schedule:
     return Schedule(groups=groups, credits=groups, submit="stream", stages="overlap", learn="ready", publish="drain")
 
 
-def credits_of(knobs: Async, groups: int, tau: float) -> int:
-    """So many groups may be in flight with this tau."""
-    return floor((tau + 1) * knobs.publish_every * groups)
+def credits_of(tau: float, every: int, groups: int) -> int:
+    """So many groups may be in flight with this tau and so many updates between two publishes."""
+    return floor((tau + 1) * every * groups)
 
 
 def asynchronous(groups: int, knobs: Async) -> Schedule:
     return Schedule(
         groups=groups,
-        credits=credits_of(knobs, groups, knobs.most),
+        credits=credits_of(knobs.most, knobs.often, groups),
         submit="stream",
         stages="overlap",
         publish=knobs.on_publish,
-        publish_every=knobs.publish_every,
+        publish_every=knobs.often,
         order=knobs.order,
         max_lag=knobs.max_lag,
         on_old=knobs.on_old or "wait",

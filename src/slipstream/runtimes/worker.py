@@ -67,8 +67,10 @@ def nurse(control: Connection) -> None:
     wake_with_parent()
     if LINUX:
         signal.signal(signal.SIGCHLD, lambda *_: reap(engines))
+        gc.disable()  # all of it stays; collections would be a fifth of what this costs
         import slipstream.runtimes.build  # noqa: F401
     gc.freeze()  # no collection of a child need look through this again, and its pages stay shared
+    gc.enable()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             match control.recv():

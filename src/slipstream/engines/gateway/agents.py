@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from slipstream.engines.base import Sampling
-from slipstream.engines.episodes import TRIES, Call, Policy, failed
+from slipstream.engines.episodes import TRIES, Call, Calls, Policy, failed
 from slipstream.engines.gateway.server import Server
 from slipstream.engines.gateway.sessions import Bounds, Session, Speaks
 from slipstream.errors import EnvironmentFailed
@@ -69,7 +69,7 @@ class Agents:
         self.publish = policy.publish
         self.at_once = at_once
         self.room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self.calls: list[Call] = []
+        self.calls = Calls(policy)
         self.playing: dict[Key, Playing] = {}
         """Episodes at work, among them those that were handed over and may be gone on with here."""
 
@@ -80,37 +80,22 @@ class Agents:
         for handle in begun:
             known.setdefault(handle.body.episode, []).append(Handle(header_of(handle.body), handle.body))
         await self.server.started()
-        loop = asyncio.get_running_loop()
-        call = Call(prompt, sampling, loop.create_future(), loop.create_future())
-        self.calls.append(call)
-        try:
-            async with asyncio.TaskGroup() as tasks:  # whoever cancels, or fails, ends all
-                members = [
-                    tasks.create_task(self._member(call, index, known.get(index, [])))
-                    for index in range(prompt.first, prompt.first + sampling.group)
-                ]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            self.calls.remove(call)
-            call.ended.set_result(None)
-        found = [member.result() for member in members]
+
+        async def member(call: Call, place: int) -> list[Handle]:
+            index = prompt.first + place
+            return await self._member(call, index, known.get(index, []))
+
+        found = await self.calls.answered(prompt, sampling, member)
         handles = [handle for each in found for handle in each]
         if any(not each or each[0].header.finish == "released" for each in found):
             return handed_over(handle.body for handle in handles if handle.body is not None)
         return sorted(handles, key=lambda handle: handle.header.index)
 
     async def release(self, numbers: Collection[int] = ()) -> None:
-        calls = [call for call in self.calls if not numbers or call.prompt.number in numbers]
         for (number, *_), playing in self.playing.items():
             if playing.session is not None and (not numbers or number in numbers):
                 playing.session.going.clear()
-        for call in calls:
-            if not call.leaving.done():
-                call.leaving.set_result(None)
-        await self.policy.release(numbers)
-        if calls:
-            await asyncio.wait([call.ended for call in calls])
+        await self.calls.release(numbers)
 
     async def _member(self, call: Call, index: int, known: list[Handle]) -> list[Handle]:
         """The lineages of one episode, or what there is of them if it is handed over; complete ones as they are."""

@@ -13,18 +13,18 @@ Shapes: T tokens, V vocabulary.
 from __future__ import annotations
 
 import gzip
-import json
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Literal, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from slipstream.loopback import Loopback, cut_off, send
 
 Fault = Literal["slow", "busy", "broken", "cut", "refused", "not json", "deep", "endless", "packed", "trickle",
                 "no logprobs", "short", "few", "nan", "null", "positive", "clamp", "narrow", "shifted", "other ids",
@@ -56,7 +56,7 @@ def model(name: str) -> Scores:
     return scores
 
 
-class FakeEndpoint:
+class FakeEndpoint(Loopback):
     def __init__(
         self,
         scores: Scores,
@@ -70,6 +70,7 @@ class FakeEndpoint:
         port: int = 0,
     ) -> None:
         """`lists` its models; wants a `key`, if one is given."""
+        super().__init__(port)
         self.scores, self.name, self.vocabulary, self.key, self.lists = scores, name, vocabulary, key, lists
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
         self.faults: deque[Fault] = deque()
@@ -79,7 +80,6 @@ class FakeEndpoint:
         """How long slow is, and how long it takes from one byte to the next where they trickle."""
         self.sent = 0
         """Bytes of answers without an end."""
-        self.over = threading.Event()
         self.retry_after: str | None = "0.05"
         self.requests: list[dict[str, Any]] = []
         """All completions that were asked for."""
@@ -87,69 +87,35 @@ class FakeEndpoint:
         """Requests at a time."""
         self.asked = time.monotonic()
         self.lock = threading.Lock()
-        self.server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}/v1"
+        return f"{super().url}/v1"
 
     def tell(self, *faults: Fault) -> None:
         """What goes wrong with the next completions, one by one."""
         self.faults.extend(faults)
 
-    def __enter__(self) -> Self:
-        self.thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.over.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                fake.models(self)
-
-            def do_POST(self) -> None:
-                length = int(self.headers["content-length"])
-                content = self.rfile.read(length)
-                if len(content) < length:  # who asked has gone
-                    self.close_connection = True
-                    return
-                body = json.loads(content)
-                with fake.lock:
-                    fake.running += 1
-                    fake.most = max(fake.most, fake.running)
-                try:
-                    fake.complete(self, body)
-                except (BrokenPipeError, ConnectionResetError):  # who asked has gone
-                    self.close_connection = True
-                finally:
-                    with fake.lock:
-                        fake.running -= 1
-
-        return Handler
-
     # --- what it answers -------------------------------------------------------------------------------------
 
-    def models(self, to: BaseHTTPRequestHandler) -> None:
+    def get(self, to: BaseHTTPRequestHandler) -> None:
+        """Its models."""
         if self._turned_away(to):
             return
         listed = {"id": self.name, "object": "model", "max_model_len": self.max_model_len}
         send(to, 200, {"object": "list", "data": [listed]})
 
-    def complete(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def post(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        try:
+            self._complete(to, body)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+    def _complete(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         with self.lock:
             self.asked = time.monotonic()
             self.requests.append(body)
@@ -211,11 +177,7 @@ class FakeEndpoint:
                 bomb = gzip.compress(b" " * (1 << 24))
                 send(to, 200, bomb, **{"Content-Encoding": "gzip"})
             case "cut":
-                to.send_response(200)
-                to.send_header("Content-Length", "100000")
-                to.end_headers()
-                to.wfile.write(b'{"choices": [')
-                to.close_connection = True
+                cut_off(to, b'{"choices": [')
             case _:
                 return False
         return True
@@ -228,16 +190,6 @@ class FakeEndpoint:
         while not self.over.wait(pause):
             to.wfile.write(part)
             self.sent += len(part)
-
-
-def send(to: BaseHTTPRequestHandler, status: int, answer: Any, **headers: str) -> None:
-    text = answer if isinstance(answer, str | bytes) else json.dumps(answer)
-    content = text.encode() if isinstance(text, str) else text
-    to.send_response(status)
-    for name, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
-        to.send_header(name, value)
-    to.end_headers()
-    to.wfile.write(content)
 
 
 def prompt_logprobs(logp_TV: NDArray[np.floating[Any]], tokens: Sequence[int], k: int) -> list[Any]:

@@ -2,11 +2,15 @@
 
 The answer to `prompt_logprobs` is the teacher's log-prob of every token that was sent, and with `teacher_topk` of its k
 best: the emitted token comes besides them, also where it is not among them.
+
+Asked again, how far it has moved is known of those tokens only: a lower bound of the KL over the vocabulary.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +18,12 @@ import numpy as np
 from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.http.answers import HIGHEST, LogProbs, WrongAnswer, read
 from slipstream.engines.http.client import Client, Endpoint
-from slipstream.engines.trust import scored
-from slipstream.errors import EndpointError
-from slipstream.records import Group, Handle, Ints, graded
+from slipstream.engines.trust import FLOOR, failed, scored
+from slipstream.errors import EndpointError, NoContext
+from slipstream.records import Floats, Group, Handle, Ints, Rollout, Scored, graded
 
+TINY = 1e-12
+"""The least that a token, or all others together, count as: answers are rounded."""
 ENTRY = 256
 """Bytes, at most and on average, of one log-prob in an answer: its id, rank and text are there too."""
 
@@ -39,8 +45,14 @@ class HttpScorer:
         self.k, self.vocabulary, self.context = k, vocabulary, context or SamePrompt()
 
     async def score(self, group: Group) -> list[Handle]:
+        return await self._each(group, self._score)
+
+    async def relabel(self, group: Group) -> list[Handle]:
+        return await self._each(group, self._relabel)
+
+    async def _each(self, group: Group, work: Callable[[Handle], Coroutine[Any, Any, Handle]]) -> list[Handle]:
         # not a TaskGroup, which loses a cancellation that comes together with an error
-        asked = [asyncio.create_task(self._score(handle)) for handle in group]
+        asked = [asyncio.create_task(work(handle)) for handle in group]
         try:
             return list(await asyncio.gather(*asked))
         finally:
@@ -51,10 +63,29 @@ class HttpScorer:
         """Connections end with the event loop that made them."""
 
     async def _score(self, handle: Handle) -> Handle:
+        return await self._asked(handle)
+
+    async def _relabel(self, handle: Handle) -> Handle:
+        return await self._asked(handle, before=handle.body)
+
+    async def _asked(self, handle: Handle, before: Scored | None = None) -> Handle:
+        """What it says of a response; with how far that is from what it said before, and that itself if it would see
+        the same."""
         rollout = graded(handle)
         try:
-            prefix = self.context(rollout, handle.header.attempts)
-            sent, places = [*prefix.tolist(), *rollout.tokens.tolist()], len(prefix) + np.flatnonzero(rollout.loss_mask)
+            seen = self.context(rollout, handle.header.attempts)
+        except NoContext as error:
+            return failed(handle, f"teacher {self.name} has no context for it: {error}", teacher=self.name)
+        if before is not None and np.array_equal(seen, before.seen):
+            return Handle(replace(handle.header, moved=handle.header.moved or 0.0), before)
+        found = await self._answer(rollout, seen)
+        if before is not None:
+            found["supervision_kl"] = moved_at_least(found, before)
+        return scored(handle, teacher=self.name, seen=seen, **found)
+
+    async def _answer(self, rollout: Rollout, seen: Ints) -> dict[str, Any]:
+        sent, places = [*seen.tolist(), *rollout.tokens.tolist()], len(seen) + np.flatnonzero(rollout.loss_mask)
+        try:
             found = await log_probs(self.client, self.model, sent, places, k=self.k)
             if (found.ids_NK >= self.vocabulary).any():
                 raise EndpointError(
@@ -69,7 +100,30 @@ class HttpScorer:
             if self.k
             else {"teacher_action_logp": found.logp_N[:, None]}
         )
-        return scored(handle, teacher=self.name, seen=prefix, teacher_logp=found.logp_N, **cached)
+        return {"teacher_logp": found.logp_N, **cached}
+
+
+def moved_at_least(now: dict[str, Any], before: Scored) -> Floats:
+    """KL(now ‖ then) at every trained position, of the tokens whose log-prob is known of both, and all others as one:
+    at most that over the vocabulary, as no coarser view sees more."""
+    assert before.teacher_logp is not None
+    p_NB, q_NB = probability(now["teacher_logp"])[:, None], probability(before.teacher_logp)[:, None]
+    if "teacher_ids" in now:
+        assert before.teacher_ids is not None and before.teacher_topk_logp is not None
+        emitted_N1 = before.rollout.tokens[before.rollout.loss_mask][:, None]
+        same_NKK = now["teacher_ids"][:, :, None] == before.teacher_ids[:, None, :]
+        both_NK = same_NKK.any(2) & (now["teacher_ids"] != emitted_N1)
+        then_NK = (same_NKK * probability(before.teacher_topk_logp)[:, None, :]).sum(2)
+        p_NB = np.concatenate([p_NB, probability(now["teacher_topk_logp"]) * both_NK], 1)
+        q_NB = np.concatenate([q_NB, then_NK * both_NK], 1)
+    p_NB, q_NB = (np.concatenate([x, 1 - x.sum(1, keepdims=True)], 1).clip(TINY) for x in (p_NB, q_NB))
+    kl_N: Floats = (p_NB * np.log(p_NB / q_NB)).sum(1)
+    return kl_N.clip(0).astype(np.float32)
+
+
+def probability(logp: Floats) -> Floats:
+    found: Floats = np.exp(logp.astype(np.float64).clip(FLOOR, 0))
+    return found
 
 
 async def log_probs(client: Client, model: str, sent: list[int], places: Ints, *, k: int) -> LogProbs:

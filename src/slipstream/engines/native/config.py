@@ -11,6 +11,10 @@ from slipstream.assets import check_reachable, model_path
 from slipstream.errors import ModelError, first_line
 
 KINDS = ("longrope", "dynamic")
+PASSES_APART, ENOUGH = 0.05, 8
+"""Seconds between two passes of a scorer, if little waits: less than this part of a micro-batch."""
+GATHERED = 8
+"""This part of a sampler's slots must be free before some are filled."""
 
 
 def by_length(kind: Any) -> bool:

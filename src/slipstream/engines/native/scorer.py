@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slipstream.config.losses import Cache
 from slipstream.engines.base import Context, Loaded, SamePrompt, WeightsRef
+from slipstream.engines.native.config import ENOUGH, PASSES_APART
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
@@ -37,10 +38,6 @@ from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded
 
 TOGETHER = 0.002
 """Seconds between calls that were made at the same time."""
-APART = 0.05
-"""Seconds between two passes, if little waits."""
-
-
 Work = Callable[[Sequence[Handle]], list[Handle]]
 
 
@@ -118,7 +115,7 @@ class NativeScorer:
         if self.driver is None or self.driver.done():
             self.enough = asyncio.Event()  # of this loop
             self.driver = loop.create_task(self._drive())
-        if sum(handle.header.tokens for call in self.waiting for handle in call.group) > self.token_budget // 8:
+        if sum(handle.header.tokens for call in self.waiting for handle in call.group) > self.token_budget // ENOUGH:
             self.enough.set()
         return await answer
 
@@ -153,7 +150,7 @@ class NativeScorer:
         """Small passes cost hardly less than larger ones: calls that come close behind one another share one."""
         now = asyncio.get_running_loop().time()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.enough.wait(), max(TOGETHER, self.ended + APART - now))
+            await asyncio.wait_for(self.enough.wait(), max(TOGETHER, self.ended + PASSES_APART - now))
 
     # --- weights ---------------------------------------------------------------------------------------------
 
@@ -192,7 +189,7 @@ class NativeScorer:
         seen, found = self._seen(handles)
         for i, tokens in list(seen.items()):
             old: Scored = handles[i].body
-            same = np.array_equal(tokens, context_of(old)) and old.teacher_version == self.version
+            same = np.array_equal(tokens, old.seen) and old.teacher_version == self.version
             if same:
                 del seen[i]
                 found[i] = Handle(replace(handles[i].header, moved=handles[i].header.moved or 0.0), old)
@@ -226,7 +223,7 @@ class NativeScorer:
             with self._under(version):
                 head = self.lm.head if version == self.version else copy.deepcopy(self.lm.head)
                 rollouts = {i: old.rollout for i, old in its.items()}
-                for members, hidden_ND in self._passes(rollouts, {i: context_of(old) for i, old in its.items()}):
+                for members, hidden_ND in self._passes(rollouts, {i: old.seen for i, old in its.items()}):
                     parts = by_sample(hidden_ND, [rollouts[i] for i in members])
                     found |= {i: Then(part.cpu(), head) for i, part in zip(members, parts, strict=True)}
         return found
@@ -312,10 +309,6 @@ class NativeScorer:
             "teacher_ids": ids_NK,
             "teacher_topk_logp": torch.where(ids_NK == tokens_N[:, None], logp_N[:, None], logp_NK),
         }
-
-
-def context_of(old: Scored) -> Ints:
-    return old.rollout.prompt.tokens if old.context is None else old.context
 
 
 def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:

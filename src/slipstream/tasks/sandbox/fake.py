@@ -13,67 +13,31 @@ import asyncio
 import base64
 import json
 import shlex
-import threading
 from collections import deque
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
-from typing import Any, Literal, Self
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Literal
 
 from slipstream.errors import SandboxError
+from slipstream.loopback import Loopback, cut_off, send
 from slipstream.tasks.sandbox.base import Limits, MiB, Ran, Sandbox, run_python
 
 Fault = Literal["broken", "busy", "refused", "slow", "cut", "not json", "other", "sandbox", "endless"]
 
 
-class FakeSandboxFusion:
+class FakeSandboxFusion(Loopback):
     def __init__(self, sandbox: Sandbox | None = None) -> None:
+        super().__init__()
         self.sandbox = sandbox
         self.faults: deque[Fault] = deque()
         self.seconds = 0.05
         """How long slow is."""
         self.requests: list[dict[str, Any]] = []
-        self.over = threading.Event()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_port}"
 
     def tell(self, *faults: Fault) -> None:
         """What goes wrong with the next calls, one by one."""
         self.faults.extend(faults)
 
-    def __enter__(self) -> Self:
-        self.thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.over.set()
-        self.server.shutdown()
-        self.server.server_close()
-
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        fake = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                try:
-                    fake.answer(self, body)
-                except (BrokenPipeError, ConnectionResetError):  # who asked has gone
-                    self.close_connection = True
-
-        return Handler
-
-    def answer(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def post(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         self.requests.append(body)
         fault = self.faults.popleft() if self.faults else None
         match fault:
@@ -95,11 +59,7 @@ class FakeSandboxFusion:
                 self.over.wait(self.seconds)
         content = json.dumps(self.ran(body)).encode()
         if fault == "cut":
-            to.close_connection = True
-            to.wfile.write(
-                b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(content) + content[: len(content) // 2]
-            )
-            return None
+            return cut_off(to, content[: len(content) // 2])
         return send(to, 200, content)
 
     def ran(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -142,11 +102,3 @@ def told(ran: Ran) -> dict[str, Any]:
     }
     status = "Success" if ran.status == "ok" else "Failed"
     return {"status": status, "message": "", "compile_result": None, "run_result": result, "files": {}}
-
-
-def send(to: BaseHTTPRequestHandler, status: int, content: bytes) -> None:
-    to.send_response(status)
-    to.send_header("Content-Type", "application/json")
-    to.send_header("Content-Length", str(len(content)))
-    to.end_headers()
-    to.wfile.write(content)

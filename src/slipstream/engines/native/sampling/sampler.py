@@ -27,6 +27,7 @@ from torch import Tensor
 
 from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
+from slipstream.engines.native.config import GATHERED
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.sampling.arrivals import arriving, prefixes
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, filled, prove
@@ -36,9 +37,6 @@ from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
 from slipstream.records import Finish, Group, Handle, Ints, Prompt, Rollout, kept_of
-
-GATHERED = 8
-"""This part of the slots must be free before some are filled."""
 
 
 class NativeSampler:
