@@ -31,11 +31,11 @@ MORE = ("teacher/kl", "student/entropy", "grad_norm", "drift/k3_kl")
 REWARD, WINDOW, AHEAD, FALL, LASTS, LEAST = "reward/exact", 10, 50, 0.7, 100, 0.05
 """`LEAST`: a best reward below that is none that could fall."""
 ENOUGH, ADDED = 0.90, 0.03
-TEXT = """## Four metrics, and whether a run is about to collapse
+TEXT = """# Four metrics, and whether a run is about to collapse
 
 A conjecture of "Off-Policy Drift" (its second open problem): χ² of rows (95th percentile), the effective sample size
 of responses, the share that is clipped and the length of answers tell that a run will collapse, with AUROC 0.90 or
-more, and other signals add 0.03 at most. Tried on runs of the studies above. Collapsed: the mean reward of ten updates
+more, and other signals add 0.03 at most. Tried on the runs of those studies. Collapsed: the mean reward of ten updates
 is 30 % or more below its best and stays there, where rewards of stale samples count for the student that drew them;
 asked is, every ten updates, whether it will be within 50 (the conjecture: 200, in runs that are longer than these). An
 arm is judged by what the others taught, among which there may be one that differs in the number of draws alone.

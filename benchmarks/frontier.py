@@ -38,7 +38,7 @@ LONG = 200
 BATCH, WALKS, AT_ONCE = 256, 16384, 512
 WEIGHTS = ("none", "token", "prefix_min", "cumulative", "geometric", "sequence", "sequence, at most 2")
 EXTREMES = ("token", "sequence", "sequence, at most 2")
-FRONTIER = """## Which ratio makes most progress, by length
+FRONTIER = """# Which ratio makes most progress, by length
 
 A conjecture of "Off-Policy Drift" (its first open problem): for answers of 200 tokens or more and a policy that has
 moved, neither ratios of tokens nor of whole rows make most progress, but something between: of prefixes, of a

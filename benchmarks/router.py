@@ -26,7 +26,7 @@ from slipstream.lab.statistics import estimate as over_seeds
 EXPERTS, LENGTHS, SHARES, SIZES, KLS, SEEDS = 8, (64, 256, 1024), (0.001, 0.01, 0.1), (0.1, 1.0), (1e-3,), 5
 HALFWAY = 0.5
 """An exponent of T that is closer to 0 than to the conjecture's 1."""
-TEXT = """## Flips of a router, and the bias that they leave
+TEXT = """# Flips of a router, and the bias that they leave
 
 A conjecture of "Off-Policy Drift" (its third open problem): flips of a router in the sampler bias the gradient with
 token ratios by Θ(T·K·δ), beside what token KL says. It fails if the bias is sublinear in K·δ, or if token KL alone

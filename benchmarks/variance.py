@@ -42,7 +42,7 @@ from slipstream.tasks.arithmetic import problems
 
 AGES, DRAWS = (0, 16, 64), (1, 4, 16, 64)
 ANSWERS, REDRAWN, BATCH, LONGEST = 512, 200, 32, 80
-VARIANCES = """## How much noise more draws take out, and where their gradient points
+VARIANCES = """# How much noise more draws take out, and where their gradient points
 
 AsyncOPD's appendix E: the variance of the loss with M draws at every position, as a share of that with one. *Local* is
 at one prefix, *fixed* of the mean over the prefixes of one answer: both are 1/M by independence, and what differs is

@@ -199,7 +199,7 @@ def test_what_was_lost_is_told_with_its_cause(tmp_path: Path) -> None:
     "words, said",
     [
         (["empty"], "empty holds no run: there is no config.toml in it"),
-        (["empty", "--svg", "here"], "--svg is of one study: name the directory of a sweep"),
+        (["empty", "--markdown", "here"], "--markdown is of one study: name the directory of a sweep"),
         (["young"], "young has made no update yet: there is nothing to report"),
         (["run", "study"], "a report is of one study, or of runs: name one study, or the directories of its cells"),
         (["unstarted"], "unstarted has no finished run yet: there is nothing to report"),
@@ -225,7 +225,7 @@ def test_without_a_browser_svg_is_refused_in_one_line(
 ) -> None:
     monkeypatch.setenv("CHROME", "/nowhere/chromium")
     path = write_study(tmp_path / "study")
-    assert main(["report", str(path), "--svg", str(tmp_path / "svg")]) == 2
+    assert main(["report", str(path), "--markdown", str(tmp_path / "page")]) == 2
     said = "figures become SVG in a browser, and there is none: install chromium, or let CHROME name one"
     assert capsys.readouterr().err == f"error: {said}\n"
 
@@ -349,21 +349,25 @@ def test_a_study_that_is_not_finished_says_of_how_many_seeds_it_tells(tmp_path: 
     assert "(2 of 3 seeds)" in text and "(1 of 3 seeds)" in text
 
 
-def test_studies_and_what_else_was_measured_are_chapters_of_one_page(tmp_path: Path) -> None:
-    other = tmp_path / "other.md"
-    other.write_text("## Something else\n\n| a | b |\n\nThe best is a: the conjecture fails here.\n")
-    text = "\n".join(chapters.page([write_study(tmp_path / "study"), other]))
-    assert (
-        text.index("| claim | |")
-        < text.index("\n## Forward against reverse KL\n")
-        < text.index("\n## Something else\n")
-    )
-    assert "**[Forward against reverse KL](#forward-against-reverse-kl)**" in text
-    assert "| **[Something else](#something-else)** | |\n| the conjecture | fails |" in text
-    assert "| Reward exact | schedule.k = 0 |" in text
+def test_a_page_of_findings_tells_what_the_pages_of_its_chapters_say(tmp_path: Path) -> None:
+    study, other = tmp_path / "study.md", tmp_path / "other.md"
+    study.write_text("\n".join(chapters.chapter(Sweep(write_study(tmp_path / "runs" / "study")), tmp_path)))
+    other.write_text("# Something else\n\n| a | b |\n\nThe best is a: the conjecture fails here.\n")
+    text = "\n".join(chapters.index([study, other]))
+    there = tmp_path.name
+    assert f"chapters {study} {other} > docs/findings.md" in text
+    own, others = text.split(f"\n## [Something else]({there}/other.md)\n")
+    assert f"\n## [Forward against reverse KL]({there}/study.md)\n" in own and f"]({there}/study.svg)" in own
+    assert "| reverse KL falls faster | holds |" in own and "| the conjecture | fails |" in others
+
+
+def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again(tmp_path: Path) -> None:
+    path = write_study(tmp_path / "study")
+    text = "\n".join(chapters.chapter(Sweep(path), Path("docs")))
+    assert f"slipstream sweep {path}/study.toml --output {path}\nslipstream report {path} --markdown docs\n" in text
+    assert "| Reward exact | schedule.k = 0 |" in text and "18 runs; seeds 1, 2, 3;" in text
     assert "| reverse | 62.00 ± 0.58 % |" in text and "| -10.00 ± 0.00 points | **holds** |" in text
-    assert "](findings/study.svg)" in text and "18 runs; seeds 1, 2, 3;" in text
-    assert chapters.anchor("KL (all of it), through states?") == "kl-all-of-it-through-states"
+    assert "](study.svg)" in text and "](study-teacher-kl.svg)" in text
 
 
 def test_a_learning_curve_is_the_mean_of_its_seeds(tmp_path: Path) -> None:

@@ -113,8 +113,8 @@ def test_one_looks_around_in_a_gantt_by_its_buttons(both: Tab) -> None:
 def test_the_figures_of_a_study_become_svg_on_white(
     pages: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(pages["study"].parent), "--svg", str(tmp_path)]) == 0
-    names = ["study.svg", "study-teacher-kl.svg"]
+    assert main(["report", str(pages["study"].parent), "--markdown", str(tmp_path)]) == 0
+    names = ["study.md", "study.svg", "study-teacher-kl.svg"]
     assert capsys.readouterr().out.splitlines() == [f"{tmp_path}/{name}" for name in names]
     text = tmp_path.joinpath("study.svg").read_text("utf-8")
     assert text.startswith("<svg") and text.endswith("</svg>\n") and len(text) < 30_000

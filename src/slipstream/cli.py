@@ -228,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
         "-o", "--output", type=Path, metavar="FILE", help="where to write it (default: report.html in the first one)"
     )
     reporting.add_argument(
-        "--svg", type=Path, metavar="DIR", help="draw the figures of a study instead, for other pages"
+        "--markdown", type=Path, metavar="DIR", help="a study as Markdown with its figures as SVG, there, instead"
     )
     reporting.set_defaults(run=run_report)
 
@@ -428,10 +428,10 @@ def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int
 
 
 def run_report(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.commands.report import drawn, report
+    from slipstream.commands.report import report, written
 
-    if args.svg is not None:
-        print(*drawn(args.paths, args.svg), sep="\n")
+    if args.markdown is not None:
+        print(*written(args.paths, args.markdown), sep="\n")
     else:
         print(report(args.paths, args.output))
     return 0

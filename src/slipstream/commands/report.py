@@ -1,4 +1,4 @@
-"""A page of runs, or of a study, in one file; and the figures of a study as SVG."""
+"""A page of runs, or of a study, in one file; and a study as Markdown."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from slipstream.errors import ConfigError, RunDirError
 from slipstream.insight.report import arms
 from slipstream.insight.report import sections as of_runs
 from slipstream.insight.report import study as of_study
+from slipstream.insight.report.chapters import chapter
 from slipstream.insight.report.page import Page, document
 from slipstream.insight.report.runs import read
 from slipstream.lab.results import STUDY_FILE, Sweep
@@ -47,17 +48,18 @@ def finished(path: Path) -> Sweep:
     return sweep
 
 
-def drawn(paths: Sequence[Path], directory: Path) -> list[Path]:
-    """The figures of a study in files of their own."""
+def written(paths: Sequence[Path], directory: Path) -> list[Path]:
+    """A study as a page of Markdown, and its figures as SVG."""
     if len(paths) > 1 or not is_study(paths[0]):
-        raise ConfigError("--svg is of one study: name the directory of a sweep")
+        raise ConfigError("--markdown is of one study: name the directory of a sweep")
     sweep = finished(paths[0])
     from slipstream.insight.report.svg import draw
 
-    files = [directory / file for file in arms.files(sweep).values()]
-    texts = draw([arms.main(sweep, measure) for measure in sweep.measures])
+    figures = draw([arms.main(sweep, measure) for measure in sweep.measures])
+    texts = {f"{sweep.path.resolve().name}.md": "\n".join(chapter(sweep, directory))}
+    texts |= dict(zip(arms.files(sweep).values(), figures, strict=True))
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        for file, text in zip(files, texts, strict=True):
-            write_atomic(file, text)
-    return files
+        for name, text in texts.items():
+            write_atomic(directory / name, text)
+    return [directory / name for name in texts]

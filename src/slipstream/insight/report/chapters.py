@@ -1,7 +1,7 @@
-"""docs/findings.md: studies as chapters of one page, each with its figure, its claims and its numbers; and what was
-written by a script, a file that is a chapter.
+"""A study as a page of Markdown; and docs/findings.md, which tells of such pages and of those that scripts wrote.
 
-python -m slipstream.insight.report.chapters runs/finding1 … docs/findings/variance.md > docs/findings.md
+slipstream report runs/finding1 --markdown docs/findings
+python -m slipstream.insight.report.chapters docs/findings/finding1.md … > docs/findings.md
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 from slipstream.insight.report import arms
 from slipstream.insight.report.findings import duration
 from slipstream.insight.report.panels import words
 from slipstream.insight.report.sections import written
 from slipstream.insight.report.study import apart, compared, said, title_of
-from slipstream.lab.results import Sweep
+from slipstream.lab.results import STUDY_FILE, Sweep
+from slipstream.lab.statistics import Verdict
 
+STUDIES = Path("configs/lab")
+CLAIM = re.compile(rf"^\| (.*?) \| .* \| \*\*({'|'.join(get_args(Verdict))})\*\* \|$", re.MULTILINE)
+"""Of a study's page: what is said, and what came of it."""
 VERDICT = re.compile(r"\bconjecture ([a-z ]*?) here\b")
-"""Of a script."""
-FIGURES = "findings"
-"""The directory of the figures, beside the page."""
+"""Of a script's."""
+FIGURE = re.compile(r"^!\[(.*)\]\((.*)\)$", re.MULTILINE)
 HEAD = """# Findings
 
 What the papers say of distillation on stale rollouts, tried on a laptop: a student of 140 k parameters learns
 arithmetic from a teacher of twice its size, both brought along. Effects are of this task and these models; where they
-show, and where they do not, is said either way. A chapter is a study ([how they work](lab.md)), which one command runs
-and one draws, or what a script has measured; this page is made of them all by
+show, and where they do not, is said either way. Each title leads to a page with all numbers and the commands that make
+it anew: it is a study ([how they work](lab.md)), or what a script has measured. This page is made of those by
 
 ```console
 {command}
@@ -39,38 +43,29 @@ far on the other side, and is *not visible* in between. Of a conjecture a script
 """
 
 
-def page(paths: Sequence[Path]) -> Iterator[str]:
-    command = " ".join(["python -m", __spec__.name, *map(str, paths), "> docs/findings.md"])
-    yield HEAD.format(command=command)
-    sweeps = [Sweep(path) for path in paths if path.is_dir()]
-    yield "| claim | |\n| --- | --- |"
-    for sweep in sweeps:
-        yield f"| **[{title_of(sweep)}](#{anchor(title_of(sweep))})** | |"
-        for each in sweep.claims():
-            yield f"| {each.claim.says} | {each.verdict} |"
-    texts = [path.read_text("utf-8").strip() for path in paths if not path.is_dir()]
-    for text in texts:
-        title = text.splitlines()[0].removeprefix("## ")
-        yield f"| **[{title}](#{anchor(title)})** | |"
-        if verdicts := dict.fromkeys(VERDICT.findall(text)):
-            yield f"| the conjecture | {', '.join(verdicts)} |"
-    for sweep in sweeps:
-        yield from chapter(sweep)
-    for text in texts:
-        yield f"\n{text}"
+def index(pages: Sequence[Path]) -> Iterator[str]:
+    yield HEAD.format(command=" ".join(["python -m", __spec__.name, *map(str, pages), "> docs/findings.md"]))
+    for path in pages:
+        text, there = path.read_text("utf-8"), path.parent.name
+        yield f"\n## [{text.splitlines()[0].removeprefix('# ')}]({there}/{path.name})\n"
+        claims = CLAIM.findall(text) or [("the conjecture", each) for each in dict.fromkeys(VERDICT.findall(text))]
+        if claims:
+            yield "| claim | |\n| --- | --- |"
+            yield from (f"| {says} | {verdict} |" for says, verdict in claims)
+        if figure := FIGURE.search(text):
+            yield f"\n![{figure[1]}]({there}/{figure[2]})"
 
 
-def chapter(sweep: Sweep) -> Iterator[str]:
-    name, study = sweep.path.name, sweep.study.sweep
-    yield f"\n## {title_of(sweep)}\n"
+def chapter(sweep: Sweep, directory: Path) -> Iterator[str]:
+    study = sweep.study.sweep
+    config = STUDIES / f"{sweep.path.resolve().name}.toml"
+    again = str(config) if config.exists() else f"{sweep.path / STUDY_FILE} --output {sweep.path}"
+    yield f"# {title_of(sweep)}\n"
     if study.about:
         yield f"{study.about.strip()}\n"
-    yield (
-        f"```console\nslipstream sweep configs/lab/{name}.toml\n"
-        f"slipstream report {sweep.path} --svg docs/{FIGURES}\n```\n"
-    )
+    yield f"```console\nslipstream sweep {again}\nslipstream report {sweep.path} --markdown {directory}\n```\n"
     for measure, file in arms.files(sweep).items():
-        yield f"![{arms.finding(sweep, measure)}]({FIGURES}/{file})\n"
+        yield f"![{arms.finding(sweep, measure)}]({file})\n"
     if claims := sweep.claims():
         yield "| claim | claimed to be below 0 | is | |\n| --- | --- | --- | --- |"
         for each in claims:
@@ -79,11 +74,6 @@ def chapter(sweep: Sweep) -> Iterator[str]:
     for measure in sweep.measures:
         yield from table(sweep, measure)
     yield f"{made(sweep)}\n"
-
-
-def anchor(title: str) -> str:
-    """Of a heading, as pages of a repository make it."""
-    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
 
 
 def table(sweep: Sweep, measure: str) -> Iterator[str]:
@@ -112,4 +102,4 @@ def made(sweep: Sweep) -> str:
 
 
 if __name__ == "__main__":
-    print("\n".join(page([Path(path) for path in sys.argv[1:]])), end="")
+    print("\n".join(index([Path(path) for path in sys.argv[1:]])))

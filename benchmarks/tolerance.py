@@ -1,6 +1,6 @@
 """Is the lag that a run stands told by the effective sample size of its responses?
 
-    python benchmarks/lag.py runs/lag > docs/findings/lag.md
+    python benchmarks/tolerance.py runs/lag > docs/findings/tolerance.md
 
 Reads a finished study (configs/lab/lag.toml). Of each run: its lag L; the effective sample size of its responses, ESS,
 as a share, mean over the updates whose samples are that old; and whether it is stable: its last evaluation is not 30 %
@@ -25,15 +25,15 @@ FALL, AGED = 0.7, 0.9
 ALPHAS = [i / 4 for i in range(17)]
 APART, ENOUGH = 0.5, 0.9
 """Of the conjecture, by how much α may differ; ours, what share a law is to call rightly that separates."""
-TEXT = """## Lag, and effective sample size
+TEXT = """# Lag, and effective sample size
 
 A conjecture of "Off-Policy Drift" (its fifth open problem): where the loss pulls back to the policy that drew, a run
 is stable up to a lag of c · ESS^α, the effective sample size of responses; c is about 50 and α about 1 for models of 4
-to 70 billion parameters. Tried on the study above, with ESS as a share (`drift/ess_seq`; batches have 32 responses, so
-that it is never below 0.03). Unstable is a run whose last evaluation is 30 % or more below its best.
+to 70 billion parameters. Tried on [this study](lag.md), with ESS as a share (`drift/ess_seq`; batches have 32
+responses, so that it is never below 0.03). Unstable is a run whose last evaluation is 30 % or more below its best.
 
 ```console
-python benchmarks/lag.py {path} > docs/findings/lag.md
+python benchmarks/tolerance.py {path} > docs/findings/tolerance.md
 ```
 """
 
