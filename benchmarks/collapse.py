@@ -36,9 +36,10 @@ TEXT = """# Four metrics, and whether a run is about to collapse
 A conjecture of "Off-Policy Drift" (its second open problem): χ² of rows (95th percentile), the effective sample size
 of responses, the share that is clipped and the length of answers tell that a run will collapse, with AUROC 0.90 or
 more, and other signals add 0.03 at most. Tried on the runs of those studies. Collapsed: the mean reward of ten updates
-is 30 % or more below its best and stays there, where rewards of stale samples count for the student that drew them;
-asked is, every ten updates, whether it will be within 50 (the conjecture: 200, in runs that are longer than these). An
-arm is judged by what the others taught, among which there may be one that differs in the number of draws alone.
+is 30 % or more below its best and stays there to the end, ten updates at least, where rewards of stale samples count
+for the student that drew them; asked is, every ten updates, whether it will be within 50 (the conjecture: 200, in runs
+that are longer than these). An arm is judged by what the others taught, among which there may be one that differs in
+the number of draws alone.
 
 ```console
 python benchmarks/collapse.py {paths} > docs/findings/collapse.md
@@ -52,7 +53,7 @@ def collapse(rewards: Sequence[float]) -> int | None:
     """The update at which it has."""
     best = 0.0
     means = [fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
-    for i, mean in enumerate(means):
+    for i, mean in enumerate(means[: len(means) - WINDOW]):  # of ten windows at least, not of the last one by chance
         best = max(best, mean)
         if best >= LEAST and all(each <= FALL * best for each in means[i : i + LASTS]):
             return i + WINDOW

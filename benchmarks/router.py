@@ -25,13 +25,13 @@ from slipstream.lab.statistics import estimate as over_seeds
 
 EXPERTS, LENGTHS, SHARES, SIZES, KLS, SEEDS = 8, (64, 256, 1024), (0.001, 0.01, 0.1), (0.1, 1.0), (1e-3,), 5
 HALFWAY = 0.5
-"""An exponent of T that is closer to 0 than to the conjecture's 1."""
+"""Below it an exponent is closer to 0 than to the conjecture's 1."""
 TEXT = """# Flips of a router, and the bias that they leave
 
 A conjecture of "Off-Policy Drift" (its third open problem): flips of a router in the sampler bias the gradient with
 token ratios by Θ(T·K·δ), beside what token KL says. It fails if the bias is sublinear in K·δ, or if token KL alone
-tells it. Tried where all is known exactly: walks as above, eight experts of which one is at work, K·δ = 2p. The bias is
-‖E ĝ − g‖ / ‖g‖.
+tells it. Tried where all is known exactly: the walks of [frontier](frontier.md), eight experts of which one is at work,
+K·δ = 2p. The bias is ‖E ĝ − g‖ / ‖g‖: a share of the gradient, for that changes with length, too.
 
 ```console
 python benchmarks/router.py > docs/findings/router.md
@@ -91,7 +91,7 @@ def exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     print(TEXT)
-    seeds, of_length = range(1, SEEDS + 1), list[float]()
+    seeds, of_length, of_share = range(1, SEEDS + 1), list[float](), list[float]()
     for kind in KINDS:
         print(f"| {kind} | {' | '.join(f'T = {n}' for n in LENGTHS)} | token KL |\n|{' --- |' * (2 + len(LENGTHS))}")
         means = dict[tuple[str, float, int], float]()
@@ -111,12 +111,14 @@ def main() -> None:
 
         by_length = exponent(LENGTHS, [means[f"experts of {SIZES[-1]:g}", SHARES[1], n] for n in LENGTHS])
         of_length.append(by_length)
+        of_share.append(by_share(f"token KL held at {KLS[-1]:g}"))
         print(
             f"\nThe bias goes with p^{by_share(f'experts of {SIZES[-1]:g}'):.2f} for given experts, with "
-            f"p^{by_share(f'token KL held at {KLS[-1]:g}'):.2f} where token KL is held, and with T^{by_length:.2f}.\n"
+            f"p^{of_share[-1]:.2f} where token KL is held, and with T^{by_length:.2f}.\n"
         )
-    if max(of_length) < HALFWAY:
-        print("The conjecture fails here: long walks are hardly more biased than short ones.\n")
+    why = ["the bias is sublinear in K·δ where token KL is held"] if max(of_share) < HALFWAY else []
+    why += ["long walks are hardly more biased than short ones"] if max(of_length) < HALFWAY else []
+    print("The conjecture", f"fails here: {' and '.join(why)}.\n" if why else "holds here.\n")
     print(f"Seeds 1 to {SEEDS}; logits of the policy are as of a normal distribution, and so is what an expert adds.")
 
 

@@ -11,7 +11,6 @@ stable and that of unstable ones, for the best c of every α.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -86,9 +85,10 @@ def main() -> None:
     for cell in Sweep(args.sweep).finished:
         found.setdefault(cell.arm, []).append(seen(cell))
     both = {arm: runs for arm, runs in found.items() if len({each.stable for each in runs}) == 2}
-    if not both:
-        sys.exit("no arm has stable runs and others: there is nothing to separate")
     print(TEXT.format(path=args.sweep))
+    if not both:
+        print("No arm has stable runs and others to separate. The conjecture is not tested here.")
+        return
     print(
         "| | stable | lag alone | L ≤ 50 · ESS | best law | α that do as well |\n| --- | --- | --- | --- | --- | --- |"
     )

@@ -224,7 +224,7 @@ def test_what_fails_is_counted_and_left_out_and_nobody_else_is(tmp_path: Path) -
 
 def test_time_ends_an_agent_with_all_that_it_has_started_and_what_it_said_is_learned_from(tmp_path: Path) -> None:
     mark = f"mark-{os.getpid()}"
-    with agents(tmp_path, seconds=3) as made:
+    with agents(tmp_path, seconds=6) as made:
         (group,) = played(made, asked("hangs", mark=mark))
         assert [handle.header.finish for handle in group] == ["time", "time"]
         assert all(handle.header.outcome["turns"] == 1 for handle in group)
@@ -285,7 +285,7 @@ def test_who_cancels_ends_agents_and_what_is_handed_over_keeps_what_is_complete(
 def test_an_agent_that_waits_for_an_episode_that_never_comes_back_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.engines.gateway.agents.KEPT", 0.1)
+    monkeypatch.setattr("slipstream.engines.gateway.agents.KEPT", 1.0)
     mark = f"mark-{os.getpid()}-k"
 
     async def work(made: Agents) -> None:

@@ -99,6 +99,24 @@ def test_as_fast_as_the_best_tau_that_is_fresh_enough(
         assert changes(taus(lines)) <= 20 and changes(taus(lines[200:])) <= 4, "a try or two each time all is forgotten"
 
 
+@pytest.mark.parametrize("every", [3, 10])
+def test_what_an_evaluation_holds_up_says_nothing_of_tau(every: int) -> None:
+    """Or a trial would seem to gain wherever one fell into what was before it."""
+
+    def found(seed: int, seconds: float) -> list[float]:
+        autopilot, model, made = Autopilot(MOST, BUDGET), Model(2, 1.2, 0.001, 1.0, 0.1, seed), list[float]()
+        for update in range(1, 201):
+            told = model.update(autopilot.tau)
+            if update % every == 0:
+                told |= {"seconds/eval": seconds, "seconds/weights": seconds, "seconds/update": 1 + seconds}
+            autopilot.look(told)
+            made.append(autopilot.tau)
+        return made
+
+    for seed in range(5):
+        assert len(set(found(seed, 0.0))) > 1 and found(seed, 0.0) == found(seed, 30.0)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_no_tau_is_gone_back_to_until_all_is_forgotten(seed: int) -> None:
     """But for those that a trial is taken back to, and after these nothing more is tried."""

@@ -511,7 +511,7 @@ def test_guests_that_never_close_never_call_or_share_a_session() -> None:
     """The first ends at its time, the second is left out, the third is one episode."""
     policy: Any = toy.ToySampler(TABLE)
     policy.close = lambda: None
-    agents = guests(policy, Bounds(turns=9, turn_tokens=4, vocabulary=7), seconds=1.2)
+    agents = guests(policy, Bounds(turns=9, turn_tokens=4, vocabulary=7), seconds=2.0)
 
     def attend() -> None:
         offers = [post(f"{agents.server.url}/sessions", b"")[1] for _ in range(3)]
@@ -538,7 +538,7 @@ def test_guests_that_never_close_never_call_or_share_a_session() -> None:
         late, never, shared = sorted(group, key=lambda handle: handle.header.episode)
         by = {handle.header.finish: handle for handle in (late, never, shared)}
         assert set(by) == {"time", "error", "eos"}
-        assert by["error"].header.cause == "the agent got no answer in 1.2 s"
+        assert by["error"].header.cause == "the agent got no answer in 2 s"
         assert by["error"].header.outcome == {"failed/timeout": 1.0, "failures": 3.0}
         assert by["eos"].header.outcome["turns"] == 2 and by["eos"].header.outcome["reward"] == 1.0
 

@@ -592,7 +592,7 @@ def test_a_function_writes_a_context_in_a_process_of_its_own(
     tmp_path: Path, models_dir: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    context = context_of(f"{tmp_path / 'own.py'}:shows", tokenizer, longest=40, timeout=0.5)
+    context = context_of(f"{tmp_path / 'own.py'}:shows", tokenizer, longest=40, timeout=1.5)
     assert context is not None
     scorer = NativeScorer(load_model(str(models_dir / "teacher"), dtype="float32"), name="me", context=context)
     tokens = np.array(tokenizer("2+3=", add_special_tokens=False)["input_ids"], np.int32)
@@ -602,7 +602,7 @@ def test_a_function_writes_a_context_in_a_process_of_its_own(
         group.append(Handle(replace(header_of(made), attempts=Attempts(best="23", last_reward=0.5)), made))
     found = asyncio.run(scorer.score(group))
     scorer.close()
-    whys = ["", "took more than 0.5 s", "ended its process", "returned int 3, which is no text", "has 102 tokens", ""]
+    whys = ["", "took more than 1.5 s", "ended its process", "returned int 3, which is no text", "has 102 tokens", ""]
     for handle, why in zip(found, whys, strict=True):
         if why:
             assert handle.header.finish == "error" and why in handle.header.cause

@@ -372,8 +372,11 @@ def test_an_evaluation_is_of_one_version_and_shuts_the_gate(tmp_path: Path) -> N
     )
     with RunLog(tmp_path, []) as log:
         virtual.run(Run(settings, made, PROMPTS, log, held_out={"": held_out}).train())
-    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if line["kind"] == "eval"]
+    told = list(read_lines(tmp_path / "metrics.jsonl"))
+    lines = [line for line in told if line["kind"] == "eval"]
     assert [(line["update"], line["accuracy"]) for line in lines] == [(0, 1.0), (2, 1.0), (4, 1.0), (6, 1.0)]
+    held = {line["update"]: line["seconds/eval"] for line in told if "seconds/eval" in line}
+    assert held == {update: pytest.approx(10.0, abs=0.5) for update in (1, 3, 5)}, "said of the update after it"
     assert [version for version, _ in seen] == [0] * 3 + [2] * 3 + [4] * 3 + [6] * 3
 
 

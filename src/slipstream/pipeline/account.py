@@ -144,6 +144,10 @@ class Account:
         self.publish = numbers
         self.thrown += round(numbers.pop("thrown_tokens"))
 
+    def evaluated(self, seconds: float) -> None:
+        """After a publish, and before the learner may go on."""
+        self.publish["seconds/eval"] = seconds
+
     def moved(self, teacher: str, version: int, seconds: float) -> None:
         """All scorers of a teacher run the weights that follow the student after this update."""
         self.teachers[f"teacher/{teacher}/version"] = float(version)

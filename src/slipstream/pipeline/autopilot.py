@@ -124,6 +124,8 @@ class Autopilot:
         if self.settling:
             self.settling -= 1
             return ""
+        if "seconds/eval" in line:  # it waited for an evaluation, which says nothing of tau
+            return ""
         self.window.append(seen(line))
         return self._decide() if len(self.window) >= max(WINDOW, self.every) else ""
 

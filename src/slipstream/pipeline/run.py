@@ -400,10 +400,11 @@ class Run:
             flow.moved = flow.trace.now()
             return list(group)
 
-        sampling = eval_sampling(self.config)
+        sampling, began = eval_sampling(self.config), flow.trace.now()
         found = {name: await answers(generate, prompts, sampling) for name, prompts in self.held_out.items()}
         for name, groups in found.items():  # of all sets, or of none, however the run is stopped
             self.log.metrics("eval", summary(groups, rewards[0]), update=update, of=name)
+        flow.account.evaluated(flow.trace.now() - began)
 
 
 def admission_of(config: Config, prompts: Prompts, standing: Standing | None) -> Admission:

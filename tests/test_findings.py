@@ -1,0 +1,66 @@
+"""What docs/findings has from scripts: each at a size at which it says nothing yet, and the laws of its verdicts."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = import_module(request.param)
+    sizes = {
+        "frontier": {"LENGTHS": (8, 200), "WALKS": 32, "AT_ONCE": 32},
+        "router": {"LENGTHS": (8, 16), "SEEDS": 2},
+    }
+    for name, value in sizes.get(request.param, {}).items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("frontier", ["--seeds", "2"]), ("router", [])],
+    indirect=["script"],
+    ids=["frontier", "router"],
+)
+def test_a_script_writes_a_page_with_a_verdict(
+    script: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script.__name__, *words])
+    script.main()
+    page = capsys.readouterr().out
+    assert page.startswith("# ") and f"> docs/findings/{script.__name__}.md" in page
+    assert "onjecture" in page and " here" in page and "nan" not in page
+
+
+@pytest.mark.parametrize("script", ["frontier"], indirect=True)
+def test_a_conjecture_is_seen_at_all_lengths_or_not(script: ModuleType) -> None:
+    said = [({"holds"}, "holds"), ({"does not hold"}, "fails"), ({"not visible"}, "is not visible")]
+    assert [script.of_conjecture(found) for found, _ in said] == [text for _, text in said]
+    assert script.of_conjecture({"holds", "not visible"}) == "differs by length"
+
+
+@pytest.mark.parametrize("script", ["collapse"], indirect=True)
+def test_a_collapse_stays_and_is_more_than_the_last_window(script: ModuleType) -> None:
+    high, low = [0.6] * 40, [0.1] * 40
+    assert script.collapse(high + low) is not None and script.collapse(low + high) is None
+    assert script.collapse(high + low + high) is None, "it came back"
+    assert script.collapse(high + low[:12]) is None, "nobody knows if it stays"
+
+
+@pytest.mark.parametrize("script", ["tolerance"], indirect=True)
+def test_the_law_of_lag_is_found_where_one_was_planted(script: ModuleType) -> None:
+    runs = [
+        script.Seen(lag, ess, lag <= 40 * ess**1.5) for lag in (1, 5, 10, 20, 40) for ess in (0.1, 0.2, 0.4, 0.6, 0.9)
+    ]
+    share, (low, high) = script.row("planted", runs)
+    assert share == 1.0 and low <= 1.5 <= high
+    assert script.best(runs, 0.0)[0] < 1.0, "lag alone does not tell"
