@@ -37,9 +37,9 @@ def config_of(arm: str, *, seed: int, updates: int, lr: float, tau: float) -> di
     }
 
 
-def train(config: dict[str, Any]) -> slipstream.Run:
-    path = Path(tempfile.mkdtemp(prefix="freshness-")) / "run"
-    return slipstream.train(config | {"output": str(path)}, quiet=True, checks=False)
+def train(config: dict[str, Any]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory(prefix="freshness-") as path:
+        return slipstream.train(config | {"output": f"{path}/run"}, quiet=True, checks=False).metrics
 
 
 def spread(values: list[float], form: str) -> str:
@@ -60,7 +60,7 @@ def main() -> None:
     found: dict[str, list[float]] = {name: [] for name in arms}
     for seed in range(args.seeds):
         for name, (arm, tau) in arms.items():
-            lines = train(config_of(arm, seed=seed, updates=args.updates, lr=args.lr, tau=tau)).metrics
+            lines = train(config_of(arm, seed=seed, updates=args.updates, lr=args.lr, tau=tau))
             found[name].append(throughput([line["samples"] for line in lines], [line["time"] for line in lines]))
             print(f"seed {seed}  {name:26} {found[name][-1]:6.1f} samples/s", flush=True)
     print(f"\nmedians of {args.seeds} seeds [range], {args.updates} updates")

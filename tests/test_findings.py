@@ -9,6 +9,8 @@ from types import ModuleType
 
 import pytest
 
+from slipstream.lab.statistics import Estimate
+
 SCRIPTS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -54,6 +56,23 @@ def test_a_collapse_stays_and_is_more_than_the_last_window(script: ModuleType) -
     assert script.collapse(high + low) is not None and script.collapse(low + high) is None
     assert script.collapse(high + low + high) is None, "it came back"
     assert script.collapse(high + low[:12]) is None, "nobody knows if it stays"
+
+
+@pytest.mark.parametrize("script", ["ladder"], indirect=True)
+def test_how_far_a_run_falls_and_whether_that_is_a_collapse(script: ModuleType) -> None:
+    high = [0.5] * 100
+    assert script.fall(high) == (0.5, 0.0, False)
+    assert script.fall(high + [0.2] * 30) == (0.5, pytest.approx(0.3), True)
+    assert script.fall(high + [0.35] * 30)[2] is False, "30 % below"
+    assert script.fall(high + [0.0] * 10)[2] is False, "not long enough"
+
+
+@pytest.mark.parametrize("script", ["budget"], indirect=True)
+def test_what_corrections_add_within_the_budget_is_seen_or_not(script: ModuleType) -> None:
+    small, large, unclear = Estimate(5, 0.0, 0.001), Estimate(5, 0.02, 0.005), Estimate(5, 0.002, 0.004)
+    assert script.verdict({}) == "is not tested"
+    assert script.verdict({"a": small}) == "holds" and script.verdict({"a": small, "b": large}) == "fails"
+    assert script.verdict({"a": small, "b": unclear}) == "is not visible"
 
 
 @pytest.mark.parametrize("script", ["tolerance"], indirect=True)

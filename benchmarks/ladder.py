@@ -1,0 +1,61 @@
+"""Who falls back from what it had reached, and who collapses: of the study of freshness.
+
+    python benchmarks/ladder.py runs/fopd > docs/findings/ladder.md
+
+Reads a finished study (configs/lab/fopd.toml). Of each run the mean rewards over ten updates: how far the last is below
+the best, and whether the run has collapsed, as the source of [freshness] has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from slipstream.insight.report.findings import estimate
+from slipstream.lab.results import Sweep
+from slipstream.lab.statistics import estimate as over_seeds
+
+WINDOW = 10
+END, LOW, LASTS = 0.6, 0.9, 0.1
+"""Collapsed: it ends below the first share of its best, and was below the second for the last part of all updates."""
+TEXT = """# How far freshness lets a run fall back
+
+f-OPD tells of runs that collapse at lag 8 (three of five, for a coding agent) and of none with freshness. Of the runs
+of [this study](fopd.md): the mean reward of ten updates, at its best less at the end; and how many have collapsed, that
+is end more than 40 % below their best and were more than 10 % below it for the last tenth of all updates. Rewards are
+of the students that drew, up to eight updates before.
+
+```console
+python benchmarks/ladder.py {path} > docs/findings/ladder.md
+```
+
+| | best | best less end | collapsed |
+| --- | --- | --- | --- |"""
+
+
+def fall(rewards: Sequence[float]) -> tuple[float, float, bool]:
+    """The best, by how much the end is below it, and whether that is a collapse."""
+    means = [fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
+    best, end = max(means), means[-1]
+    late = means[-max(1, round(LASTS * len(rewards))) :]
+    return best, best - end, end < END * best and max(late) < LOW * best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("sweep", type=Path)
+    args = parser.parse_args()
+    print(TEXT.format(path=args.sweep))
+    found = dict[str, list[tuple[float, float, bool]]]()
+    for cell in Sweep(args.sweep).finished:
+        found.setdefault(cell.arm, []).append(fall([line["reward/exact"] for line in cell.run.metrics]))
+    for arm, runs in found.items():
+        best, fell = (over_seeds([each[i] for each in runs]) for i in (0, 1))
+        cells = [estimate(each.mean, each.se, share=True) for each in (best, fell)]
+        print(f"| {arm} | {' | '.join(cells)} | {sum(each[2] for each in runs)} of {len(runs)} |")
+
+
+if __name__ == "__main__":
+    main()
