@@ -287,6 +287,17 @@ def test_and_plain_numbers(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert found["best"]["sync"] == numbers(seen)["best"]["sync"]
 
 
+def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "train.toml", "--costs", "costs.toml", "--learner.batch_size", "4"]
+    assert main([*words, "--report", "plan.html"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1].endswith("figures are in plan.html")
+    text = Path("plan.html").read_text()
+    assert text.count("<figure") == 3 and f"<code>slipstream {' '.join(words)}</code>" in text
+    assert "the config has async(4), and 12 updates" in text and "[decode]" in text
+    assert main([*words, "--report", "nowhere/plan.html"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: nowhere/plan.html cannot be written: ")
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -22,7 +22,18 @@ if TYPE_CHECKING:
 
 
 OVERRIDABLE = ("demo", "train", "config", "doctor", "gateway", "sweep", "plan")
-FLAGS = ("--", "--help", "--check", "--skip-checks", "--jobs", "--measure", "--costs", "--devices", "--json")
+FLAGS = (
+    "--",
+    "--help",
+    "--check",
+    "--skip-checks",
+    "--jobs",
+    "--measure",
+    "--costs",
+    "--devices",
+    "--json",
+    "--report",
+)
 """Words that begin with -- and are no settings."""
 OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
 
@@ -214,6 +225,7 @@ def parser() -> argparse.ArgumentParser:
     given.add_argument("--costs", type=Path, metavar="FILE", help="what each stage costs, as -o writes it")
     planning.add_argument("-o", dest="to", type=Path, metavar="FILE", help="write the costs there, to be edited")
     planning.add_argument("--json", action="store_true", help="print one JSON object")
+    planning.add_argument("--report", type=Path, metavar="FILE", help="write a page with figures there, too")
     planning.set_defaults(run=run_plan)
 
     said = commands.add_parser("samples", help="print what the student said in a run")
@@ -414,6 +426,7 @@ def run_plan(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
         costs=args.costs,
         measure=args.measure,
         to=args.to,
+        page=args.report,
         as_json=args.json,
         note=note,
     )

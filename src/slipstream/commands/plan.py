@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from slipstream.commands.progress import waiting
 from slipstream.commands.train import nursery, opened, planned_on
+from slipstream.durable import write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def plan_ahead(
     costs: Path | None,
     measure: bool,
     to: Path | None,
+    page: Path | None,
     as_json: bool,
     note: Callable[[str], None],
 ) -> None:
@@ -47,11 +50,28 @@ def plan_ahead(
         note(f"costs are in {to}")
     with waiting(console, "simulating") as still:
         seen = subject.outlook(spent, devices, lambda text: still(f"simulating {text}"))
+    if page is not None:
+        given = ["--costs", str(costs)] if costs is not None else ["--measure"] if measure else []
+        given += ["--devices", str(devices)] if devices is not None else []
+        given += [word for key, value in changes for word in (f"--{key}", value)]
+        write_page(page, seen, subject, spent, shlex.join(["slipstream", "plan", source, *given]))
+        note(f"figures are in {page}")
     if as_json:
         print(json.dumps(numbers(seen)))
         return
     for line in told(seen, subject, spent):
         console.print(line)
+
+
+def write_page(target: Path, seen: Outlook, subject: Subject, costs: Costs, command: str) -> None:
+    from slipstream.insight.report.forecast import page
+    from slipstream.insight.report.page import document
+    from slipstream.lab.planner import name_of
+
+    own, updates = name_of(subject.config.schedule), subject.config.updates
+    text = document(page(seen, costs, own=own, updates=updates, command=command))
+    with writing(target):
+        write_atomic(target, text)
 
 
 def costs_of(subject: Subject, given: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
@@ -86,7 +106,7 @@ def told(seen: Outlook, subject: Subject, costs: Costs) -> list[str | Table]:
     shared = "" if costs.cores is None else f" that share {costs.cores:g} cores"
     title = f"{seen.devices} devices{shared}: samplers + scorers + ranks of the learner that are best"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for head in ("schedule", "split", "samples/s", "tokens/s", "lag, most", "idle %", "time"):
+    for head in ("schedule", "split", "samples/s", "lag, most", "idle %", "time"):
         table.add_column(head, justify="left" if head in ("schedule", "split") else "right", no_wrap=True)
     table.add_column(f"with {seen.devices + 1}", no_wrap=True)
     for name, offer in seen.best.items():
@@ -108,7 +128,6 @@ def cells(name: str, offer: Offer, more: Offer) -> list[str]:
         name,
         str(offer.split),
         f"{seen.samples_per_s:,.3g}",
-        f"{seen.tokens_per_s:,.0f}",
         f"{seen.lag:.1f}, {seen.max_lag:.0f}",
         " ".join(f"{100 * seen.idle[stage]:.0f}" for stage in ("rollout", "score", "learn")),
         duration(offer.seconds),
