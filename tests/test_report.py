@@ -298,6 +298,20 @@ def test_a_study_without_an_axis_has_bars(tmp_path: Path) -> None:
     assert figure.title == "Reward exact from 52 % (forward) to 62 % (reverse)"
 
 
+def test_a_study_of_time_says_what_was_learned_when_the_first_arm_was_done(tmp_path: Path) -> None:
+    tree: dict[str, Any] = copy.deepcopy(STUDY)
+    tree["sweep"] = {key: value for key, value in tree["sweep"].items() if key not in ("x", "grid", "claims")}
+    tree["sweep"]["measure"] = ["time", "reward/exact"]
+    tree["schedule"] = {"kind": "sync"}
+    sweep = Sweep(write_study(tmp_path / "study", tree))
+    assert list(arms.drawn(sweep)) == ["study.svg", "study-reward-exact.svg", "study-clock.svg"]
+    figure = arms.drawn(sweep)["study-clock.svg"]
+    assert re.fullmatch(r"When reverse is done, after \d+ s, it is at 62 %", figure.title) and figure.legend
+    first, _ = (trace for trace in figure.data if trace.get("fill") is None)
+    assert first["x"][0] < first["x"][-1] and first["name"] == "reverse"
+    assert arms.by_clock(Sweep(write_study(tmp_path / "plain"))) is None
+
+
 def test_many_arms_are_points_below_one_another_and_many_claims_are_counted(tmp_path: Path) -> None:
     tree: dict[str, Any] = copy.deepcopy(STUDY)
     tree["schedule"] = {"kind": "sync"}

@@ -55,9 +55,9 @@ def written(paths: Sequence[Path], directory: Path) -> list[Path]:
     sweep = finished(paths[0])
     from slipstream.insight.report.svg import draw
 
-    figures = draw([arms.main(sweep, measure) for measure in sweep.measures])
+    figures = arms.drawn(sweep)
     texts = {f"{sweep.path.resolve().name}.md": "\n".join(chapter(sweep, directory))}
-    texts |= dict(zip(arms.files(sweep).values(), figures, strict=True))
+    texts |= dict(zip(figures, draw(list(figures.values())), strict=True))
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import log2, nan, sqrt
 from statistics import fmean, stdev
 from typing import Any
@@ -80,10 +81,15 @@ def main(sweep: Sweep, measure: str) -> Figure:
     return figure
 
 
-def files(sweep: Sweep) -> dict[str, str]:
-    """Of every measure the file that its figure is in: NAME.svg of the first, NAME-MEASURE.svg of each other."""
+def drawn(sweep: Sweep) -> dict[str, Figure]:
+    """All that tells of the end, by the files that they are in: NAME.svg of the first measure, NAME-MEASURE.svg of each
+    other."""
     name = sweep.path.resolve().name
-    return {m: f"{name}-{m.replace('/', '-')}.svg" if i else f"{name}.svg" for i, m in enumerate(sweep.measures)}
+    found = {
+        f"{name}-{measure.replace('/', '-')}.svg" if i else f"{name}.svg": main(sweep, measure)
+        for i, measure in enumerate(sweep.measures)
+    }
+    return found | ({f"{name}-clock.svg": clock} if (clock := by_clock(sweep)) else {})
 
 
 def only(name: str, value: float | None, names: Sequence[str]) -> list[float]:
@@ -144,6 +150,29 @@ def curves(sweep: Sweep) -> Iterator[Figure]:
             yield from learning(sweep, measure, x, cells, clock=False)
             if CLOCK in sweep.measures:
                 yield from learning(sweep, measure, x, cells, clock=True)
+
+
+def by_clock(sweep: Sweep) -> Figure | None:
+    """Of a study of time what was learned in which, by the first of its measures that is a reward."""
+    measure = next((each for each in sweep.measures if each.startswith("reward/")), None)
+    if measure is None or CLOCK not in sweep.measures or sweep.study.x is not None:
+        return None
+    label, unit = words(measure)
+    found = list[Series]()
+    for slot, series in enumerate(sweep.series()):
+        runs = [(cell.run.metrics, cell.run.evaluations) for cell in sweep.finished if cell.cell.point.series == series]
+        found += [Series(series, xs, ys, slot, errors) for xs, ys, errors in learned(runs, measure, clock=True)]
+    if not found:
+        return None
+    first, soonest = found[0], min(found, key=lambda each: each.x[-1])
+    had = next((y for x, y in zip(reversed(first.x), reversed(first.y), strict=True) if x <= soonest.x[-1]), first.y[0])
+    share, seconds = unit == SHARE, soonest.x[-1]
+    title = f"When {soonest.name} is done, after {seconds:.0f} s, it is at {shown(soonest.y[-1], share=share)}"
+    title += "" if soonest is first else f", {first.name} at {shown(had, share=share)}"
+    note = f"{label}: mean over seeds, shaded by one standard error."
+    across = "seconds since the run began"
+    figure = figures.ribbons(title, note, found, x=across, y=label, share=share)
+    return replace(figure, legend=True, wide=True, height=HEIGHT)
 
 
 def learning(

@@ -64,8 +64,8 @@ def chapter(sweep: Sweep, directory: Path) -> Iterator[str]:
     if study.about:
         yield f"{study.about.strip()}\n"
     yield f"```console\nslipstream sweep {again}\nslipstream report {sweep.path} --markdown {directory}\n```\n"
-    for measure, file in arms.files(sweep).items():
-        yield f"![{arms.finding(sweep, measure)}]({file})\n"
+    for file, figure in arms.drawn(sweep).items():
+        yield f"![{figure.title}]({file})\n"
     if claims := sweep.claims():
         yield "| claim | claimed to be below 0 | is | |\n| --- | --- | --- | --- |"
         for each in claims:

@@ -35,9 +35,7 @@ def title_of(sweep: Sweep) -> str:
 
 
 def sections(sweep: Sweep) -> Iterator[Section]:
-    yield Section(
-        "Result", " ".join(sweep.study.sweep.about.split()), [arms.main(sweep, measure) for measure in sweep.measures]
-    )
+    yield Section("Result", " ".join(sweep.study.sweep.about.split()), list(arms.drawn(sweep).values()))
     yield Section(
         "Claims",
         "Holds, or does not, where the difference is more than two of its standard errors; else it is not visible.",
