@@ -357,6 +357,7 @@ def test_what_does_not_fit_is_said() -> None:
         plan(config(("sampler.slots", "100000000")))
 
 
+@pytest.mark.processes
 def test_the_doctor_plays_whole_episodes_and_says_why_an_environment_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -801,6 +801,7 @@ def test_rounding_above_zero_is_forgiven() -> None:
 # --- the fake, from a terminal ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_the_fake_serves_a_model_from_a_terminal_and_ends() -> None:
     command = [sys.executable, "-m", "slipstream.engines.http.fake", "builtin:teacher"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

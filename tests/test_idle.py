@@ -233,6 +233,7 @@ def threads_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.processes
 def test_threads_are_those_of_each_engine_in_one_process_too(config: str, threads_before: None) -> None:
     made = plan(load(config, [("learner.threads", "3"), ("runtime.threads", "2")]))
     engines = open_engines(made.engines, made.tokenizer, say=str)

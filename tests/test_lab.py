@@ -38,6 +38,7 @@ def job(tmp_path: Path, work: Any, *, patience: float = 100.0) -> Job:
     return Job(name, work, tmp_path / f"{name}.txt", patience)
 
 
+@pytest.mark.processes
 def test_a_job_that_ends_in_any_way_ends_no_other_one(tmp_path: Path) -> None:
     works = [jobs.is_killed, jobs.fails, jobs.refuses, jobs.leaves, partial(jobs.counts, 3)]
     events = [e for e in run([job(tmp_path, work) for work in works], 2, preload=PRELOAD) if e is not None]
@@ -190,6 +191,7 @@ def score(text, ground_truth):
 """Kills its run when it is called first, and stops the study the next time."""
 
 
+@pytest.mark.processes
 def test_a_study_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("two.toml").write_text(STUDY)

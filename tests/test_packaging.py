@@ -9,6 +9,7 @@ import tomllib
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -16,6 +17,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.processes
 def test_every_dependency_is_loaded_by_an_ordinary_run_and_its_report(tmp_path: Path) -> None:
     code = f"""
 import sys

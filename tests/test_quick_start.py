@@ -206,6 +206,7 @@ def test_what_only_tells_imports_nothing_heavy(told: dict[str, Any], words: str)
     assert heavy == []
 
 
+@pytest.mark.processes
 def test_who_coordinates_local_engines_never_imports_what_computes(tmp_path: Path) -> None:
     (tmp_path / "good.toml").write_text(CONFIG)
     code = "import sys\nfrom slipstream.cli import main\nassert main(['train', 'good.toml']) == 0\n"

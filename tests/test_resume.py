@@ -266,6 +266,7 @@ def test_a_run_that_was_killed_goes_on(coordinators: Coordinators, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.processes
 def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     coordinators: Coordinators, tmp_path: Path, models_dir: Path, number: signal.Signals, code: int
 ) -> None:

@@ -42,6 +42,9 @@ def plan_ahead(
     subject.check(devices)
     if to is not None and to.exists():
         raise RunDirError(f"{to} exists: -o writes a new file")
+    for target in filter(None, (to, page)):
+        if not target.parent.is_dir():
+            raise RunDirError(f"{target} cannot be written: there is no {target.parent}")
     spent = costs_of(subject, costs, measure, note)
     if spent is None:
         raise ConfigError(f"{source}: what do its stages cost? {HOW}")
