@@ -248,11 +248,16 @@ class Sweep:
 def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
     """The last evaluation; the mean over the last updates, of those that have it; of what only grows, the last."""
     if measure.startswith("eval/"):
-        of = measure.removeprefix("eval/").rpartition("/")[0]
-        found = [line["accuracy"] for line in evaluations if line.get("set", "") == of and "accuracy" in line]
-        return found[-1] if found else None
+        accuracy = [line["accuracy"] for line in evaluated(measure, evaluations)]
+        return accuracy[-1] if accuracy else None
     found = [line[measure] for line in updates[-1 if measure in WHOLE else -last :] if measure in line]
     return fmean(found) if found else None
+
+
+def evaluated(measure: str, evaluations: Sequence[Line]) -> list[Line]:
+    """Those of the set that eval/accuracy or eval/SET/accuracy is of."""
+    of = measure.removeprefix("eval/").rpartition("/")[0]
+    return [line for line in evaluations if line.get("set", "") == of and "accuracy" in line]
 
 
 def whole(points: Sequence[BySeed], of: Any) -> BySeed:

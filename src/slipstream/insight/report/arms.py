@@ -15,7 +15,7 @@ from slipstream.insight.report.panels import SHARE, words
 from slipstream.insight.report.points import bins
 from slipstream.insight.report.runs import seconds_at
 from slipstream.insight.report.sections import written
-from slipstream.lab.results import Sweep, SweepCell
+from slipstream.lab.results import Sweep, SweepCell, evaluated
 from slipstream.lab.study import is_number
 from slipstream.rundir import Line
 
@@ -221,7 +221,5 @@ def column(run: Lines, measure: str) -> dict[float, float]:
     """By update."""
     updates, evaluations = run
     if measure.startswith("eval/"):
-        of = measure.removeprefix("eval/").rpartition("/")[0]
-        lines = [line for line in evaluations if line.get("set", "") == of]
-        return {float(line["update"]): line["accuracy"] for line in lines if "accuracy" in line}
+        return {float(line["update"]): line["accuracy"] for line in evaluated(measure, evaluations)}
     return {float(line["update"]): line[measure] for line in updates if measure in line}
