@@ -50,6 +50,14 @@ def test_a_conjecture_is_seen_at_all_lengths_or_not(script: ModuleType) -> None:
     assert script.of_conjecture({"holds", "not visible"}) == "differs by length"
 
 
+@pytest.mark.parametrize("script", ["router"], indirect=True)
+def test_what_refutes_a_law_of_flips_and_what_is_said_beside_it(script: ModuleType) -> None:
+    assert "holds here" in script.verdict(linear=True, told=False, grows=True)
+    assert "holds in part here" in script.verdict(linear=True, told=False, grows=False)
+    assert "fails here: the bias is not linear" in script.verdict(linear=False, told=False, grows=True)
+    assert "fails here: token KL alone tells it" in script.verdict(linear=True, told=True, grows=True)
+
+
 @pytest.mark.parametrize("script", ["collapse"], indirect=True)
 def test_a_collapse_stays_and_is_more_than_the_last_window(script: ModuleType) -> None:
     high, low = [0.6] * 40, [0.1] * 40
@@ -78,8 +86,12 @@ def test_what_corrections_add_within_the_budget_is_seen_or_not(script: ModuleTyp
 @pytest.mark.parametrize("script", ["tolerance"], indirect=True)
 def test_the_law_of_lag_is_found_where_one_was_planted(script: ModuleType) -> None:
     runs = [
-        script.Seen(lag, ess, lag <= 40 * ess**1.5) for lag in (1, 5, 10, 20, 40) for ess in (0.1, 0.2, 0.4, 0.6, 0.9)
+        script.Seen(seed, lag, ess, lag <= 40 * ess**1.5)
+        for seed in (1, 2)
+        for lag in (1, 5, 10, 20, 40)
+        for ess in (0.1, 0.2, 0.4, 0.6, 0.9)
     ]
     share, (low, high) = script.row("planted", runs)
     assert share == 1.0 and low <= 1.5 <= high
+    assert script.unseen(runs) == 1.0
     assert script.best(runs, 0.0)[0] < 1.0, "lag alone does not tell"

@@ -281,7 +281,7 @@ def test_the_figure_of_a_study_has_a_line_for_every_arm_with_its_error(tmp_path:
     assert reverse["y"] == pytest.approx([0.62, 0.54, 0.293], abs=1e-4)
     assert reverse["error_y"]["array"] == pytest.approx([0.01 / 3**0.5] * 3, rel=1e-3)
     assert figure.layout["xaxis"]["ticktext"] == ["0", "1", "16"]
-    assert figure.title == "Reverse KL starts higher: holds; reverse KL falls faster: holds"
+    assert figure.title == "Holds: reverse KL starts higher; reverse KL falls faster."
     other = arms.main(sweep, "teacher/kl")
     assert other.title.startswith("KL to the teacher from 0.302 (") and other.title.endswith("at 16)")
     assert other.layout["yaxis"]["title"]["text"] == "KL to the teacher, nats per token"
@@ -312,16 +312,17 @@ def test_a_study_of_time_says_what_was_learned_when_the_first_arm_was_done(tmp_p
     assert arms.by_clock(Sweep(write_study(tmp_path / "plain"))) is None
 
 
-def test_many_arms_are_points_below_one_another_and_many_claims_are_counted(tmp_path: Path) -> None:
+def test_many_arms_are_points_below_one_another_and_claims_go_by_what_became_of_them(tmp_path: Path) -> None:
     tree: dict[str, Any] = copy.deepcopy(STUDY)
     tree["schedule"] = {"kind": "sync"}
     tree["sweep"] = {key: value for key, value in tree["sweep"].items() if key not in ("x", "grid")}
     tree["sweep"]["arms"] = {f"arm {k}": {"loss.kind": "forward_kl", "loss.k": k} for k in range(1, 7)}
-    tree["sweep"]["claims"] = [{"says": f"claim {k}", "less": 0.0, "than": f"arm {k}"} for k in range(1, 7)]
+    tree["sweep"]["claims"] = [{"says": f"claim {k}", "less": 0.0, "than": f"arm {k}"} for k in range(1, 6)]
+    tree["sweep"]["claims"].insert(0, {"says": "claim 6", "less": "arm 6", "than": 0.0})
     figure = arms.main(Sweep(write_study(tmp_path / "study", tree)), "reward/exact")
     assert figure.layout["yaxis"]["categoryarray"] == [f"arm {k}" for k in range(6, 0, -1)]
     assert [trace["x"].index(0.52) for trace in figure.data] == list(range(6))
-    assert figure.title == "Claim 1: holds; claim 2: holds; claim 3: holds; claim 4: holds; and 2 more"
+    assert figure.title == "Does not hold: claim 6. Holds: claim 1; claim 2; claim 3; claim 4; claim 5."
 
 
 @pytest.mark.parametrize(
@@ -382,6 +383,10 @@ def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again
     assert "| Reward exact | schedule.k = 0 |" in text and "18 runs; seeds 1, 2, 3;" in text
     assert "| reverse | 62.00 ± 0.58 % |" in text and "| -10.00 ± 0.00 points | **holds** |" in text
     assert "](study.svg)" in text and "](study-teacher-kl.svg)" in text
+    assert (
+        "| slope against log2(schedule.k + 1) | Reward exact |" in text
+        and "| reverse | -" in text.partition("slope")[2]
+    )
 
 
 def test_a_learning_curve_is_the_mean_of_its_seeds(tmp_path: Path) -> None:
@@ -402,6 +407,6 @@ def test_a_study_that_measures_time_shows_what_is_learned_in_it(tmp_path: Path) 
     path = write_study(tmp_path / "study", tree)
     found = json.loads(Structure(report(path)).scripts[0])
     axes = [figure["layout"]["xaxis"]["title"]["text"] for figure in found.values()]
-    assert axes == ["schedule.k"] * 2 + ["update", "seconds since the run began"] * 3
+    assert axes == ["age of rollouts, updates (schedule.k)"] * 2 + ["update", "seconds since the run began"] * 3
     over_time = found["figure-4"]
     assert over_time["data"][1]["x"] == [0.0, 5.0, 10.0, 15.0] and over_time["data"][1]["y"] == [0.1, 0.3, 0.5, 0.6]

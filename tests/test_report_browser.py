@@ -119,7 +119,7 @@ def test_the_figures_of_a_study_become_svg_on_white(
     text = tmp_path.joinpath("study.svg").read_text("utf-8")
     assert text.startswith("<svg") and text.endswith("</svg>\n") and len(text) < 30_000
     assert "fill: rgb(255, 255, 255)" in text and "<script" not in text
-    assert "Reverse KL starts higher: holds" in text and text.count('class="yerror"') == 6
+    assert "Holds: reverse KL starts higher" in text and text.count('class="yerror"') == 6
 
 
 def test_a_figure_is_the_same_text_every_time(tabs: dict[str, Tab]) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 from slipstream.commands.sweep import written as tell_files
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, RunDirError
+from slipstream.insight.report.study import compared
 from slipstream.lab.board import Board, left, summary
 from slipstream.lab.cells import Event, Job
 from slipstream.lab.directory import Checked, check_prompts, check_unchanged, cores_of, finish, fitting
@@ -167,6 +168,14 @@ MISTAKES = {
         STUDY,
         "study: the claim 'a': forward and reverse have no x in common: name other arms",
     ),
+    ('sweep.claims=[{says="a", less="forward", than="reverse", than_at=1}]',): (
+        STUDY,
+        "study: the claim 'a': than_at is the x of than, and at that of less: give both",
+    ),
+    ('sweep.claims=[{says="a", less="forward", than="reverse", at=1, than_at=2}]',): (
+        STUDY,
+        "study: the claim 'a': reverse has no x = 2; known: 0, 1",
+    ),
     ('sweep.claims=[{says="a", less="forward", than="reverse", at=1, slope=true}]',): (
         STUDY,
         "study: the claim 'a': a slope is over all x: drop at, or slope",
@@ -309,7 +318,8 @@ VALUES = {
 def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
     claims = (
         '[{says="at 0", less="forward", than="reverse", at=0}, {says="all", less="forward", than="reverse"},'
-        '{says="falls", less="reverse", than=0, slope=true}, {says="level", less=0.2, than="reverse", at=0}]'
+        '{says="falls", less="reverse", than=0, slope=true}, {says="level", less=0.2, than="reverse", at=0},'
+        '{says="rises", less="reverse", at=0, than="reverse", than_at=1}]'
     )
     sweep = written(tmp_path / "study", study(sweep__claims=claims), VALUES)
     assert [cell.finished for cell in sweep.cells] == [True] * 7 + [False]
@@ -333,12 +343,14 @@ def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
     reverse, forward = sweep.slopes()  # log2(1) = 0 and log2(2) = 1: one less the other
     assert reverse.found == Estimate(2, pytest.approx(-0.25), pytest.approx(0.05))
     assert forward.found == Estimate(1, pytest.approx(0.1), None)  # seed 2 has no other x
-    at_0, everywhere, falls, level = sweep.claims()
+    at_0, everywhere, falls, level, rises = sweep.claims()
     assert (at_0.verdict, at_0.found.n) == ("holds", 2)
     # seed 1 alone is everywhere: (0.5 + 0.6) / 2 − (0.8 + 0.5) / 2
     assert (everywhere.verdict, everywhere.found) == ("open", Estimate(1, pytest.approx(-0.1), None))
     assert falls.verdict == "holds" and falls.found.mean == pytest.approx(-0.25)
     assert level.verdict == "holds" and level.found.mean == pytest.approx(0.2 - 0.7)
+    assert rises.verdict == "does not hold" and rises.found.mean == pytest.approx(0.25)
+    assert compared(rises) == "Reward exact: reverse at 0 − reverse at 1"
 
 
 def test_rows_are_written_as_csv_and_parquet(tmp_path: Path) -> None:

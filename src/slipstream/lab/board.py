@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
-from typing import Any
+from textwrap import wrap
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -21,6 +22,8 @@ from slipstream.lab.study import shown
 
 MARKS = {"waiting": "·", "begun": "▸", "done": "✓", "failed": "✗"}
 
+HEAD = 16
+"""Columns of a head, before it goes on in the next line."""
 ENOUGH = 0.1
 """Of a cell, before it says how long it takes."""
 
@@ -170,9 +173,12 @@ def estimates(sweep: Sweep, measure: str) -> Table:
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    """Names are whole, however narrow the terminal: it is numbers that are cut."""
     table = Table(box=None, pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    for index, title in enumerate(titles):
+        whole = max((len(str(row[0])) for row in rows), default=0) if index == 0 else None
+        justify: Literal["left", "right"] = "right" if title else "left"
+        table.add_column("\n".join(wrap(title, HEAD)), justify=justify, no_wrap=True, min_width=whole)
     for row in rows:
         table.add_row(*(Text(str(each)) for each in row))
     return table

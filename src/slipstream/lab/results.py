@@ -200,21 +200,20 @@ class Sweep:
         return found
 
     def _sides(self, claim: Claim, measure: str) -> tuple[BySeed, BySeed]:
-        """What is compared, by seed: of two arms where both are along x."""
+        """What is compared, by seed: of two arms where both are along x, or each at its own."""
         sides = [self.study.side(side) if isinstance(side, str) else None for side in (claim.less, claim.than)]
-        places = [{p.x for p in side} for side in sides if side is not None]
-        common = set.intersection(*places) if claim.at is None else {claim.at}
+        common = set.intersection(*({p.x for p in side} for side in sides if side is not None))
 
-        def by_seed(side: list[Point] | None, number: float | str) -> BySeed:
+        def by_seed(side: list[Point] | None, number: float | str, at: Any) -> BySeed:
             if side is None:
                 assert not isinstance(number, str)
                 return dict.fromkeys(self.study.sweep.seeds, number)
-            points = [point for point in side if point.x in common]
+            points = [point for point in side if point.x in (common if at is None else {at})]
             if claim.slope:
                 return self._slope_by_seed(points, measure)
             return whole(self.by_seed(points, measure), fmean)
 
-        less, than = map(by_seed, sides, (claim.less, claim.than))
+        less, than = map(by_seed, sides, (claim.less, claim.than), claim.places)
         return less, than
 
     def _slope_by_seed(self, points: Sequence[Point], measure: str) -> BySeed:

@@ -197,20 +197,24 @@ class Study:
             raise ConfigError(
                 f"{where}: measure = {claim.measure!r}; {did_you_mean(claim.measure, self.sweep.measure)}"
             )
-        sides = [side for side in (claim.less, claim.than) if isinstance(side, str)]
+        if claim.than_at is not None and claim.at is None:
+            raise ConfigError(f"{where}: than_at is the x of than, and at that of less: give both")
+        given = zip((claim.less, claim.than), claim.places, strict=True)
+        sides = [(side, at) for side, at in given if isinstance(side, str)]
         if not sides:
             raise ConfigError(f"{where} compares two numbers: name an arm")
-        for side in sides:
+        for side, at in sides:
             found = self.side(side)
             if not found:
                 known = dict.fromkeys([*self.arms, *(point.series for point in self.points)])
                 raise ConfigError(f"{where}: no arm {side!r}; {did_you_mean(side, known)}")
-            if claim.at is not None and claim.at not in [point.x for point in found]:
+            if at is not None and at not in [point.x for point in found]:
                 known_x = ", ".join(shown(point.x) for point in found)
-                raise ConfigError(f"{where}: {side} has no x = {shown(claim.at)}; known: {known_x}")
-        common = set.intersection(*({point.x for point in self.side(side)} for side in sides))
-        if not common:
-            raise ConfigError(f"{where}: {' and '.join(sides)} have no x in common: name other arms")
+                raise ConfigError(f"{where}: {side} has no x = {shown(at)}; known: {known_x}")
+        common = set.intersection(*({point.x for point in self.side(side)} for side, _ in sides))
+        if not common and claim.at is None:
+            names = " and ".join(side for side, _ in sides)
+            raise ConfigError(f"{where}: {names} have no x in common: name other arms")
         if claim.slope and sum(map(is_number, common)) < 2:
             raise ConfigError(f"{where}: slope needs numbers along x, two at least: set sweep.x, or drop slope")
         if claim.slope and claim.at is not None:

@@ -26,8 +26,15 @@ class Claim(Section):
     """By which of the study's measures; the first one without it."""
     at: int | float | str | None = None
     """At this x; the mean over all x without it."""
+    than_at: int | float | str | None = None
+    """The x of `than`, where that is another one."""
     slope: bool = False
     """Compare slopes against log2(x + 1) instead of values."""
+
+    @property
+    def places(self) -> tuple[Any, Any]:
+        """The x of `less`, and that of `than`."""
+        return self.at, self.at if self.than_at is None else self.than_at
 
 
 class SweepConfig(Section):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async, Replay, StepOff
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.correction import PRESETS
@@ -37,10 +38,13 @@ MASKED, TOO_MANY = 0.1, 0.25
 TAIL = 10.0
 """Ratio of a single draw."""
 CLIPPED = 0.2
+CUT = 1e-3
+"""Share of draws whose weights are cut, from which on staleness is no longer weighed away."""
 LONG = 50
 """Tokens at which a ratio of 1.1 a token is 117 of a sequence."""
 GEOMETRIC: Change = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
 """The bound of the decision tree, which is wider than that of the presets."""
+REJECT: Change = {"correction.preset": "decoupled_geo_rs", **GEOMETRIC}
 
 
 def compares(config: Config) -> bool:
@@ -172,6 +176,19 @@ def worse(case: Case) -> bool:
     return (risen and not case.rewarded) or (case.fall is not None and not then.above(now))
 
 
+def biased(case: Case) -> Found | None:
+    """Draws of an older student that count as today's, or for less than they are: no longer its reverse KL."""
+    loss, lag, cut = case.config.loss, case.now("lag/mean"), case.now("distill/clip_fraction")
+    if not isinstance(loss, ReverseKLMC) or not loss.weight or not lag.mean >= 0.5 or not worse(case):
+        return None
+    if not loss.importance:
+        return Found(metric="lag/mean", value=lag.mean, limit=0.5, changes=[{"loss.importance": True}])
+    if not cut.over(CUT):
+        return None
+    uncut: Change = {f"loss.{name}": None for name in ("ratio_cap", "clip") if getattr(loss, name) is not None}
+    return Found(metric="distill/clip_fraction", value=cut.mean, limit=CUT, changes=[uncut])
+
+
 # --- C and D: variance ------------------------------------------------------------------------------------------------
 
 
@@ -208,11 +225,11 @@ def escalated(case: Case, chi2: float) -> list[Change]:
     if chi2 > HOPELESS or masked > TOO_MANY or (rejects and ess_of(case)[1] < THIRD):
         return [*fresher(config), slower(config)]
     if config.policy is None:
-        return [{"loss.ratio_cap": 2.0}, {"correction.preset": "decoupled_geo_rs", **GEOMETRIC}, *fresher(config)]
+        return [{"loss.kind": "m2po"}, *fresher(config), slower(config)]
     if chi2 >= WEIGHED or masked > MASKED:
         return [{"correction.preset": "decoupled_geo_rs_token_tis", **GEOMETRIC}, *fresher(config)]
     if not rejects:
-        return [{"correction.preset": "decoupled_geo_rs", **GEOMETRIC}, *fresher(config)]
+        return [REJECT, *fresher(config)]
     return [{"correction.preset": "decoupled_token_icepop"}, *fresher(config)]
 
 
@@ -222,7 +239,7 @@ def moderate(case: Case) -> Found | None:
         return None
     return Found(
         metric="drift/chi2_token", value=chi2.mean, limit=MODERATE, weight="watch",
-        changes=[{"correction.preset": "decoupled_geo_rs", **GEOMETRIC}, {"loss.ratio_cap": 2.0}],
+        changes=[{"loss.kind": "m2po"} if case.config.policy is None else REJECT, *fresher(case.config)],
     )  # fmt: skip
 
 
@@ -262,7 +279,7 @@ def tails(case: Case) -> Found | None:
         return None
     return Found(
         metric=name, value=ratio.mean, limit=TAIL, weight="watch",
-        changes=[{"loss.advantage": "current", "loss.clip": None}, {"loss.ratio_cap": 10.0}, {"loss.kind": "m2po"}],
+        changes=[{"loss.advantage": "current", "loss.clip": None}, {"loss.kind": "m2po"}],
     )  # fmt: skip
 
 

@@ -13,7 +13,9 @@ from slipstream.insight.advice import drift, freshness, learning, running, teach
 from slipstream.insight.advice.answer import WEIGHTS, Answer, Rule, answered, without
 from slipstream.insight.advice.readings import CHANCE, WINDOW, Case
 
-OF_DRIFT = ("staleness", "variance blow-up", "moderate drift", "ratio tails", "clip saturation", "gated samples")
+OF_AGE = ("staleness", "variance blow-up", "moderate drift", "ratio tails", "clip saturation", "gated samples")
+OF_DRIFT = ("biased draws", "thin steps", *OF_AGE)
+OF_WEIGHTS = (*OF_AGE, "step too large", "spikes", "length surge", "short answers", "entropy collapse", "nothing moves")
 SYMPTOMS = ("ratio tails", "clip saturation", "widened clip", "moderate drift", "spikes")
 
 RULES: tuple[Rule, ...] = (
@@ -124,6 +126,28 @@ RULES: tuple[Rule, ...] = (
         hides=("step too large",),
     ),
     Rule(
+        name="biased draws",
+        reads="lag/mean distill/clip_fraction teacher/kl",
+        when="stale draws that are not weighed, or whose weights are clipped or capped at more than "
+        f"{drift.CUT:.1%} of them, and the student is worse",
+        cause="Draws of an older student count as if today's had drawn them, or for less than they are: what is "
+        "followed is no longer the gradient of the reverse KL.",
+        change="`loss.importance = true`; no `loss.ratio_cap`, no `loss.clip`",
+        watch="teacher/kl falls",
+        find=drift.biased,
+        hides=OF_WEIGHTS,
+    ),
+    Rule(
+        name="thin steps",
+        reads="freshness/weight teacher/kl",
+        when=f"a mean weight below {freshness.THIN:g}, and the student is worse",
+        cause="Weights by age leave a step to few samples, and AdamW makes it as large as one of many.",
+        change='`freshness.weight = "equal"`, with `freshness.anchor = 0.1` where nothing else is left of it',
+        watch="teacher/kl falls",
+        find=freshness.thins,
+        hides=OF_WEIGHTS,
+    ),
+    Rule(
         name="step too large",
         reads="drift/kl/lag_1 drift/k3_kl_first drift/k3_kl_last teacher/kl reward/REWARD accuracy",
         when=f"one update moves the student by a KL > {drift.DRIFTED:g} (an eye, while it learns); or without "
@@ -134,7 +158,7 @@ RULES: tuple[Rule, ...] = (
         watch="teacher/kl falls, drift/kl/lag_1 below 0.02",
         find=learning.too_large,
         hides=(
-            *OF_DRIFT,
+            *OF_AGE,
             "spikes",
             "length surge",
             "short answers",
@@ -168,7 +192,7 @@ RULES: tuple[Rule, ...] = (
         when=f"effective sample size < {drift.HALF:g}, chi2_token > {drift.BLOWN_UP:g}, or twice the gradient "
         "noise since weights (an eye, while it learns)",
         cause="A few tokens outweigh all others (D): filter before weighing.",
-        change="without a policy loss `loss.ratio_cap = 2`; with one, rejection alone below a chi2_token of "
+        change='without a policy loss `loss.kind = "m2po"`; with one, rejection alone below a chi2_token of '
         f"{drift.WEIGHED:g}; with token weights up to {drift.HOPELESS:g}, or where more than {drift.MASKED:.0%} is "
         f"rejected; beyond that, above {drift.TOO_MANY:.0%}, or with an ess below {drift.THIRD:g} after it: less "
         "staleness",
@@ -201,7 +225,7 @@ RULES: tuple[Rule, ...] = (
         reads="drift/chi2_token",
         when=f"above {drift.MODERATE:g}, and nothing rejects",
         cause="Outliers among the ratios (C).",
-        change='`correction.preset = "decoupled_geo_rs"`, or `loss.ratio_cap = 2`',
+        change='`loss.kind = "m2po"`; beside a policy loss `correction.preset = "decoupled_geo_rs"`',
         watch="drift/chi2_token below 0.3",
         find=drift.moderate,
         weight="watch",
@@ -212,7 +236,7 @@ RULES: tuple[Rule, ...] = (
         reads="distill/ratio_max",
         when=f"above {drift.TAIL:g}, and the student has not learned",
         cause="A few draws have extreme ratios.",
-        change='`loss.advantage = "current"` without `loss.clip`; `loss.ratio_cap`; `loss.kind = "m2po"`',
+        change='`loss.advantage = "current"` without `loss.clip`; `loss.kind = "m2po"`',
         watch="distill/ratio_max below 10",
         find=drift.tails,
         weight="watch",

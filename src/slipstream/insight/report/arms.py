@@ -16,7 +16,7 @@ from slipstream.insight.report.points import bins
 from slipstream.insight.report.runs import seconds_at
 from slipstream.insight.report.sections import written
 from slipstream.lab.results import Sweep, SweepCell, evaluated
-from slipstream.lab.study import is_number
+from slipstream.lab.study import CONDITION, is_number
 from slipstream.rundir import Line
 
 STRETCHED = 4.0
@@ -26,12 +26,17 @@ LABELS = 10
 HEIGHT = 340
 BARS = 5
 """So many arms are bars beside one another."""
-TOLD = 4
-"""Claims that a title has room for."""
 CURVE = 30
 """Points of a learning curve, each the mean over its stretch of updates."""
+AXES = {
+    "schedule.k": "age of rollouts, updates",
+    "schedule.tau": "updates that rollout may run ahead",
+    "learner.lr": "learning rate",
+}
+"""What a person calls a setting along an axis."""
 CLOCK = "time"
 """A study that measures this asks what is learned in which time."""
+SECONDS = "seconds since the run began"
 Lines = tuple[list[Line], list[Line]]
 """Of updates, and of evaluations."""
 
@@ -75,7 +80,7 @@ def main(sweep: Sweep, measure: str) -> Figure:
         if (own := sorted((row for row in rows if row.series == name), key=lambda row: place[repr(row.x)]))
     ]  # fmt: skip
     figure = figures.curves(
-        title, note, lines, x=setting, y=y, share=share, marks=True, wide=True, legend=True, height=HEIGHT
+        title, note, lines, x=across(setting), y=y, share=share, marks=True, wide=True, legend=True, height=HEIGHT
     )
     figure.layout["xaxis"] |= axis
     return figure
@@ -113,11 +118,12 @@ def ticks(places: Sequence[float], texts: Sequence[str]) -> Json:
 
 def finding(sweep: Sweep, measure: str) -> str:
     """What came of its claims, or else where it is highest and lowest."""
-    tried = [each for each in sweep.claims() if each.measure == measure]
-    if tried:
-        said = "; ".join(f"{each.claim.says}: {each.verdict}" for each in tried[:TOLD])
-        said += f"; and {len(tried) - TOLD} more" if len(tried) > TOLD else ""
-        return said[:1].upper() + said[1:]
+    said = dict[str, list[str]]()
+    for each in sweep.claims():
+        if each.measure == measure:
+            said.setdefault(each.verdict, []).append(each.claim.says)
+    if said:
+        return " ".join(f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in said.items())
     label, unit = words(measure)
     rows = [(row.mean, place_of(row.series, row.x)) for row in sweep.table(measure) if row.mean is not None]
     if not rows:
@@ -127,6 +133,13 @@ def finding(sweep: Sweep, measure: str) -> str:
     if shown(least, share=share) == shown(most, share=share):
         return f"{label}: {shown(most, share=share)} everywhere"
     return f"{label} from {shown(least, share=share)} ({low}) to {shown(most, share=share)} ({high})"
+
+
+def across(setting: str) -> str:
+    """Of an axis."""
+    if setting == CONDITION:
+        return ""
+    return f"{AXES[setting]} ({setting})" if setting in AXES else setting
 
 
 def place_of(series: str, x: Any) -> str:
@@ -170,8 +183,7 @@ def by_clock(sweep: Sweep) -> Figure | None:
     title = f"When {soonest.name} is done, after {seconds:.0f} s, it is at {shown(soonest.y[-1], share=share)}"
     title += "" if soonest is first else f", {first.name} at {shown(had, share=share)}"
     note = f"{label}: mean over seeds, shaded by one standard error."
-    across = "seconds since the run began"
-    figure = figures.ribbons(title, note, found, x=across, y=label, share=share)
+    figure = figures.ribbons(title, note, found, x=SECONDS, y=label, share=share)
     return replace(figure, legend=True, wide=True, height=HEIGHT)
 
 
@@ -189,8 +201,7 @@ def learning(
         where = f" at {sweep.study.x} = {written(x)}" if sweep.study.x else ""
         share = unit == SHARE
         title = course(f"{label}{where}", ends, share=share)
-        across = "seconds since the run began" if clock else "update"
-        yield figures.ribbons(title, "", found, x=across, y=unit, share=share)
+        yield figures.ribbons(title, "", found, x=SECONDS if clock else "update", y=unit, share=share)
 
 
 def cells_at(sweep: Sweep, series: str, x: Any) -> list[SweepCell]:

@@ -16,7 +16,7 @@ from slipstream.insight.report import arms
 from slipstream.insight.report.findings import duration
 from slipstream.insight.report.panels import words
 from slipstream.insight.report.sections import written
-from slipstream.insight.report.study import apart, compared, said, title_of
+from slipstream.insight.report.study import apart, compared, said, slopes, title_of
 from slipstream.lab.results import STUDY_FILE, Sweep
 from slipstream.lab.statistics import Verdict
 
@@ -73,6 +73,9 @@ def chapter(sweep: Sweep, directory: Path) -> Iterator[str]:
         yield ""
     for measure in sweep.measures:
         yield from table(sweep, measure)
+    head, rows = slopes(sweep)
+    if rows:
+        yield from markdown([head, *rows])
     yield f"{made(sweep)}\n"
 
 
@@ -82,9 +85,15 @@ def table(sweep: Sweep, measure: str) -> Iterator[str]:
     setting = sweep.study.x
     head = [words(measure)[0], *(f"{setting} = {written(x)}" if setting else "" for x in places)]
     cells = {(row.series, repr(row.x)): said(row, measure) for row in sweep.table(measure)}
+    rows = [[series, *(cells.get((series, repr(x)), "") for x in places)] for series in sweep.series()]
+    yield from markdown([head, *rows])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table, the first row of which is its head."""
+    head, *others = rows
     yield f"| {' | '.join(head)} |\n|{' --- |' * len(head)}"
-    for series in sweep.series():
-        yield f"| {series} | {' | '.join(cells.get((series, repr(x)), '') for x in places)} |"
+    yield from (f"| {' | '.join(row)} |" for row in others)
     yield ""
 
 

@@ -65,6 +65,8 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel(r"drift/chi2_token", "χ² of token weights", "variance"),
         Panel(r"drift/chi2_row_p95", "χ² of a response, 95th percentile", "variance"),
         Panel(r"drift/ess", "Effective sample size, tokens", SHARE),
+        Panel(r"drift/chi2_seq", "χ² of whole responses", "variance"),
+        Panel(r"drift/ess_seq", "Effective sample size, responses", SHARE),
         Panel(r"drift/ess_row_min", "Least effective sample size of a response", SHARE),
         Panel(r"drift/tv", "Total variation from what drew", "probability"),
         Panel(r"drift/probs_pearson", "Correlation with what drew", "Pearson's r"),

@@ -92,11 +92,16 @@ def claims(sweep: Sweep) -> Html:
 
 
 def compared(tried: Tried) -> str:
-    claim = tried.claim
+    claim, of = tried.claim, words(tried.measure)[0]
     less, than = written(claim.less), written(claim.than)
-    where = "" if claim.at is None else f" at {claim.at:g}" if is_number(claim.at) else f" at {claim.at}"
-    of = words(tried.measure)[0]
-    return f"{of}: slope of {less} − slope of {than}" if claim.slope else f"{of}: {less} − {than}{where}"
+    if claim.slope:
+        return f"{of}: slope of {less} − slope of {than}"
+    at, than_at = map(where, claim.places)
+    return f"{of}: {less}{at if at != than_at else ''} − {than}{than_at}"
+
+
+def where(x: Any) -> str:
+    return "" if x is None else f" at {x:g}" if is_number(x) else f" at {x}"
 
 
 def paired(sweep: Sweep) -> Iterator[Part]:
@@ -105,11 +110,17 @@ def paired(sweep: Sweep) -> Iterator[Part]:
         cells = {(f"{d.series} − {d.base}", repr(d.x)): f"{apart(d.found, measure)}{sigma(d.found)}" for d in found}
         if cells:
             yield crossed(sweep, measure, list(dict.fromkeys(name for name, _ in cells)), cells)
-    slopes = {(each.series, m): apart(each.found, m) for m in sweep.measures for each in sweep.slopes(m)}
-    if slopes:
-        head = [f"slope against log2({sweep.study.x} + 1)", *(words(m)[0] for m in sweep.measures)]
-        names = dict.fromkeys(name for name, _ in slopes)
-        yield table(head, [[name, *(slopes.get((name, m), "") for m in sweep.measures)] for name in names])
+    head, rows = slopes(sweep)
+    if rows:
+        yield table(head, rows)
+
+
+def slopes(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
+    """By how much every measure of a series changes while x + 1 doubles: a head, and rows."""
+    found = {(each.series, m): apart(each.found, m) for m in sweep.measures for each in sweep.slopes(m)}
+    names = dict.fromkeys(name for name, _ in found)
+    head = [f"slope against log2({sweep.study.x} + 1)", *(words(m)[0] for m in sweep.measures)]
+    return head, [[name, *(found.get((name, m), "") for m in sweep.measures)] for name in names]
 
 
 def sigma(found: Estimate) -> str:
