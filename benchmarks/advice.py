@@ -1,11 +1,12 @@
 """Does `slipstream advise` name what was done to a run, and is it silent where nothing was?
 
     python benchmarks/advice.py [planted] [healthy] [--runs DIR] [--only NAME …]
+    python benchmarks/advice.py --studies runs/mismatch runs/clock …
 
 Planted: runs of the built-in models with one thing wrong each, by a setting, or by an engine that stands around the
 real one and does what it is called. They begin without checks, which would refuse some of them. Healthy: twenty runs of
 other seeds, losses and schedules. One run at a time, a minute each on two cores; those that are in DIR already are
-read, and not made again.
+read, and not made again. Of finished studies it is told what is said of their runs, which no rule was made by.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from typing import Any
 from slipstream.errors import SlipstreamError
 from slipstream.insight.advice.read import read
 from slipstream.insight.advice.tree import Advice, advise
+from slipstream.lab.results import Sweep
 
 HERE = Path(__file__).resolve()
 Config = dict[str, Any]
@@ -313,6 +316,18 @@ def report_healthy(runs: Path, only: list[str], seed: int) -> None:
     print(f"\nfalse alarms: {alarms} of {count} runs")
 
 
+def report_studies(paths: Sequence[Path]) -> None:
+    print("| runs of a study | of so many | what is wrong |\n| --- | --- | --- |")
+    for path in paths:
+        said = defaultdict[str, Counter[str]](Counter)
+        for cell in Sweep(path).finished:
+            advice = advise(read(cell.path))
+            said[cell.cell.point.name][advice.wrong[0].name if advice.wrong else "nothing"] += 1
+        for name, counts in said.items():
+            answers = ", ".join(f"{answer} {count}" for answer, count in counts.most_common())
+            print(f"| {path.name}: {name} | {counts.total()} | {answers} |", flush=True)
+
+
 def yes(found: bool) -> str:
     return "yes" if found else "no"
 
@@ -323,7 +338,11 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep runs there")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--seed", type=int, default=0, help="of the first healthy run; each has its own")
+    parser.add_argument("--studies", nargs="+", type=Path, default=[], metavar="DIR", help="read these instead")
     args = parser.parse_args()
+    if args.studies:
+        report_studies(args.studies)
+        return
     if unknown := set(args.what) - {"planted", "healthy"}:
         parser.error(f"{unknown.pop()!r} is neither planted nor healthy")
     runs = args.runs or Path(tempfile.mkdtemp(prefix="advice-"))

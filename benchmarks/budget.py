@@ -19,7 +19,7 @@ from slipstream.lab.statistics import CLEAR, Estimate, difference
 from slipstream.lab.statistics import estimate as over_seeds
 
 PLAIN = "draws, not weighed"
-CORRECTED = ("draws, weighed", "draws, weights capped", "draws, M2PO", "draws, rows rejected")
+CORRECTED = ("draws, weighed", "draws, weights capped", "draws, M2PO", "draws, responses rejected")
 UNSEEN = ("temperature 1.3",)
 """Drift is measured at the temperature of the sampler."""
 TV, CHI2, GAIN = 1e-4, 0.1, 0.003

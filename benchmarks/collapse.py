@@ -1,12 +1,12 @@
 """Can it be told from four metrics that a run is about to collapse?
 
-    python benchmarks/collapse.py runs/finding1 runs/finding2 … > docs/findings/collapse.md
+    python benchmarks/collapse.py runs/ramp > docs/findings/collapse.md
 
-Reads the finished runs of studies. A run has collapsed where the mean reward of ten updates is 30 % or more below its
-best so far, and stays there for 100 updates or to the end; rewards of stale samples count for the student that drew
-them. At every tenth update before that it is asked whether it will within the next 50: by a logistic regression on
-means over ten updates, of four metrics or of all, fitted to the other arms of all studies. AUROC: how often, within an
-arm, a run that will is ranked above one that will not.
+Reads the finished runs of studies (configs/lab/ramp.toml). A run has collapsed where the mean reward of ten updates
+is 30 % or more below its best so far, and stays there for 100 updates or to the end; rewards of stale samples count for
+the student that drew them. At every tenth update before that it is asked whether it will within the next 50: by a
+logistic regression on means over ten updates, of four metrics or of all, fitted to the other arms. AUROC: how often,
+within an arm, a run that will is ranked above one that will not.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch import Tensor
 from slipstream.lab.results import Sweep, SweepCell
 from slipstream.rundir import Line
 
-CLIPPED = "distill/clip_fraction"
+CLIPPED = "policy/clip_fraction"
 FEW = ("drift/chi2_row_p95", "drift/ess_seq", CLIPPED, "length/mean")
-MORE = ("teacher/kl", "student/entropy", "grad_norm", "drift/k3_kl")
+MORE = ("student/entropy", "grad_norm", "drift/k3_kl")
 REWARD, WINDOW, AHEAD, FALL, LASTS, LEAST = "reward/exact", 10, 50, 0.7, 100, 0.05
 """`LEAST`: a best reward below that is none that could fall."""
 ENOUGH, ADDED = 0.90, 0.03
 TEXT = """# Four metrics, and whether a run is about to collapse
 
-A conjecture of "Off-Policy Drift" (its second open problem): χ² of rows (95th percentile), the effective sample size
-of responses, the share that is clipped and the length of answers tell that a run will collapse, with AUROC 0.90 or
-more, and other signals add 0.03 at most. Tried on the runs of those studies. Collapsed: the mean reward of ten updates
-is 30 % or more below its best and stays there to the end, ten updates at least, where rewards of stale samples count
-for the student that drew them; asked is, every ten updates, whether it will be within 50 (the conjecture: 200, in runs
-that are longer than these). An arm is judged by what the others taught, among which there may be one that differs in
-the number of draws alone.
+A conjecture of "Off-Policy Drift" (its second open problem): χ² of tokens (95th percentile), the effective sample size
+of responses, the share that is clipped and the length of answers tell that a run will collapse. It fails if they do not
+reach an AUROC of 0.90, or if other signals add more than 0.03. Tried on [runs that learn first](ramp.md); χ²
+is that of the tokens of a response, at the 95th percentile of responses. Collapsed: the mean reward of ten updates is
+30 % or more below its best and stays there to the end, ten updates at least, where rewards of stale samples count for
+the student that drew them. Asked is, every ten updates before, whether it will be within 50 (the conjecture: 200, in
+runs that are longer than these). An arm is judged by what the others taught.
 
 ```console
 python benchmarks/collapse.py {paths} > docs/findings/collapse.md

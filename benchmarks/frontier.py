@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 from statistics import fmean
@@ -138,11 +139,24 @@ def best(seeds: Sequence[Mapping[str, float]], names: Sequence[str]) -> str:
     return max(names, key=lambda name: fmean(each[name] for each in seeds))
 
 
-def of_conjecture(found: set[Verdict]) -> str:
-    """That a ratio between is best, from what is seen at several lengths."""
-    if len(found) > 1:
-        return "differs by length"
-    return {"holds": "holds", "does not hold": "fails"}.get(*found, "is not visible")
+SEEN: dict[Verdict, str] = {"holds": "something between is best", "does not hold": "an extreme is best"}
+NEITHER, DIFFERS = "neither is seen to be best", "it differs by length"
+
+
+def seen(found: set[Verdict]) -> str:
+    """Who is best, from what comes out at several lengths."""
+    return DIFFERS if len(found) > 1 else SEEN.get(*found, NEITHER)
+
+
+def verdict_of(tables: Sequence[str]) -> str:
+    """On the conjecture that something between is best."""
+    between, extreme = (tables.count(SEEN[each]) for each in ("holds", "does not hold"))
+    if between and not extreme:
+        says = "holds" if between == len(tables) else "holds in part"
+    else:
+        says = "differs by case" if between else "fails" if extreme else "is not visible"
+    cases = "; ".join(f"in {count} of {len(tables)} {each}" for each, count in Counter(tables).items())
+    return f"The conjecture {says} here: {cases}."
 
 
 def main() -> None:
@@ -150,7 +164,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    began = time.process_time()
+    began, tables = time.process_time(), list[str]()
     print(FRONTIER)
     for kind, lag in product(KINDS, LAGS):
         found = {n: [progress(seed, n, lag, kind) for seed in range(1, args.seeds + 1)] for n in LENGTHS}
@@ -169,7 +183,9 @@ def main() -> None:
         points = (estimate(100 * (each.mean or 0.0), each.se and 100 * each.se) for each in apart)
         print(f"| the one less the other, by seed | {' | '.join(f'{each} points' for each in points)} |\n")
         long = {verdict(each) for each, n in zip(apart, LENGTHS, strict=True) if n >= LONG}
-        print(f"From {LONG} steps on: the conjecture {of_conjecture(long)} here.\n")
+        tables.append(seen(long))
+        print(f"From {LONG} steps on: {tables[-1]}.\n")
+    print(f"{verdict_of(tables)}\n")
     print(f"Seeds 1 to {args.seeds}, {WALKS} walks each, {time.process_time() - began:.0f} s on one core.")
 
 

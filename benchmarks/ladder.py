@@ -48,13 +48,16 @@ def main() -> None:
     parser.add_argument("sweep", type=Path)
     args = parser.parse_args()
     print(TEXT.format(path=args.sweep))
-    found = dict[str, list[tuple[float, float, bool]]]()
+    found, collapsed = dict[str, list[tuple[float, float, bool]]](), dict[str, int]()
     for cell in Sweep(args.sweep).finished:
         found.setdefault(cell.arm, []).append(fall([line["reward/exact"] for line in cell.run.metrics]))
     for arm, runs in found.items():
         best, fell = (over_seeds([each[i] for each in runs]) for i in (0, 1))
         cells = [estimate(each.mean, each.se, share=True) for each in (best, fell)]
-        print(f"| {arm} | {' | '.join(cells)} | {sum(each[2] for each in runs)} of {len(runs)} |")
+        collapsed[arm] = sum(each[2] for each in runs)
+        print(f"| {arm} | {' | '.join(cells)} | {collapsed[arm]} of {len(runs)} |")
+    fell_in = [f"{count} of {len(found[arm])} in {arm!r}" for arm, count in collapsed.items() if count]
+    print(f"\nIn short: {', '.join(fell_in) or 'none'} have collapsed{', and none else' if fell_in else ''}.")
 
 
 if __name__ == "__main__":

@@ -44,10 +44,18 @@ def test_a_script_writes_a_page_with_a_verdict(
 
 
 @pytest.mark.parametrize("script", ["frontier"], indirect=True)
-def test_a_conjecture_is_seen_at_all_lengths_or_not(script: ModuleType) -> None:
-    said = [({"holds"}, "holds"), ({"does not hold"}, "fails"), ({"not visible"}, "is not visible")]
-    assert [script.of_conjecture(found) for found, _ in said] == [text for _, text in said]
-    assert script.of_conjecture({"holds", "not visible"}) == "differs by length"
+def test_who_is_best_at_all_lengths_and_in_all_cases(script: ModuleType) -> None:
+    between, extreme, neither = (script.seen({each}) for each in ("holds", "does not hold", "not visible"))
+    assert (between, extreme) == ("something between is best", "an extreme is best")
+    assert script.seen({"holds", "not visible"}) == "it differs by length"
+    says = {"holds": [between] * 2, "holds in part": [between, neither], "fails": [extreme, neither]}
+    says |= {"is not visible": [neither], "differs by case": [between, extreme]}
+    assert {word: script.verdict_of(tables).split(" here")[0] for word, tables in says.items()} == {
+        word: f"The conjecture {word}" for word in says
+    }
+    assert script.verdict_of([extreme, neither, extreme]).endswith(
+        "in 2 of 3 an extreme is best; in 1 of 3 neither is seen to be best."
+    )
 
 
 @pytest.mark.parametrize("script", ["router"], indirect=True)

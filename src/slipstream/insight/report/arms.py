@@ -166,13 +166,17 @@ def curves(sweep: Sweep) -> Iterator[Figure]:
 
 
 def by_clock(sweep: Sweep) -> Figure | None:
-    """Of a study of time what was learned in which, by the first of its measures that is a reward."""
+    """Of a study of time what was learned in which, by the first of its measures that is a reward: of the series that
+    make as many updates as the first one."""
     measure = next((each for each in sweep.measures if each.startswith("reward/")), None)
     if measure is None or CLOCK not in sweep.measures or sweep.study.x is not None:
         return None
     label, unit = words(measure)
     found = list[Series]()
-    for slot, series in enumerate(sweep.series()):
+    updates = sweep.study.points[0].config.updates
+    for slot, (series, points) in enumerate(sweep.series().items()):
+        if points[0].config.updates != updates:
+            continue
         runs = [(cell.run.metrics, cell.run.evaluations) for cell in sweep.finished if cell.cell.point.series == series]
         found += [Series(series, xs, ys, slot, errors) for xs, ys, errors in learned(runs, measure, clock=True)]
     if not found:

@@ -24,7 +24,8 @@ STUDIES = Path("configs/lab")
 CLAIM = re.compile(rf"^\| (.*?) \| .* \| \*\*({'|'.join(get_args(Verdict))})\*\* \|$", re.MULTILINE)
 """Of a study's page: what is said, and what came of it."""
 VERDICT = re.compile(r"\bconjecture ([a-z ]*?) here\b")
-"""Of a script's."""
+SHORT = re.compile(r"^In short: (.*)$", re.MULTILINE)
+"""Of a script's, and what it says where there is no claim."""
 FIGURE = re.compile(r"^!\[(.*)\]\((.*)\)$", re.MULTILINE)
 HEAD = """# Findings
 
@@ -39,7 +40,8 @@ it anew: it is a study ([how they work](lab.md)), or what a script has measured.
 
 Numbers are means over seeds ± one standard error. A claim is what a paper says, or what was to be expected; it *holds*
 where the difference by seed has its sign and is more than two standard errors from 0, *does not hold* where it is as
-far on the other side, and is *not visible* in between. Of a conjecture a script says whether it *fails*.
+far on the other side, and is *not visible* in between: of nine claims about nothing one would be seen, as five seeds
+are few. Of a conjecture a script says whether it *fails*.
 """
 
 
@@ -52,6 +54,7 @@ def index(pages: Sequence[Path]) -> Iterator[str]:
         if claims:
             yield "| claim | |\n| --- | --- |"
             yield from (f"| {says} | {verdict} |" for says, verdict in claims)
+        yield from (short[:1].upper() + short[1:] for short in SHORT.findall(text))
         if figure := FIGURE.search(text):
             yield f"\n![{figure[1]}]({there}/{figure[2]})"
 
