@@ -6,7 +6,7 @@ Reads the finished runs of studies (configs/lab/ramp.toml). A run has collapsed 
 is 30 % or more below its best so far, and stays there for 100 updates or to the end; rewards of stale samples count for
 the student that drew them. At every tenth update before that it is asked whether it will within the next 50: by a
 logistic regression on means over ten updates, of four metrics or of all, fitted to the other arms. AUROC: how often,
-within an arm, a run that will is ranked above one that will not.
+among runs of the same settings, one that will is ranked above one that will not (or not yet).
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from slipstream.rundir import Line
 CLIPPED = "policy/clip_fraction"
 FEW = ("drift/chi2_row_p95", "drift/ess_seq", CLIPPED, "length/mean")
 MORE = ("student/entropy", "grad_norm", "drift/k3_kl")
+STEP = "lr"
+"""Grows from update to update, alike in runs of the same settings: what a clock would tell."""
 REWARD, WINDOW, AHEAD, FALL, LASTS, LEAST = "reward/exact", 10, 50, 0.7, 100, 0.05
 """`LEAST`: a best reward below that is none that could fall."""
 ENOUGH, ADDED = 0.90, 0.03
@@ -37,15 +39,16 @@ A conjecture of "Off-Policy Drift" (its second open problem): χ² of tokens (95
 of responses, the share that is clipped and the length of answers tell that a run will collapse. It fails if they do not
 reach an AUROC of 0.90, or if other signals add more than 0.03. Tried on [runs that learn first](ramp.md); χ²
 is that of the tokens of a response, at the 95th percentile of responses. Collapsed: the mean reward of ten updates is
-30 % or more below its best and stays there to the end, ten updates at least, where rewards of stale samples count for
-the student that drew them. Asked is, every ten updates before, whether it will be within 50 (the conjecture: 200, in
-runs that are longer than these). An arm is judged by what the others taught.
+30 % or more below its best and stays there for 100 updates or to the end, ten at least, where rewards of stale samples
+count for the student that drew them. Asked is, every ten updates before, whether it will be within 50 (the conjecture:
+200, in runs that are longer than these). Runs of the same settings are ranked among one another, by what the other arms
+taught; two of these differ in the number of steps alone. As the step grows in all of them, `lr` is what a clock tells.
 
 ```console
 python benchmarks/collapse.py {paths} > docs/findings/collapse.md
 ```
 """
-ALL = (*FEW, *MORE)
+ALL = (*FEW, *MORE, STEP)
 Sample = tuple[list[float], bool]
 
 
@@ -127,32 +130,33 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     cells = [(path, cell) for path in args.sweeps for cell in Sweep(path).finished]
-    asked = defaultdict[tuple[Path, str], list[Sample]](list)
+    asked = defaultdict[tuple[Path, str, str], list[Sample]](list)
     for path, cell in cells:
-        asked[path, cell.arm] += samples(cell)
+        asked[path, cell.arm, cell.cell.point.name] += samples(cell)
     ends = sorted(end for _, cell in cells if (end := collapsed(cell.run.metrics)) is not None)
     print(TEXT.format(paths=" ".join(map(str, args.sweeps))))
-    judged = {arm: own for arm, own in asked.items() if len({soon for _, soon in own}) == 2}
+    judged = {point: own for point, own in asked.items() if len({soon for _, soon in own}) == 2}
     if not judged:
         when = f", the last of them after {ends[-1]} updates: nothing could be asked before" if ends else ""
         print(f"{len(ends)} of {len(cells)} runs have collapsed{when}. The conjecture is not tested here.")
         return
-    print(f"| | AUROC, mean over {len(judged)} arms | least of an arm |\n| --- | --- | --- |")
-    columns = {"these four": FEW, f"and {', '.join(f'`{name}`' for name in MORE)}": ALL}
-    columns |= {f"`{name}` alone": (name,) for name in FEW}
+    print(f"| | AUROC, mean over {len(judged)} settings | least of one |\n| --- | --- | --- |")
+    columns = {"these four": FEW, f"and {', '.join(f'`{name}`' for name in MORE)}": (*FEW, *MORE)}
+    columns |= {f"`{name}` alone": (name,) for name in (STEP, *FEW)}
     reached = list[float]()
     for label, names in columns.items():
         found = list[float]()
-        for arm, own in judged.items():
-            others = [s for other, each in asked.items() if other != arm for s in each]
+        for point, own in judged.items():
+            others = [sample for other, each in asked.items() if other[:2] != point[:2] for sample in each]
             labels, truth = (torch.tensor([soon for _, soon in of]) for of in (others, own))
             found.append(auroc(fitted(inputs(others, names), labels, inputs(own, names)), truth))
         print(f"| {label} | {fmean(found):.3f} | {min(found):.3f} |")
         reached.append(fmean(found))
-    few, more = reached[:2]
+    few, more, clock = reached[:3]
     holds = few >= ENOUGH and more - few <= ADDED
     print(
-        f"\nThe conjecture {'holds' if holds else 'fails'} here: {few:.2f}, to which the others add {more - few:.3f}."
+        f"\nThe conjecture {'holds' if holds else 'fails'} here: {few:.2f}, to which the others add {more - few:.3f}; "
+        f"a clock alone tells {clock:.2f}."
     )
     count = sum(map(len, asked.values()))
     shortly = sum(soon for each in asked.values() for _, soon in each)

@@ -150,11 +150,11 @@ def seen(found: set[Verdict]) -> str:
 
 def verdict_of(tables: Sequence[str]) -> str:
     """On the conjecture that something between is best."""
-    between, extreme = (tables.count(SEEN[each]) for each in ("holds", "does not hold"))
-    if between and not extreme:
-        says = "holds" if between == len(tables) else "holds in part"
+    between, extreme = (SEEN[each] in tables for each in ("holds", "does not hold"))
+    if DIFFERS in tables or (between and extreme):
+        says = "differs by case"
     else:
-        says = "differs by case" if between else "fails" if extreme else "is not visible"
+        says = "holds" if between else "fails" if extreme else "is not visible"
     cases = "; ".join(f"in {count} of {len(tables)} {each}" for each, count in Counter(tables).items())
     return f"The conjecture {says} here: {cases}."
 

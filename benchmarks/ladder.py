@@ -56,8 +56,8 @@ def main() -> None:
         cells = [estimate(each.mean, each.se, share=True) for each in (best, fell)]
         collapsed[arm] = sum(each[2] for each in runs)
         print(f"| {arm} | {' | '.join(cells)} | {collapsed[arm]} of {len(runs)} |")
-    fell_in = [f"{count} of {len(found[arm])} in {arm!r}" for arm, count in collapsed.items() if count]
-    print(f"\nIn short: {', '.join(fell_in) or 'none'} have collapsed{', and none else' if fell_in else ''}.")
+    fell_in = [f"{count} of {len(found[arm])} ({arm})" for arm, count in collapsed.items() if count]
+    print(f"\nIn short: {'; '.join(fell_in) or 'none'} have collapsed{', and no others' if fell_in else ''}.")
 
 
 if __name__ == "__main__":

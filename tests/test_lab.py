@@ -214,7 +214,7 @@ def test_a_study_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     # a cell that is killed ends no other one
     assert main(["sweep", *small, "--jobs", "2"]) == 1
     out = capsys.readouterr().out
-    assert "2 of 2 cells to run, 2 at a time, in runs/two" in out and "less reverse, by seed" in out
+    assert "2 of 2 cells to run, 2 at a time, in runs/two" in out and "less reverse, by" in out
     assert (
         "warning: forward, schedule.k = 1, seed 1 failed: its process ended by itself: killed by SIGKILL, as the "
         f"kernel does where memory runs out; {paths['forward']}/output.txt"

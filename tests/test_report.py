@@ -302,10 +302,12 @@ def test_a_study_of_time_says_what_was_learned_when_the_first_arm_was_done(tmp_p
     tree: dict[str, Any] = copy.deepcopy(STUDY)
     tree["sweep"] = {key: value for key, value in tree["sweep"].items() if key not in ("x", "grid", "claims")}
     tree["sweep"]["measure"] = ["time", "reward/exact"]
+    tree["sweep"]["arms"]["reverse, shorter"] = {"loss.kind": "reverse_kl_mc", "updates": 20}
     tree["schedule"] = {"kind": "sync"}
     sweep = Sweep(write_study(tmp_path / "study", tree))
     assert list(arms.drawn(sweep)) == ["study.svg", "study-reward-exact.svg", "study-clock.svg"]
     figure = arms.drawn(sweep)["study-clock.svg"]
+    assert {trace["name"] for trace in figure.data if "name" in trace} == {"reverse", "forward"}
     assert re.fullmatch(r"When reverse is done, after \d+ s, it is at 62 %", figure.title) and figure.legend
     first, _ = (trace for trace in figure.data if trace.get("fill") is None)
     assert first["x"][0] < first["x"][-1] and first["name"] == "reverse"
@@ -367,13 +369,13 @@ def test_a_study_that_is_not_finished_says_of_how_many_seeds_it_tells(tmp_path: 
 def test_a_page_of_findings_tells_what_the_pages_of_its_chapters_say(tmp_path: Path) -> None:
     study, other = tmp_path / "study.md", tmp_path / "other.md"
     study.write_text("\n".join(chapters.chapter(Sweep(write_study(tmp_path / "runs" / "study")), tmp_path)))
-    other.write_text("# Something else\n\n| a | b |\n\nThe best is a: the conjecture fails here.\n\nIn short: nothing is left.\n")
+    other.write_text("# Something else\n\n| a | b |\n\nThe conjecture fails here.\n\nIn short: nothing is left.\n")
     text = "\n".join(chapters.index([study, other]))
     there = tmp_path.name
     assert f"chapters {study} {other} > docs/findings.md" in text
     own, others = text.split(f"\n## [Something else]({there}/other.md)\n")
     assert f"\n## [Forward against reverse KL]({there}/study.md)\n" in own and f"]({there}/study.svg)" in own
-    assert "| reverse KL falls faster | holds |" in own and "| the conjecture | fails |\nNothing is left." in others
+    assert "| reverse KL falls faster | holds |" in own and "| the conjecture | fails |\n\nNothing is left." in others
 
 
 def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again(tmp_path: Path) -> None:

@@ -172,6 +172,14 @@ MISTAKES = {
         STUDY,
         "study: the claim 'a': than_at is the x of than, and at that of less: give both",
     ),
+    ('sweep.claims=[{says="a", less="forward", than=0, at=1, than_at=0}]',): (
+        STUDY,
+        "study: the claim 'a': than is a number, which is the same everywhere: drop than_at",
+    ),
+    ('sweep.claims=[{says="a", less="forward", than="forward", at=1}]',): (
+        STUDY,
+        "study: the claim 'a' compares an arm with itself: name another one, or give at and than_at",
+    ),
     ('sweep.claims=[{says="a", less="forward", than="reverse", at=1, than_at=2}]',): (
         STUDY,
         "study: the claim 'a': reverse has no x = 2; known: 0, 1",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -24,6 +24,8 @@ MARKS = {"waiting": "·", "begun": "▸", "done": "✓", "failed": "✗"}
 
 HEAD = 16
 """Columns of a head, before it goes on in the next line."""
+NAME = 24
+"""Columns that a name has at least."""
 ENOUGH = 0.1
 """Of a cell, before it says how long it takes."""
 
@@ -173,12 +175,12 @@ def estimates(sweep: Sweep, measure: str) -> Table:
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Names are whole, however narrow the terminal: it is numbers that are cut."""
+    """Names go on in the next line, where a terminal is narrow."""
     table = Table(box=None, pad_edge=False)
-    for index, title in enumerate(titles):
-        whole = max((len(str(row[0])) for row in rows), default=0) if index == 0 else None
-        justify: Literal["left", "right"] = "right" if title else "left"
-        table.add_column("\n".join(wrap(title, HEAD)), justify=justify, no_wrap=True, min_width=whole)
+    table.add_column(titles[0], overflow="fold", min_width=NAME)
+    for title in titles[1:]:
+        head = "\n".join(wrap(title, HEAD, break_long_words=False, break_on_hyphens=False))
+        table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(Text(str(each)) for each in row))
     return table

@@ -199,10 +199,14 @@ class Study:
             )
         if claim.than_at is not None and claim.at is None:
             raise ConfigError(f"{where}: than_at is the x of than, and at that of less: give both")
+        if claim.than_at is not None and not isinstance(claim.than, str):
+            raise ConfigError(f"{where}: than is a number, which is the same everywhere: drop than_at")
         given = zip((claim.less, claim.than), claim.places, strict=True)
         sides = [(side, at) for side, at in given if isinstance(side, str)]
         if not sides:
             raise ConfigError(f"{where} compares two numbers: name an arm")
+        if (claim.less, claim.places[0]) == (claim.than, claim.places[1]):
+            raise ConfigError(f"{where} compares an arm with itself: name another one, or give at and than_at")
         for side, at in sides:
             found = self.side(side)
             if not found:

@@ -9,7 +9,7 @@ from statistics import quantiles
 from typing import Any
 
 from slipstream.config.schedule import Async
-from slipstream.insight.advice.answer import Found
+from slipstream.insight.advice.answer import Change, Found
 from slipstream.insight.advice.drift import fresher, worse
 from slipstream.insight.advice.readings import Case, values_of
 
@@ -24,10 +24,11 @@ KAPPAS = {"kappa_f": "buffer_f", "kappa_roll": "buffer_roll_coverage", "kappa_su
 
 
 def thins(case: Case) -> Found | None:
+    """Few samples make a step that is as large as one of many."""
     fresh, weight = case.config.freshness, case.now("freshness/weight")
     if fresh is None or fresh.weight == "equal" or not weight.under(THIN) or not worse(case):
         return None
-    changes = [{"freshness.weight": "equal"}, {"freshness.weight": "equal", "freshness.anchor": 0.1}]
+    changes: list[Change] = [{"freshness.weight": "equal"}, {"freshness.weight": "equal", "freshness.anchor": 0.1}]
     return Found(metric="freshness/weight", value=weight.mean, limit=THIN, changes=[*changes, *fresher(case.config)])
 
 

@@ -192,10 +192,10 @@ RULES: tuple[Rule, ...] = (
         when=f"effective sample size < {drift.HALF:g}, chi2_token > {drift.BLOWN_UP:g}, or twice the gradient "
         "noise since weights (an eye, while it learns)",
         cause="A few tokens outweigh all others (D): filter before weighing.",
-        change='without a policy loss `loss.kind = "m2po"`; with one, rejection alone below a chi2_token of '
-        f"{drift.WEIGHED:g}; with token weights up to {drift.HOPELESS:g}, or where more than {drift.MASKED:.0%} is "
-        f"rejected; beyond that, above {drift.TOO_MANY:.0%}, or with an ess below {drift.THIRD:g} after it: less "
-        "staleness",
+        change='without a policy loss `loss.kind = "m2po"`, then less staleness; with one, rejection alone below a '
+        f"chi2_token of {drift.WEIGHED:g}; with token weights up to {drift.HOPELESS:g}, or where more than "
+        f"{drift.MASKED:.0%} is rejected; beyond that, above {drift.TOO_MANY:.0%}, or with an ess below "
+        f"{drift.THIRD:g} after it: less staleness",
         watch="correction/ess above 0.5, correction/rollout_rs_masked_fraction below 0.1, gradient/noise",
         find=drift.blown_up,
         hides=SYMPTOMS,
@@ -225,7 +225,7 @@ RULES: tuple[Rule, ...] = (
         reads="drift/chi2_token",
         when=f"above {drift.MODERATE:g}, and nothing rejects",
         cause="Outliers among the ratios (C).",
-        change='`loss.kind = "m2po"`; beside a policy loss `correction.preset = "decoupled_geo_rs"`',
+        change='`loss.kind = "m2po"`, beside a policy loss `correction.preset = "decoupled_geo_rs"`; less staleness',
         watch="drift/chi2_token below 0.3",
         find=drift.moderate,
         weight="watch",

@@ -54,9 +54,10 @@ def index(pages: Sequence[Path]) -> Iterator[str]:
         if claims:
             yield "| claim | |\n| --- | --- |"
             yield from (f"| {says} | {verdict} |" for says, verdict in claims)
+            yield ""
         yield from (short[:1].upper() + short[1:] for short in SHORT.findall(text))
         if figure := FIGURE.search(text):
-            yield f"\n![{figure[1]}]({there}/{figure[2]})"
+            yield f"![{figure[1]}]({there}/{figure[2]})"
 
 
 def chapter(sweep: Sweep, directory: Path) -> Iterator[str]:
