@@ -212,6 +212,8 @@ EXAMPLES = [
     Example("wrong template", {}, {}, beyond_samples=tuple(samples(3.2, 0.5)), within_samples=tuple(samples(3.2, 3.3))),
     Example("wrong template", {"teacher/kl": 2.6}, {"teacher/kl": 2.2}),
     Example("wrong lessons", {"reward/exact": rising(0.5, 0.3)}, {"reward/exact": rising(0.5, 0.47)}),
+    Example("wrong lessons", {"reward/exact": rising(0.5, 0.3)},
+            {"reward/exact": rising(0.5, 0.3), "teacher/kl": lambda update: 0.3 + 0.01 * abs(update - 40)}),
     Example("step too large", {"drift/kl/lag_1": 0.08, **GETS_WORSE}, {"drift/kl/lag_1": 0.04}),
     Example("step too large", {"drift/kl/lag_1": 0.08}, {"drift/kl/lag_1": 0.04}, weight="watch"),
     Example("step too large", {**FRESH, **GETS_WORSE}, {**FRESH, "teacher/kl": 0.4, "reward/exact": 0.3}, SYNC),

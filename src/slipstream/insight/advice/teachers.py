@@ -108,9 +108,9 @@ def another_prompt(case: Case) -> Found | None:
 
 
 def wrong_lessons(case: Case) -> Found | None:
-    """The student comes nearer to its teacher, and is graded worse for it."""
+    """The student comes nearer to its teacher, and is graded worse for it; not one that was nearer, and has left."""
     fall = case.fall
-    if fall is None or not case.kl_then.above(case.kl_now):
+    if fall is None or not case.kl_then.above(case.kl_now) or case.kl_now.above(case.kl_best):
         return None
     return Found(metric=fall.name, value=fall.now, limit=0.9 * fall.best, run=f"slipstream samples {case.at} -n 5")
 

@@ -117,7 +117,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="wrong lessons",
         reads="teacher/kl reward/REWARD accuracy",
-        when="the KL falls beyond chance, and so does a reward, by a tenth of its best",
+        when="the KL falls beyond chance, and to its best, while a reward falls by a tenth of its best",
         cause="The student comes nearer to the teacher and is graded worse for it: the teacher is not right, "
         "answers in another form, or sees another prompt.",
         change="none: read samples; grade the teacher (`slipstream eval TEACHER`)",
