@@ -19,7 +19,8 @@ from slipstream.lab.statistics import CLEAR, Estimate, difference
 from slipstream.lab.statistics import estimate as over_seeds
 
 PLAIN = "draws, not weighed"
-CORRECTED = ("draws, weighed", "draws, weights capped", "draws, M2PO", "draws, responses rejected")
+REJECTING, REJECTED = "draws, responses rejected", "correction/rollout_rs_masked_fraction"
+CORRECTED = ("draws, weighed", "draws, weights capped", "draws, M2PO", REJECTING)
 UNSEEN = ("temperature 1.3",)
 """Drift is measured at the temperature of the sampler."""
 TV, CHI2, GAIN = 1e-4, 0.1, 0.003
@@ -38,8 +39,8 @@ holds if it adds less by as much. The best is of those that change anything, up 
 python benchmarks/budget.py {path} > docs/findings/budget.md
 ```
 
-| | total variation | χ² of responses | within | best correction | adds |
-| --- | --- | --- | --- | --- | --- |"""
+| | total variation | χ² of responses | within | best correction | adds | tokens rejected, if responses are |
+| --- | --- | --- | --- | --- | --- | --- |"""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Condition:
     chi2: Estimate
     best: str
     gain: Estimate
+    rejected: Estimate
 
     @property
     def within(self) -> bool:
@@ -61,7 +63,7 @@ def conditions(sweep: Sweep) -> Iterator[Condition]:
     def by_seed(measure: str) -> dict[tuple[str, str], dict[int, float]]:
         return {(p.arm, p.x): found for p, found in zip(points, sweep.by_seed(points, measure), strict=True)}
 
-    accuracy, tv, chi2 = map(by_seed, ("eval/accuracy", "drift/tv", "drift/chi2_seq"))
+    accuracy, tv, chi2, rejected = map(by_seed, ("eval/accuracy", "drift/tv", "drift/chi2_seq", REJECTED))
     for name in dict.fromkeys(p.x for p in points if p.x not in UNSEEN):
         plain = accuracy[PLAIN, name]
         gains = {arm: difference(own, plain) for arm in CORRECTED if (own := accuracy[arm, name]) != plain}
@@ -69,7 +71,7 @@ def conditions(sweep: Sweep) -> Iterator[Condition]:
             continue
         best = max(gains, key=lambda arm: gains[arm].mean or 0.0)
         apart = (over_seeds(list(each[PLAIN, name].values())) for each in (tv, chi2))
-        yield Condition(name, *apart, best, gains[best])
+        yield Condition(name, *apart, best, gains[best], over_seeds(list(rejected[REJECTING, name].values())))
 
 
 def verdict(gains: Mapping[str, Estimate]) -> str:
@@ -97,7 +99,9 @@ def main() -> None:
             within[each.name] = each.gain
         apart = [f"{found.mean:.2g}" for found in (each.tv, each.chi2)]
         gain = estimate(100 * (each.gain.mean or 0.0), each.gain.se and 100 * each.gain.se)
-        print(f"| {each.name} | {' | '.join(apart)} | {'yes' if each.within else 'no'} | {each.best} | {gain} points |")
+        lost = estimate(each.rejected.mean, each.rejected.se, share=True)
+        cells = [each.name, *apart, "yes" if each.within else "no", each.best, f"{gain} points", lost]
+        print(f"| {' | '.join(cells)} |")
     print(f"\nThe conjecture {verdict(within)} here.")
 
 

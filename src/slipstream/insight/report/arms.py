@@ -26,6 +26,8 @@ LABELS = 10
 HEIGHT = 340
 BARS = 5
 """So many arms are bars beside one another."""
+TOLD = 5
+"""Claims that a title has room for: the first ones."""
 CURVE = 30
 """Points of a learning curve, each the mean over its stretch of updates."""
 AXES = {
@@ -118,12 +120,13 @@ def ticks(places: Sequence[float], texts: Sequence[str]) -> Json:
 
 def finding(sweep: Sweep, measure: str) -> str:
     """What came of its claims, or else where it is highest and lowest."""
+    tried = [each for each in sweep.claims() if each.measure == measure]
     said = dict[str, list[str]]()
-    for each in sweep.claims():
-        if each.measure == measure:
-            said.setdefault(each.verdict, []).append(each.claim.says)
+    for each in tried[:TOLD]:
+        said.setdefault(each.verdict, []).append(each.claim.says)
     if said:
-        return " ".join(f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in said.items())
+        title = " ".join(f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in said.items())
+        return title + (f" And {len(tried) - TOLD} more." if len(tried) > TOLD else "")
     label, unit = words(measure)
     rows = [(row.mean, place_of(row.series, row.x)) for row in sweep.table(measure) if row.mean is not None]
     if not rows:
