@@ -42,7 +42,7 @@ is that of the tokens of a response, at the 95th percentile of responses. Collap
 30 % or more below its best and stays there for 100 updates or to the end, ten at least, where rewards of stale samples
 count for the student that drew them. Asked is, every ten updates before, whether it will be within 50 (the conjecture:
 200, in runs that are longer than these). Runs of the same settings are ranked among one another, by what the other arms
-taught; two of these differ in the number of steps alone. As the step grows in all of them, `lr` is what a clock tells.
+taught. As the step grows in all of them, `lr` is what a clock tells.
 
 ```console
 python benchmarks/collapse.py {paths} > docs/findings/collapse.md

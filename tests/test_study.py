@@ -19,7 +19,7 @@ from slipstream.commands.sweep import written as tell_files
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.insight.report.study import compared
-from slipstream.lab.board import Board, left, summary
+from slipstream.lab.board import Board, columns, left, said, summary
 from slipstream.lab.cells import Event, Job
 from slipstream.lab.directory import Checked, check_prompts, check_unchanged, cores_of, finish, fitting
 from slipstream.lab.results import Sweep, measured
@@ -202,6 +202,33 @@ def test_a_mistake_is_one_line(changes: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
         Study(tomllib.loads(text), overrides)
     assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_a_narrow_terminal_shows_whole_columns_and_names_the_others() -> None:
+    rows = [("reverse, schedule.k = 10", "2815 ± 130", "0.5621 ± 0.0059"), ("forward", "6353 ± 300", "0.4 ± 0.01")]
+    table = columns(["", "tokens_per_s", "less reverse, 0.1, by seed"], rows)
+
+    def drawn(width: int) -> list[str]:
+        console = Console(width=width)
+        with console.capture() as caught:
+            console.print(table)
+        return [line.rstrip() for line in caught.get().splitlines()]
+
+    assert drawn(80)[1:] == [
+        "                          tokens_per_s     0.1, by seed",
+        "reverse, schedule.k = 10    2815 ± 130  0.5621 ± 0.0059",
+        "forward                     6353 ± 300       0.4 ± 0.01",
+    ]
+    assert drawn(50)[1:] == [
+        "reverse, schedule.k = 10    2815 ± 130",
+        "forward                     6353 ± 300",
+        "no room for less reverse, 0.1, by seed",
+    ]
+    assert [said(Estimate(5, *each)) for each in ((2815.2, 130.4), (0.56213, 0.00588), (3e-7, None))] == [
+        "2815 ± 130",
+        "0.5621 ± 0.0059",
+        "3e-07 ± –",
+    ]
 
 
 def test_so_many_cells_run_as_there_are_cores_and_memory_for() -> None:

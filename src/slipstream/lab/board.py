@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from textwrap import wrap
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -24,8 +25,8 @@ MARKS = {"waiting": "·", "begun": "▸", "done": "✓", "failed": "✗"}
 
 HEAD = 16
 """Columns of a head, before it goes on in the next line."""
-NAME = 24
-"""Columns that a name has at least."""
+GAP = 2
+"""Between two columns."""
 ENOUGH = 0.1
 """Of a cell, before it says how long it takes."""
 
@@ -113,7 +114,7 @@ class Board:
         running = Text(doing, style="cyan", no_wrap=True, overflow="ellipsis")
         return Group(head, Text(state), self.table(), running)
 
-    def table(self) -> Table:
+    def table(self) -> Columns:
         rows = []
         for index, point in enumerate(self.sweep.study.points):
             marks = [MARKS[self.states[cell.path]] for cell in self.sweep.cells if cell.cell.point is point]
@@ -141,7 +142,12 @@ def clock_time(seconds: float) -> str:
 def said(found: Aggregate | Estimate) -> str:
     if found.mean is None:
         return "–"
-    return f"{found.mean:.4g} ± {'–' if found.se is None else f'{found.se:.2g}'}"
+    return f"{digits(found.mean, 4)} ± {'–' if found.se is None else digits(found.se, 2)}"
+
+
+def digits(value: float, count: int) -> str:
+    """So many of them, and all of a large number."""
+    return f"{value:.0f}" if abs(value) >= 10**count else f"{value:.{count}g}"
 
 
 def summary(sweep: Sweep) -> Iterator[RenderableType]:
@@ -163,7 +169,7 @@ def summary(sweep: Sweep) -> Iterator[RenderableType]:
             yield f"{tried.verdict}: {tried.claim.says} ({tried.measure}: {said(tried.found)}, {tried.found.n} seeds)"
 
 
-def estimates(sweep: Sweep, measure: str) -> Table:
+def estimates(sweep: Sweep, measure: str) -> Columns:
     first = sweep.study.points[0].arm
     found = {(each.series, shown(each.x)): each.found for each in sweep.differences(measure)}
     titles = ["", "seeds", measure, *([f"less {first}, by seed", "pairs"] if found else [])]
@@ -174,13 +180,29 @@ def estimates(sweep: Sweep, measure: str) -> Table:
     return columns(titles, rows)
 
 
-def columns(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Names go on in the next line, where a terminal is narrow."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column(titles[0], overflow="fold", min_width=NAME)
-    for title in titles[1:]:
-        head = "\n".join(wrap(title, HEAD, break_long_words=False, break_on_hyphens=False))
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(str(each)) for each in row))
-    return table
+@dataclass(frozen=True)
+class Columns:
+    """A table of which a narrow terminal shows as many columns as it has room for."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        heads = [wrap(title, HEAD, break_long_words=False, break_on_hyphens=False) for title in self.titles]
+        cells = [[*head, *(row[index] for row in self.rows)] for index, head in enumerate(heads)]
+        widths = [max(map(len, column), default=0) + GAP for column in cells]
+        name = min(widths[0], options.max_width // 2)
+        shown = [i for i in range(1, len(widths)) if name + sum(widths[1 : i + 1]) - GAP <= options.max_width]
+        table = Table(box=None, pad_edge=False)
+        table.add_column("", overflow="fold", min_width=name - GAP)
+        for index in shown:
+            table.add_column("\n".join(heads[index]), justify="right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(Text(row[index]) for index in (0, *shown)))
+        yield table
+        if left_out := self.titles[1 + len(shown) :]:
+            yield Text(f"no room for {', '.join(left_out)}", style="dim")
+
+
+def columns(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Columns:
+    return Columns(titles, [[str(each) for each in row] for row in rows])
