@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from random import Random
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -71,6 +72,35 @@ def test_a_collapse_stays_and_is_more_than_the_last_window(script: ModuleType) -
     assert script.collapse(high + low) is not None and script.collapse(low + high) is None
     assert script.collapse(high + low + high) is None, "it came back"
     assert script.collapse(high + low[:12]) is None, "nobody knows if it stays"
+
+
+def run_that_collapses(end: int, seed: int, *, told: bool) -> list[dict[str, float]]:
+    """At an update, or never: what is told of it falls fifty updates before, or does not."""
+    noise, lines = Random(seed), list[dict[str, float]]()
+    for update in range(1, 181):
+        near = max(0.0, min(1.0, (update - end + 50) / 50)) if told else 0.0
+        line = {"reward/exact": 0.5 if update < end else 0.1, "lag/mean": 0.0, "lr": 1e-3, "drift/ess_seq": 1 - near}
+        others = ("drift/chi2_row_p95", "length/mean", "student/entropy", "grad_norm", "drift/k3_kl")
+        lines.append(line | {name: noise.random() for name in others})
+    return lines
+
+
+@pytest.mark.parametrize("script", ["collapse"], indirect=True)
+@pytest.mark.parametrize(("told", "says"), [(True, "The conjecture holds here"), (False, "The conjecture fails here")])
+def test_a_collapse_that_is_told_of_is_foreseen_and_another_is_not(
+    script: ModuleType, told: bool, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cell(arm: str, seed: int, end: int) -> SimpleNamespace:
+        run = SimpleNamespace(metrics=run_that_collapses(end, seed, told=told))
+        return SimpleNamespace(arm=arm, path=arm, run=run, cell=SimpleNamespace(point=SimpleNamespace(name=arm)))
+
+    ends = ((100, 130, 150, 999), (90, 120, 140, 999))
+    cells = [cell(arm, seed, end) for arm, of in zip("ab", ends, strict=True) for seed, end in enumerate(of)]
+    monkeypatch.setattr(script, "Sweep", lambda path: SimpleNamespace(finished=cells))
+    monkeypatch.setattr(sys, "argv", ["collapse", "runs/planted"])
+    script.main()
+    page = capsys.readouterr().out
+    assert says in page and "a clock alone tells 0.50" in page and "6 of 8 runs have collapsed" in page
 
 
 @pytest.mark.parametrize("script", ["ladder"], indirect=True)
