@@ -98,11 +98,15 @@ def main() -> None:
         if each.within:
             within[each.name] = each.gain
         apart = [f"{found.mean:.2g}" for found in (each.tv, each.chi2)]
-        gain = estimate(100 * (each.gain.mean or 0.0), each.gain.se and 100 * each.gain.se)
         lost = estimate(each.rejected.mean, each.rejected.se, share=True)
-        cells = [each.name, *apart, "yes" if each.within else "no", each.best, f"{gain} points", lost]
+        cells = [each.name, *apart, "yes" if each.within else "no", each.best, points(each.gain), lost]
         print(f"| {' | '.join(cells)} |")
-    print(f"\nThe conjecture {verdict(within)} here.")
+    adds = f": within the budget the best adds {', '.join(map(points, within.values()))}" if within else ""
+    print(f"\nThe conjecture {verdict(within)} here{adds}.")
+
+
+def points(gain: Estimate) -> str:
+    return f"{estimate(100 * (gain.mean or 0.0), gain.se and 100 * gain.se)} points"
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ from slipstream.lab.statistics import Verdict
 STUDIES = Path("configs/lab")
 CLAIM = re.compile(rf"^\| (.*?) \| .* \| \*\*({'|'.join(get_args(Verdict))})\*\* \|$", re.MULTILINE)
 """Of a study's page: what is said, and what came of it."""
-VERDICT = re.compile(r"\bconjecture ([a-z ]*?) here\b")
-SHORT = re.compile(r"^In short: (.*)$", re.MULTILINE)
-"""Of a script's, and what it says where there is no claim."""
+VERDICT = re.compile(r"^(?:In short: .*|.*\bconjecture [a-z ]*? here\b.*)$", re.MULTILINE)
+"""Of a script's, what it comes to."""
 FIGURE = re.compile(r"^!\[(.*)\]\((.*)\)$", re.MULTILINE)
 HEAD = """# Findings
 
@@ -50,12 +49,11 @@ def index(pages: Sequence[Path]) -> Iterator[str]:
     for path in pages:
         text, there = path.read_text("utf-8"), path.parent.name
         yield f"\n## [{text.splitlines()[0].removeprefix('# ')}]({there}/{path.name})\n"
-        claims = CLAIM.findall(text) or [("the conjecture", each) for each in dict.fromkeys(VERDICT.findall(text))]
-        if claims:
+        if claims := CLAIM.findall(text):
             yield "| claim | |\n| --- | --- |"
             yield from (f"| {says} | {verdict} |" for says, verdict in claims)
             yield ""
-        yield from (short[:1].upper() + short[1:] for short in SHORT.findall(text))
+        yield from VERDICT.findall(text)
         if figure := FIGURE.search(text):
             yield f"![{figure[1]}]({there}/{figure[2]})"
 
