@@ -375,7 +375,10 @@ def test_a_page_of_findings_tells_what_the_pages_of_its_chapters_say(tmp_path: P
     assert f"chapters {study} {other} > docs/findings.md" in text
     own, others = text.split(f"\n## [Something else]({there}/other.md)\n")
     assert f"\n## [Forward against reverse KL]({there}/study.md)\n" in own and f"]({there}/study.svg)" in own
-    assert "| reverse KL falls faster | holds |" in own and "\nThe conjecture fails here.\nIn short: nothing is left." in others
+    assert (
+        "| reverse KL falls faster | holds |" in own
+        and "\nThe conjecture fails here.\nIn short: nothing is left." in others
+    )
 
 
 def test_a_study_as_markdown_has_its_claims_its_numbers_and_how_it_is_made_again(tmp_path: Path) -> None:
