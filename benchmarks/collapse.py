@@ -155,8 +155,8 @@ def main() -> None:
     few, more, clock = reached[:3]
     holds = few >= ENOUGH and more - few <= ADDED
     print(
-        f"\nThe conjecture {'holds' if holds else 'fails'} here: AUROC {few:.2f}, to which the others add {more - few:.3f}; "
-        f"a clock alone tells {clock:.2f}."
+        f"\nThe conjecture {'holds' if holds else 'fails'} here: AUROC {few:.2f}, to which the others add "
+        f"{more - few:.3f}; a clock alone tells {clock:.2f}."
     )
     count = sum(map(len, asked.values()))
     shortly = sum(soon for each in asked.values() for _, soon in each)
