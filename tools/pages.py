@@ -1,0 +1,222 @@
+"""Write the pages of the documentation that are made from the code: `python tools/pages.py`.
+
+Tests compare the pages with what this tool makes, so they cannot say anything else than the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple
+from dataclasses import fields as fields_of
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from slipstream import vocabulary
+from slipstream.config.base import Section
+from slipstream.config.file import bounds, describe, fields, members
+from slipstream.config.schema import Config
+from slipstream.estimators.catalogue import INTRODUCTIONS, TITLES, Entry, catalogue
+from slipstream.insight.advice.answer import Weight
+from slipstream.insight.advice.readings import CHANCE, FEW, WINDOW
+from slipstream.insight.advice.tree import RULES
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+# --- docs/config.md ---------------------------------------------------------------------------------------------------
+
+SETTINGS = """# Every setting
+
+Made from the code by `python tools/pages.py`; `slipstream config` prints the same.
+
+A config is a TOML file. What it leaves out has the default that stands here, and a key that does not stand here is an
+error; `none` means left out. On the command line `--learner.lr 1e-5` replaces a setting of the file, and
+`slipstream config CONFIG` shows what a file comes to. A section of several kinds has the settings of its own kind."""
+
+
+def settings() -> str:
+    """Return every setting with its default."""
+    sections: dict[str, dict[str, list[tuple[str, FieldInfo]]]] = {}
+    for dotted, info, kind in fields():
+        section, _, name = dotted.rpartition(".")
+        sections.setdefault(section, {}).setdefault(kind, []).append((name, info))
+    lines = [SETTINGS]
+    for section, by_kind in sections.items():
+        lines += ["", *heading(section, several=len(by_kind) > 1)]
+        for kind, settings in by_kind.items():
+            lines += ["", *of_kind(section, kind, dict(settings))]
+    return "\n".join(lines) + "\n"
+
+
+def heading(section: str, *, several: bool) -> list[str]:
+    if not section:
+        return ["## The run", "", "At the top of the file, before any section."]
+    default = default_of(section)
+    if several:
+        return [f"## [{section}]", "", f'Of several kinds; without it, `kind = "{default.kind}"`.']
+    return [f"## [{section}]", *(["", "Left out by default."] if default is None else [])]
+
+
+def default_of(section: str) -> Any:
+    holder: type[Section] = Config
+    for name in section.replace(".NAME", "").split("."):
+        info = holder.settings()[name]
+        holder = members(info.annotation)[0]
+    return info.default
+
+
+def of_kind(section: str, kind: str, settings: dict[str, FieldInfo]) -> list[str]:
+    lines = list[str]()
+    if kind:
+        lines += [f"### {section}.kind = {named(kind)}", "", settings.pop("kind").description or "", ""]
+    if not settings:
+        return [*lines, "It has no settings."]
+    lines += ["| setting | type and default | | what it is |", "| --- | --- | --- | --- |"]
+    return lines + [row(name, info) for name, info in settings.items()]
+
+
+def named(kind: str) -> str:
+    return " or ".join(f'"{name}"' for name in kind.split(" | "))
+
+
+def row(name: str, info: FieldInfo) -> str:
+    cells = [f"`{name}`", f"`{describe(info)}`", bounds(info), " ".join((info.description or "").split())]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+# --- docs/metrics.md --------------------------------------------------------------------------------------------------
+
+
+def metrics() -> str:
+    """Return every number that a run writes and what it means."""
+    shown = ", ".join(f"`{term.names.split()[0]}`" for term in vocabulary.terms() if term.label)
+    lines = [
+        "# Metrics",
+        "",
+        "Made from the code by `python tools/pages.py`. A line of `metrics.jsonl` has `kind` (`train`, "
+        "`eval`), `update`, and numbers under these names and no others; each is there when what it tells of is there. "
+        "Of several held-out sets each has a line, with its name as `set`. Trackers get the same, with `train/` before "
+        "names that have no `/`, and `eval/` or `eval/SET/` before those of evaluations.",
+        "",
+        f"While a run goes on a terminal shows {shown}. *Healthy* is a rule of thumb: outside of it, look again. "
+        "Words in capitals:",
+        "",
+        *(f"- `{word}`: {meaning}" for word, (_, meaning) in vocabulary.WORDS.items()),
+    ]
+    for section, terms in vocabulary.VOCABULARY.items():
+        lines += ["", f"## {section}", "", "| name | meaning | healthy | from |", "| --- | --- | --- | --- |"]
+        for term in terms:
+            names = ", ".join(f"`{name}`" for name in term.names.split())
+            source = f"[`{term.source}`](../src/slipstream/{term.source})"
+            lines.append(f"| {names} | {term.meaning} | {term.healthy} | {source} |")
+    return "\n".join(lines) + "\n"
+
+
+# --- docs/estimators.md -----------------------------------------------------------------------------------------------
+
+
+def estimators(families: Mapping[str, list[Entry]]) -> str:
+    """Return every loss, correction and advantage with its properties."""
+    lines = [
+        "# Estimators",
+        "",
+        "Made from the code by `python tools/pages.py`; `slipstream estimators` prints a summary, "
+        "and with a name all of one.",
+        "Scope says what the loss of one token may depend on, and so where a batch may be cut: anywhere (`token`), "
+        "between rows (`row`), or only after a pass over the whole of it (`batch`).",
+    ]
+    for family, entries in families.items():
+        lines += ["", f"## {family.capitalize()}", "", INTRODUCTIONS[family], ""]
+        lines += [line(TITLES), line(["---"] * len(fields_of(Entry)))]
+        lines += [line([f"`{entry.name}`", *astuple(entry)[1:]]) for entry in entries]
+    return "\n".join(lines) + "\n"
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+# --- docs/advice.md ---------------------------------------------------------------------------------------------------
+
+SAID: dict[Weight, str] = {"wrong": "", "speed": " (time)", "watch": " (an eye)", "tune": " (suggested)"}
+
+ADVICE = f"""# Advice
+
+Made from the code by `python tools/pages.py`.
+
+```console
+$ slipstream advise runs/first            # also while it goes on
+$ slipstream advise runs/first --json     # for machines
+```
+
+reads what a run has written, and says what is wrong, by which number, why, the smallest change, and what to watch
+then. Nothing is loaded, asked or changed, and the exit code is 0 whatever is found. A change is proposed only if
+the config of this very run takes it and is another one with it; the first that does, in the order of the table. It
+goes behind `slipstream train CONFIG`, or into the run's config, and `slipstream resume RUN --change KEY` goes on.
+
+**Four weights.** What is *wrong* is to be mended. What takes *time* makes a run no worse. What is worth *an eye* is
+beyond a rule of thumb and does no harm yet: drift, say, while the student learns. What is *suggested* are
+thresholds that this run would choose. "Nothing is wrong" means that there is nothing of the first kind.
+
+**Upstream first.** Systems come before staleness, staleness before variance, variance before clipping: the same KL
+means another thing for each. Tokens that are learned from at the version that drew them (lag 0: those of the first
+update always are) are read apart from stale ones: what differs there is a bug, and no correction removes it. An
+answer hides those that follow from it, and names them.
+
+**Beyond chance.** Updates are small samples, and ratios have long tails. A threshold counts as crossed where the
+mean of the last {WINDOW} updates is beyond it by {CHANCE:g} standard errors, by how they scatter, by the errors
+that came with them (`teacher/kl`), or by the number of tokens (KLs of one version, and of one lag: at least {FEW}).
+*Now* is the last {WINDOW} updates, *then* the first {WINDOW} after answers of every length have come in (short ones
+are done first, and their KL is less); a run that has not both is told that it is short. That the student *learns* means
+that the KL to its teachers fell, or a reward or held-out accuracy rose, beyond chance; that it is *no better*
+means that a KL is a tenth above its best, or a reward a tenth below.
+
+**What it cannot know.** Thresholds are rules of thumb: those of drift, variance, clipping and length are from
+published runs, those of first tokens, waits and lost work are ours. How often causes are named that were planted
+into real runs, and what is said of healthy ones: `python benchmarks/advice.py` (the figures are in
+[benchmarks/results](../benchmarks/results)).
+
+## The tree
+
+| answer | reads | found when | cause | change | then watch |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def advice() -> str:
+    """Return every rule of `slipstream advise`."""
+    rows = [
+        f"| {rule.name}{SAID[rule.weight]} | {names(rule.reads)} | {rule.when} | {rule.cause} | {rule.change} | "
+        f"{names(rule.watch)} |"
+        for rule in RULES
+    ]
+    hidden = [f"- **{rule.name}** hides {', '.join(rule.hides)}" for rule in RULES if rule.hides]
+    return ADVICE + "\n".join(rows) + "\n\n## What hides what\n\n" + "\n".join(hidden) + "\n"
+
+
+def names(words: str) -> str:
+    """Metrics as code."""
+    return " ".join(as_code(word) for word in words.split(" "))
+
+
+def as_code(word: str) -> str:
+    bare = word.rstrip(",;.:")
+    known = bool(vocabulary.find(bare)) or any(bare in term.names.split() for term in vocabulary.terms())
+    return f"`{bare}`{word[len(bare) :]}" if known else word
+
+
+def pages() -> dict[str, str]:
+    """Return the text of every generated page by its file in docs/."""
+    return {
+        "config.md": settings(),
+        "metrics.md": metrics(),
+        "estimators.md": estimators(catalogue()),
+        "advice.md": advice(),
+    }
+
+
+if __name__ == "__main__":
+    for name, text in pages().items():
+        (DOCS / name).write_text(text, "utf-8")
