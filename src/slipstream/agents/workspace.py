@@ -59,7 +59,7 @@ def emptied(directory: Path) -> None:
 def packed(directory: Path) -> str:
     """As base64 of a tar: text is what goes in."""
     archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w", format=tarfile.PAX_FORMAT) as tar:
+    with tarfile.open(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for each in sorted(directory.iterdir()):
             tar.add(each, each.name)
     return base64.b64encode(archive.getvalue()).decode()

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from slipstream.metrics import Metrics as Metrics
 from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Ints, Prompt, Rollout, unfinished
+from slipstream.records import Said as Said
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
@@ -124,6 +125,10 @@ class Sampler(Protocol):
 class Scorer(Protocol):
     async def score(self, group: Group) -> list[Handle]: ...
 
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+        """Score texts that the coordinator made, and return the numbers themselves."""
+        ...
+
 
 class MovingScorer(Scorer, Protocol):
     """One whose weights come from the learner."""
@@ -204,8 +209,11 @@ class Learner(Protocol):
         """What any samples would count now; changes nothing."""
         ...
 
-    async def compare(self, batch: Batch) -> Metrics:
-        """How far these weights are from what drew the tokens, and from the teacher; changes nothing."""
+    async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
+        """Return how far the learner's log-probs are from those of the sampler and the teacher; change no weights.
+
+        With `teacher`, the name of a teacher that follows the student, use that teacher's weights in place of the
+        learner's: they must give the log-probs that the teacher returned."""
         ...
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
@@ -227,6 +235,9 @@ class Unscored:
 
     async def score(self, group: Group) -> list[Handle]:
         return list(group)
+
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+        return []
 
 
 class Grader(Protocol):

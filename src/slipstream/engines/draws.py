@@ -42,11 +42,12 @@ def uniforms(seed_N: Tensor, position_N: Tensor, draws: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probs of the distribution that will be drawn from; −inf where a token was cut."""
+    """Log-probs of the distribution that will be drawn from; −inf where a token was cut, NaN where there is none."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if sampling.temperature == 0:
-        best_N1 = logits_NV.argmax(-1, keepdim=True)
-        return torch.full_like(logits_NV, -torch.inf).scatter_(1, best_N1, 0.0)
+        best_N1, id_N1 = logits_NV.max(-1, keepdim=True)  # NaN where a logit is
+        logp_NV = torch.full_like(logits_NV, -torch.inf).scatter_(1, id_N1, 0.0)
+        return logp_NV.masked_fill(~best_N1.isfinite(), torch.nan)
     logp_NV = (logits_NV / sampling.temperature).log_softmax(-1)
     if sampling.min_p > 0:
         least_N1 = logp_NV.amax(-1, keepdim=True) + torch.tensor(sampling.min_p).log()

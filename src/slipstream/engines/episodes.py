@@ -6,8 +6,9 @@ depend on how many calls it was made in. A publish between two turns costs nothi
 turn again.
 
 Three kinds of failure are kept apart. What the student does wrong is answered by its environment, counted and trained.
-A limit ends an episode, which says so in `finish`. An environment that hangs, crashes or raises is tried again, and
-then its episode is left out: that is no reward of 0, and the rest of the group goes on.
+A limit ends an episode, which says so in `finish` and is graded. An environment that hangs, crashes or raises is tried
+again, and then its episode is left out: that is no reward of 0, and the rest of the group goes on. A try that ended
+with a process that others were in, too, is not counted; the next one is alone in its process.
 
 An episode that is handed over, or whose environment has failed, goes on with another environment, to which every turn
 is told again; if what it answers is not what was seen, the episode begins again.
@@ -23,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from slipstream.engines.base import Sampler, Sampling
-from slipstream.errors import DataError, EnvironmentFailed
+from slipstream.errors import DataError, EnvironmentFailed, Suspected
 from slipstream.records import (
     Finish,
     Group,
@@ -50,12 +51,18 @@ LOOP = 3
 
 
 class Environment(Protocol):
-    """One at work."""
+    """Of one episode."""
+
+    async def ready(self) -> None:
+        """Wait for a process, which is not the episode's time."""
+        ...
+
+    async def start(self, given: dict[str, Any]) -> None: ...
 
     async def step(self, reply: Reply) -> Step: ...
 
     async def close(self) -> dict[str, float]:
-        """Its rewards."""
+        """Its rewards. A step that is still at work is ended first, or waited for."""
         ...
 
     def drop(self) -> None:
@@ -70,8 +77,8 @@ class Policy(Sampler, Protocol):
 
 
 class Environments(Protocol):
-    async def open(self, given: dict[str, Any]) -> Environment:
-        """For one episode, which gives what `Start` has."""
+    def place(self, *, alone: bool = False) -> Environment:
+        """One that is to be started; `alone`: in a process that no other is in."""
         ...
 
     def close(self) -> None: ...
@@ -245,32 +252,38 @@ class Episodes:
         """One episode; none if nothing of it is there yet, as it is handed over."""
         if begun is not None and begun.finish != "released":
             return Handle(header_of(begun), begun)
-        error = EnvironmentFailed("", "")
-        for failures in range(TRIES):
-            episode = Episode(call, call.prompt.first + place, self._now() + self.limits.seconds, failures)
+        failures, suspected, alone = 0, 0, False
+        while True:
+            episode = Episode(call, call.prompt.first + place, 0.0, failures)
             try:
-                rollout = await self._played(episode, begun)
+                rollout = await self._played(episode, self.environments.place(alone=alone), begun)
                 if rollout.finish == "released" and begun is not None and len(begun.tokens) > len(rollout.tokens):
                     rollout = begun
                 return Handle(replace(header_of(rollout), spans=tuple(episode.spans)), rollout)
             except Left:
                 return None if begun is None else Handle(header_of(begun), begun)
+            except Suspected as suspicion:
+                suspected += 1
+                alone = alone or suspicion.acting or suspected > 1
             except EnvironmentFailed as failure:
-                error = failure
-                if episode.parts:
-                    begun = episode.rollout("released", {})
-        return Handle(failed(call.prompt, call.prompt.first + place, error), None)
+                failures += 1
+                if failures == TRIES:
+                    return Handle(failed(call.prompt, episode.index, failure), None)
+                alone = alone or failure.cause == "crash"
+            if episode.parts:
+                begun = episode.rollout("released", {})
 
-    async def _played(self, episode: Episode, begun: Rollout | None) -> Rollout:
-        given = self._given(episode.call.prompt)
-        environment = await self._in_time(episode, "start", self.environments.open(given))
+    async def _played(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Rollout:
         try:
+            await self._unless_left(episode.call, environment.ready())
+            episode.until = self._now() + self.limits.seconds
+            await self._in_time(episode, "start", environment.start(self._given(episode.call.prompt)))
             finish = await self._turns(episode, environment, begun)
             rewards: dict[str, float] = {}
-            if finish in ("released", "time"):
+            if finish == "released":
                 environment.drop()
             else:
-                rewards = await self._in_time(episode, "close", environment.close())
+                rewards = await self._in_time(episode, "close", environment.close(), late=finish == "time")
         except BaseException:
             environment.drop()
             raise
@@ -351,26 +364,35 @@ class Episodes:
         rollout: Rollout = found[0].body
         return rollout
 
-    async def _in_time(self, episode: Episode, what: str, asked: Coroutine[Any, Any, T]) -> T:
+    async def _in_time(self, episode: Episode, what: str, asked: Coroutine[Any, Any, T], *, late: bool = False) -> T:
         """EnvironmentFailed if it hangs, TimeoutError if that was all of the episode's time, Left if it is to be handed
-        over meanwhile."""
-        began, limit = self._now(), self.limits.step_seconds
+        over meanwhile. `late`: a step may still be at work, so there is time for the rest of it, too."""
+        began, limit = self._now(), self.limits.step_seconds * (2 if late else 1)
         left = max(episode.until - began, 0.0) if what == "step" else limit
-        task, leaving = asyncio.ensure_future(asked), episode.call.leaving
-        either: list[asyncio.Future[Any]] = [task, leaving]
         try:
-            await asyncio.wait(either, timeout=min(limit, left), return_when=asyncio.FIRST_COMPLETED)
+            return await self._unless_left(episode.call, asked, min(limit, left))
+        except TimeoutError:
+            if left < limit:
+                raise
+            why = f" after the {self.limits.seconds:g} s of its episode (environment.seconds)" if late else ""
+            raise EnvironmentFailed("timeout", f"the environment took more than {limit:g} s to {what}{why}") from None
+        finally:
+            episode.spans.append((what, began, self._now() - began))
+
+    async def _unless_left(self, call: Call, asked: Coroutine[Any, Any, T], limit: float | None = None) -> T:
+        """Left if the episode is to be handed over before this is done, TimeoutError if it takes longer."""
+        task = asyncio.ensure_future(asked)
+        either: list[asyncio.Future[Any]] = [task, call.leaving]
+        try:
+            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not task.done():
                 task.cancel()
-            episode.spans.append((what, began, self._now() - began))
         if task.done():
             return task.result()
-        if leaving.done():
+        if call.leaving.done():
             raise Left
-        if left < limit:
-            raise TimeoutError
-        raise EnvironmentFailed("timeout", f"the environment took more than {limit:g} s to {what}")
+        raise TimeoutError
 
     def close(self) -> None:
         self.environments.close()

@@ -20,7 +20,7 @@ from pathlib import Path
 from slipstream.engines.base import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, Weighed, WeightsRef
 from slipstream.engines.cores import Cores, Work
 from slipstream.engines.recordfile import read_groups, write_groups
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt, counts_of
+from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Prompt, Rollout, Said, counts_of
 
 Length = Callable[[Prompt, int], int]
 """Tokens of a prompt's response with this index in its group."""
@@ -302,6 +302,10 @@ class SleepScorer(Server):
         await self.work(sum(handle.header.tokens for handle in group))
         return list(group)
 
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+        await self.work(sum(len(text.tokens) for text in texts))
+        return [Said(text.action_logp) for text in texts]
+
 
 class SleepLearner(Server):
     steps = 0
@@ -324,8 +328,8 @@ class SleepLearner(Server):
     async def weigh(self, batch: Batch) -> list[Weighed]:
         return [by_lag(self.steps - header.oldest) for header in batch.headers]
 
-    async def compare(self, batch: Batch) -> Metrics:
-        return {}
+    async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
+        return {"drift/k3_kl": 0.0, "drift/ppl_ratio": 1.0}  # nothing drifts
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
         return WeightsRef((), None, self.steps), str(self.steps)

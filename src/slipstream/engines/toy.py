@@ -35,13 +35,13 @@ from slipstream.engines.base import (
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.quotes import as_numbers, quote
 from slipstream.engines.recordfile import read_groups, write_groups
-from slipstream.engines.trust import scored
+from slipstream.engines.trust import Probed, scored
 from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError
 from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.logprobs.kept import conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.objective.freshness import Judge, Judged, drifted
+from slipstream.objective.freshness import Judge, Judged, drifted, mean_of
 from slipstream.objective.frozen import as_it_is, present
 from slipstream.objective.kept import support_of
 from slipstream.records import (
@@ -217,7 +217,7 @@ def ended(row: Response, sampling: Sampling) -> bool:
     return len(row.actions) == sampling.max_tokens or (row.last == EOS and len(row.actions) > 0)
 
 
-class ToyScorer:
+class ToyScorer(Probed):
     def __init__(self, table_VV: Tensor, *, cost: Cost = free) -> None:
         self.table, self.cost, self.version = table_VV.clone(), cost, 0
         self.kept = {0: self.table}
@@ -271,6 +271,8 @@ class ToyLearner:
         """The update in hand, and the last one of which a step was made."""
         self.samples: dict[tuple[int, int], Scored] = {}
         """Of the update in hand."""
+        self.weighed: list[tuple[int, int]] = []
+        """Samples since the last step."""
         self.follow = follow or {}
         self.teachers = {name: (0, table_VV.clone()) for name in self.follow}
         """Those that follow: the update after which each last moved, and what it is."""
@@ -303,6 +305,7 @@ class ToyLearner:
             worth_N, anchor_N = (torch.cat(x) for x in zip(*((j.distill_N, j.anchor_N) for j in judged), strict=True))
             of_all_N = loss_N * worth_N + rollout_kl_from_cache(logp_NM, behavior_NM) * anchor_N
             loss = of_all_N.sum() / max(self._units(counts), 1)
+            self.weighed += [(header.number, header.index) for header in batch.headers]
         if not loss.isfinite():
             raise NonFiniteError(f"the loss is {loss.item()}")
         loss.backward()  # type: ignore[no-untyped-call]
@@ -331,6 +334,9 @@ class ToyLearner:
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
         assert self.table.grad is not None
         scale, loss, self.loss = 1 / max(self._units(counts), 1), self.loss, 0.0
+        if self.judge is not None:
+            scale /= mean_of([self.judge.total(self.weighed)])
+            self.weighed = []
         self.made = self.update
         with torch.no_grad():
             self.table -= lr * self.lr * scale * self.table.grad
@@ -347,15 +353,19 @@ class ToyLearner:
         drift = [drifted(sample, logp_NM) for sample, logp_NM in zip(samples, parts, strict=True)]
         return present(self.judge).weigh(samples, drift, version=self.made)
 
-    async def compare(self, batch: Batch) -> Metrics:
-        rollouts = [handle.body.rollout for handle in batch.handles]
-        logp_VV = self.table.detach().log_softmax(-1)
+    async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
+        rollouts = [graded(handle) for handle in batch.handles]
+        logp_VV = (self.teachers[teacher][1] if teacher else self.table.detach()).log_softmax(-1)
         gaps = [
             logp_VV[previous(r)].gather(1, torch.from_numpy(r.actions[:, :1]).long())[:, 0]
-            - torch.from_numpy(r.action_logp[:, 0])
-            for r in rollouts
+            - torch.from_numpy(handle.body.teacher_logp if teacher else r.action_logp[:, 0])
+            for r, handle in zip(rollouts, batch.handles, strict=True)
         ]
-        return {"drift/kl": -torch.cat(gaps).mean().item()}
+        gap_N = torch.cat(gaps)
+        if teacher:
+            return {f"teacher/{teacher}/difference_max": gap_N.abs().max().item()}
+        k3, ratio = (torch.expm1(gap_N) - gap_N).mean().item(), (-gap_N.mean()).exp().item()
+        return {"drift/kl": -gap_N.mean().item(), "drift/k3_kl": k3, "drift/ppl_ratio": ratio}
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
         version, table = self._moved(teacher) if teacher else (self.made, self.table.detach())

@@ -12,14 +12,14 @@ Shapes: N trained tokens, X numbers for each of them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.records import Handle, Ints, Rollout, Scored, graded, header_of
+from slipstream.records import Attempts, Group, Handle, Ints, Rollout, Said, Scored, graded, header_of
 
 FLOOR = -100.0
 """Less likely than e^-100 is impossible enough; how impossible is a matter of rounding, and would rule the gradient."""
@@ -66,6 +66,24 @@ def scored(
         differs=apart(handle.body, body) if isinstance(handle.body, Scored) else 0.0,
     )
     return Handle(header, body)
+
+
+class Probed:
+    """A scorer that also says what it scores (`Scorer.probe`)."""
+
+    async def score(self, group: Group) -> list[Handle]:
+        raise NotImplementedError
+
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+        group = [Handle(replace(header_of(text), attempts=attempts), text) for text in texts]
+        return [said_of(handle) for handle in await self.score(group)]
+
+
+def said_of(handle: Handle) -> Said:
+    if not isinstance(handle.body, Scored):
+        return Said(np.zeros((0, 0)), handle.header.cause)
+    found = [getattr(handle.body, name) for name in IDS]
+    return Said(np.concatenate([columns(logp) for logp in found if logp is not None], 1))
 
 
 def failed(handle: Handle, cause: str, *, teacher: str) -> Handle:

@@ -7,10 +7,11 @@ arguments as JSON behind it; JSON and nothing else; or `<function=NAME><paramete
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from slipstream.tasks.environments import Call
 
@@ -149,11 +150,14 @@ class Reading:
             self.found.calls, self.found.text = calls, ""
 
 
-def _no_number(said: str) -> NoReturn:
-    raise ValueError(f"{said} is no JSON")
+def finite(said: str) -> float:
+    """Return a number, but for NaN, Infinity and such as 1e400: written again, these would be no JSON."""
+    if not math.isfinite(value := float(said)):
+        raise ValueError(f"{said[:60]} is no finite number")
+    return value
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_number)
+DECODER = json.JSONDecoder(parse_float=finite, parse_constant=finite)
 
 
 def value_at(text: str, at: int) -> tuple[Any, int]:

@@ -268,12 +268,15 @@ class Prompts:
         seed: int,
         shuffle: bool,
         teachers: Sequence[str] = (),
+        sources: Sequence[str] = (),
         tells: bool = False,
     ) -> None:
-        """`teachers` names, for each row, the one that scores the answers; with `tells`, prompts have what they were
-        before they were tokens."""
+        """`teachers` names, for each row, the one that scores the answers; `sources` names what updates keep the
+        mixture of, the teachers unless told otherwise. With `tells`, prompts have what they were before they were
+        tokens."""
         self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
+        self.sources = list(sources) or self.teachers
         self.seed, self.shuffle, self.tells = seed, shuffle, tells
         self.digest = digest(self.rows, self.tokens, self.teachers)
         self._epoch, self._order = -1, np.arange(len(rows))
@@ -281,9 +284,9 @@ class Prompts:
     def at(self, number: int) -> Prompt:
         return self.row(self._index(number), number)
 
-    def teacher(self, number: int) -> str:
-        """Who scores the answers to it."""
-        return self.teachers[self._index(number)]
+    def source(self, number: int) -> str:
+        """Return the source of a prompt: every update has its share of each."""
+        return self.sources[self._index(number)]
 
     def _index(self, number: int) -> int:
         epoch, place = divmod(number, len(self.rows))
@@ -305,6 +308,7 @@ class Prompts:
             seed=derive_seed(self.seed, number),
             meta={name: value for name, value in row.meta.items() if is_json(value)},
             asked=row.prompt if self.tells else None,
+            place=row.where,
         )
 
 

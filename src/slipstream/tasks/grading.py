@@ -7,6 +7,7 @@ that takes too long, or ends its process, or whose reward is no number, is `Ungr
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pickle
 import signal
@@ -54,12 +55,13 @@ def serve(parent: Connection) -> None:
 
 def sandbox_for(rewards: Sequence[Reward], wanted: str | None) -> Sandbox | None:
     """What those of them run code in that ask for it."""
-    asking = [reward.spec for reward in rewards if "sandbox" in reward.asks]
-    if asking and wanted is None:
-        raise ConfigError(f'task.reward = {asking[0]!r}: it asks for a sandbox: write task.sandbox = "bubblewrap"')
     if wanted is None:
+        for reward in rewards:
+            if "sandbox" in inspect.signature(reward.function).parameters:  # **kwargs is only given what there is
+                told = 'it asks for a sandbox: write task.sandbox = "bubblewrap"'
+                raise ConfigError(f"task.reward = {reward.spec!r}: {told}")
         return None
-    if not asking:
+    if not any("sandbox" in reward.asks for reward in rewards):
         raise ConfigError("task.sandbox does nothing: no function of task.reward asks for 'sandbox'; drop it")
     return sandbox_of(wanted)
 

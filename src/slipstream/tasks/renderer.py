@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,11 @@ class Renderer:
         self.notes = tuple(self._notes(end))
         """What a person should know of this template."""
         self._check_tokens([Part(end, quoted=False), *(part for part in tail if not part.quoted)])
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the bytes of the longest token, or somewhat more: some vocabularies write a byte as two."""
+        return max(len(token.encode("utf-8", "replace")) for token in self.tokenizer.get_vocab())
 
     def parse(self, ids: Ints, *, cut: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> Reply:
         """What one sampled turn says, its stop token included if there is one. `cut`: it ended by length. `tools`: of

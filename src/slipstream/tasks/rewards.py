@@ -24,6 +24,12 @@ from slipstream.tasks.own import asked_of, brief, file_of, own, parameters, told
 
 WHOLE = "reward"
 """Among several numbers by name, the one that is the reward; their sum is, where none has this name."""
+MOST_REWARDS = 32
+"""The most rewards that an environment or an agent may report by name."""
+LARGEST_REWARD = 1e6
+"""The largest reward of either sign. Up to here float32, in which advantages are computed, keeps differences of 0.1."""
+NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
+"""The name of a reward, which becomes part of the name of a metric."""
 Grades = dict[str, Any] | Ungraded
 """Numbers by name; of a function that writes a context, its text."""
 
@@ -72,10 +78,11 @@ class Seen:
     last_reward: float | None
 
 
-def environment(outcome: dict[str, float]) -> dict[str, float]:
+def environment(outcome: dict[str, float], finish: str) -> dict[str, float]:
     """What the environment itself returned."""
     if WHOLE not in outcome:
-        raise Unusable("error", "returned no reward from close()")
+        late = ", at the end of environment.seconds" if finish == "time" else ""
+        raise Unusable("error", f"has no reward: close() returned none, or the agent left none{late}")
     parts = {name.removeprefix("reward/"): value for name, value in outcome.items() if name.startswith("reward/")}
     return {WHOLE: outcome[WHOLE], **parts}
 
@@ -198,6 +205,31 @@ def number(returned: Any, of: str = "") -> float:
     return value
 
 
+def rewards_of(returned: Any) -> dict[str, float]:
+    """A number, or several by name, as an outcome has them; none of None."""
+    if returned is None:
+        return {}
+    if not isinstance(returned, Mapping):
+        return {WHOLE: bounded(returned)}
+    if len(returned) > MOST_REWARDS or not all(isinstance(name, str) and NAME.fullmatch(name) for name in returned):
+        names = ", ".join(map(repr, returned))[:80]
+        raise Unusable("type", f"returned rewards by the names {names}: write up to {MOST_REWARDS} plain words")
+    parts = {name: bounded(value, f" for {name!r}") for name, value in returned.items()}
+    whole = parts.pop(WHOLE, None)
+    return {
+        WHOLE: sum(parts.values()) if whole is None else whole,
+        **{f"{WHOLE}/{name}": value for name, value in parts.items()},
+    }
+
+
+def bounded(returned: Any, of: str = "") -> float:
+    """A reward that an outcome may hold."""
+    value = number(returned, of)
+    if abs(value) > LARGEST_REWARD:
+        raise Unusable("type", f"returned {value:g}{of}, which is larger than {LARGEST_REWARD:g}")
+    return value
+
+
 # --- one answer -------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +285,12 @@ def reward_of(spec: str) -> Reward:
     """Its file or module is run, as Python imports it: for a process in which that may do what it likes."""
     try:
         function = own(spec) if is_own(spec) else BUILT_IN[spec]
-        return Reward(spec, function, *parameters(function, asked_of(Answer)))
+        asks, needs = parameters(function, asked_of(Answer))
+        if not asks:
+            raise ConfigError(
+                "it asks for nothing, so every answer would get one reward: name text among its parameters"
+            )
+        return Reward(spec, function, asks, needs)
     except ConfigError as error:
         raise ConfigError(f"task.reward = {spec!r}: {error}") from None
 

@@ -13,14 +13,16 @@ import asyncio
 from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slipstream.engines.base import Sampling
 from slipstream.engines.episodes import TRIES, Call, Calls, Policy, failed
-from slipstream.engines.gateway.server import Server
 from slipstream.engines.gateway.sessions import Bounds, Session, Speaks
 from slipstream.errors import EnvironmentFailed
 from slipstream.records import Finish, Group, Handle, Prompt, Rollout, handed_over, header_of
+
+if TYPE_CHECKING:
+    from slipstream.engines.gateway.server import Server
 
 KEPT = 300.0
 """Seconds that an agent whose episode was handed over waits for it to come back."""
@@ -236,6 +238,11 @@ class Playing:
 
 
 async def ended(task: asyncio.Task[Any]) -> None:
+    """Cancel a task and wait until it has cleaned up, also where who waits is cancelled meanwhile."""
     if not task.done():
         task.cancel()
-        await asyncio.wait([task])
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise

@@ -2,11 +2,15 @@
 
 POST /sessions              the next one: its id, base_url and row
 POST /sessions/ID/close     with {"rewards": a number, or several by name}, if it has any
+
+Both need the run's token. Whoever has it grades, so the row of an episode has its ground truth. An agent is given the
+base_url of its session alone, which is enough to ask for completions and not enough to grade them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +19,7 @@ from typing import Any
 
 from slipstream.engines.gateway import wire
 from slipstream.engines.gateway.sessions import Refused
-from slipstream.tasks.environments.forms import rewards_of
+from slipstream.tasks.rewards import rewards_of
 
 POLL = 20.0
 """Seconds in which who asks for an episode waits for one."""
@@ -26,6 +30,8 @@ class Guest:
     offer: dict[str, Any]
     taken: asyncio.Future[None]
     closed: asyncio.Future[dict[str, float]]
+    grace: float
+    """Seconds in which it may still close, with its rewards, when its time is over."""
 
     async def ended(self) -> str:
         await asyncio.shield(self.closed)
@@ -35,11 +41,17 @@ class Guest:
         """It is told so when it asks for more."""
 
     async def rewards(self) -> dict[str, float]:
+        await asyncio.wait([self.closed], timeout=self.grace)
         return self.closed.result() if self.closed.done() else {}
 
 
 class Guests:
-    def __init__(self) -> None:
+    def __init__(self, token: str, grace: float = 0.0) -> None:
+        """`token`: what a program must send as a bearer token to take an episode or to close one.
+
+        `grace`: seconds in which an episode whose time is over may still be closed with its rewards.
+        """
+        self.token, self.grace = token, grace
         self.waiting = deque[Guest]()
         self.playing_now: dict[str, Guest] = {}
         self.asking = deque[asyncio.Future[Guest]]()
@@ -47,7 +59,8 @@ class Guests:
     @asynccontextmanager
     async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Guest]:
         loop = asyncio.get_running_loop()
-        guest = Guest({"id": session, "base_url": base_url, "row": row}, loop.create_future(), loop.create_future())
+        offer = {"id": session, "base_url": base_url, "row": row}
+        guest = Guest(offer, loop.create_future(), loop.create_future(), self.grace)
         self._offer(guest)
         try:
             await guest.taken
@@ -66,28 +79,29 @@ class Guests:
                 return
         self.waiting.append(guest)
 
-    async def answer(self, method: str, path: str, body: bytes) -> bytes:
-        parts = path.partition("?")[0].strip("/").split("/")
-        if (method, parts) == ("POST", ["sessions"]):
-            return wire.dumped((await self._next()).offer)
-        if method == "POST" and len(parts) == 3 and parts[2] == "close":
-            return self._close(parts[1], wire.loaded(body) if body.strip() else {})
-        raise Refused(404, f"nothing is served at {method} {path[:200]}")
+    def check(self, authorization: str) -> None:
+        """Refuse a request whose Authorization header does not hold the token."""
+        if not secrets.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
+            why = "write the header Authorization: Bearer TOKEN, with the token in gateway.token of the run's directory"
+            raise Refused(401, why, code="invalid_api_key")
 
-    async def _next(self) -> Guest:
+    async def next(self) -> bytes:
+        """Wait for an episode; return its offer as JSON."""
         if self.waiting:
             guest = self.waiting.popleft()
             guest.taken.set_result(None)
-            return guest
+            return wire.dumped(guest.offer)
         asking: asyncio.Future[Guest] = asyncio.get_running_loop().create_future()
         self.asking.append(asking)
         try:
             async with asyncio.timeout(POLL):
-                return await asking
+                return wire.dumped((await asking).offer)
         except TimeoutError:
             raise Refused(503, "no episode waits; ask again", code="no_episode") from None
 
-    def _close(self, session: str, said: dict[str, Any]) -> bytes:
+    def close_session(self, session: str, body: bytes) -> bytes:
+        """End an episode with the rewards in the body; return the receipt as JSON."""
+        said = wire.loaded(body) if body.strip() else {}
         guest = self.playing_now.get(session)
         if guest is None or guest.closed.done():
             raise Refused(410, "this session is closed", code="session_closed")

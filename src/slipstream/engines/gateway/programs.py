@@ -8,29 +8,34 @@ import os
 import shutil
 import signal
 import stat
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from slipstream.engines.gateway import judging
 from slipstream.engines.gateway.walls import PORT, Walls
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
 from slipstream.linux import LINUX
-from slipstream.tasks.environments.forms import rewards_of
+from slipstream.tasks.rewards import WHOLE, rewards_of
 from slipstream.tasks.sandbox import processes
 
 SAID = 4096
 """Most bytes of what an agent prints that are kept: the last ones."""
 REWARD = "reward.json"
+VERDICT = "verdict.json"
 LARGEST = 1 << 20
 """Most bytes of that."""
 MORTAL = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--") if LINUX else ()
 """Before a command that is to end with whoever started it."""
 TOLD = "ground_truth"
-"""What of its row an agent is not told, and what verifies its work is."""
+"""The part of its row that the judge is told, and the agent is not."""
+JUDGING = 0.5
+"""The share of `step_seconds` in which the solution may run while it is judged; the judge has the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,15 +45,16 @@ class Agent:
     workspace: str | None
     """A directory of which every episode has a copy."""
     verify: tuple[str, ...] | None
-    """What is run there when the agent has ended."""
+    """The judge: a program that is run apart from the workspace when the agent has ended."""
     walled: bool = False
-    """Both in a sandbox, out of which only the gateway is reached."""
+    """Each of the two is in a sandbox of its own. From the agent's only the gateway is reached."""
 
 
 class Programs:
-    def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0) -> None:
-        """`socket`: of the gateway, for those inside walls; `seconds` of computing, for each process of theirs."""
-        self.agent, self.socket, self.seconds = agent, socket, seconds
+    def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0, step_seconds: float = 60.0) -> None:
+        """`socket`: of the gateway, for agents in a sandbox; `seconds` of computing, for each process of theirs;
+        `step_seconds` for the judge."""
+        self.agent, self.socket, self.seconds, self.step_seconds = agent, socket, seconds, step_seconds
 
     @asynccontextmanager
     async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Program]:
@@ -58,25 +64,30 @@ class Programs:
             program = Program(self, place, row, base_url, session, walls)
             await beside(program.prepare)
             try:
-                await program.start(self.agent.command)
+                await program.start(self.agent.command, place, "workspace", program._environment(), self.socket)
                 yield program
             finally:
                 await program.end()
         finally:
-            await beside(shutil.rmtree, place, True)
+            await beside(removed, place)
 
     def close(self) -> None:
         """There is nothing to end: every process has, with its episode."""
 
 
-async def beside(work: Any, *given: Any) -> None:
+async def beside(work: Any, *given: Any) -> Any:
     """In a thread, and not half of it."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *given))
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
+
+
+def removed(place: Path) -> None:
+    """By a program: what agents leave may be nested too deeply for `shutil.rmtree`."""
+    subprocess.run(["rm", "-rf", "--", place], check=False, stderr=subprocess.DEVNULL)
 
 
 @dataclass(eq=False)
@@ -88,6 +99,8 @@ class Program:
     session: str
     walls: Walls | None
     process: asyncio.subprocess.Process | None = None
+    home: str = ""
+    """Of that process, and of no other program's."""
     reading: list[asyncio.Task[None]] = field(default_factory=list)
     said: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
 
@@ -124,20 +137,22 @@ class Program:
         if self.walls is not None:
             self.walls.give(self.place)
 
-    async def start(self, command: Sequence[str], **more: str) -> None:
+    async def start(self, command: Sequence[str], place: Path, cwd: str, more: dict[str, str], socket: str) -> None:
+        """Start a program that has `place`, and begins in its directory `cwd`."""
         given = {
             "base_url": self.url,
             "session": self.session,
-            "workspace": str(self.workspace),
-            "prompt_file": str(self.place / "prompt.txt"),
+            "workspace": str(place / "workspace"),
+            "prompt_file": str(place / "prompt.txt"),
             "prompt": self.prompt,
         }
-        words, env = [filled(each, given) for each in command], self._environment() | more
+        words, env = [filled(each, given) for each in command], environment_of(place) | more
+        self.home = env["HOME"]
         try:
             if self.walls is None:
-                self.process = await processes.start([*MORTAL, *words], env=env, cwd=str(self.workspace))
+                self.process = await processes.start([*MORTAL, *words], env=env, cwd=str(place / cwd))
             else:
-                around = self.walls.around(words, command, self.place, env, self.kind.socket, self.kind.seconds)
+                around = self.walls.around(words, command, place, cwd, env, socket, self.kind.seconds)
                 with around as (inside, keeps):
                     self.process = await processes.start(inside, keeps=keeps)
         except SandboxError as error:
@@ -149,12 +164,8 @@ class Program:
         self.reading = [asyncio.create_task(_read(stream, into)) for stream, into in streams]
 
     def _environment(self) -> dict[str, str]:
-        """Nothing of ours, where keys may be."""
+        """What the agent is told."""
         return {
-            "PATH": os.environ.get("PATH", processes.PATH),
-            "LANG": "C.UTF-8",
-            "HOME": str(self.place / "home"),
-            "TMPDIR": str(self.place / "tmp"),
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_BASE": self.url,
             "OPENAI_API_KEY": self.session,
@@ -184,10 +195,12 @@ class Program:
         return ""
 
     async def end(self) -> None:
-        """Of it and all that it started."""
+        """End it and all that it started."""
         if self.process is None:
             return
         processes.kill(self.process)
+        if self.walls is None:
+            processes.kill_at_home(self.home)
         await self.process.wait()
         if self.reading:
             await asyncio.wait(self.reading, timeout=processes.DRAINED)
@@ -196,29 +209,47 @@ class Program:
         processes.release(self.process)
 
     async def rewards(self) -> dict[str, float]:
-        """As it left them, or as what verifies its work says."""
+        """Return what the judge says of the agent's work; without a judge, what the agent says."""
         verify = self.agent.verify
-        file = self.workspace / REWARD
-        code = 0
-        if verify is not None:
-            with suppress(OSError):
-                file.unlink()  # whoever wrote it was not to
-            told = self.place / "task.json"
-            told.write_text(json.dumps(self.row, ensure_ascii=False), "utf-8", "replace")
-            told.chmod(0o644)
-            await self.start(verify, SLIPSTREAM_TASK=str(told))
-            why = await self.ended()
-            assert self.process is not None and self.process.returncode is not None
-            code = self.process.returncode
-            if code < 0:
-                raise EnvironmentFailed("crash", f"environment.gateway.verify: {why}")
+        if verify is None:
+            return rewards_in(self.workspace / REWARD, REWARD, missing={})
+        place = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
         try:
-            found = written(file)
-            if found is not None or verify is None:
-                return rewards_of(found)
-        except Exception as error:  # whatever is wrong with it is theirs
-            raise EnvironmentFailed("error", f"{REWARD}: {first_line(error)}") from None
-        return rewards_of(float(code == 0))
+            if await beside(judging.prepare, place, self.workspace, self.row, self.prompt):
+                return {WHOLE: 0.0}  # a failure would let a student choose which of its episodes count
+            solution = judging.Solution(place / "workspace", JUDGING * self.kind.step_seconds)
+            async with solution.served(place / "solution"):
+                if self.walls is not None:
+                    self.walls = Walls.new()  # another user than the agent was
+                    await beside(self.walls.give, place)
+                told = {
+                    "PYTHONSAFEPATH": "1",
+                    "PYTHONNOUSERSITE": "1",
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                    "SLIPSTREAM_WORKSPACE": str(place / "workspace"),
+                    "SLIPSTREAM_TASK": str(place / "task.json"),
+                    "SLIPSTREAM_SOLUTION": str(place / "solution"),
+                    "SLIPSTREAM_VERDICT": str(place / VERDICT),
+                }
+                await self.start(verify, place, judging.HERE, told, str(place / "solution"))
+                why = await self.ended()
+            if solution.fault or why:
+                cause = "crash" if why.startswith("killed") else "error"
+                raise EnvironmentFailed(cause, f"environment.gateway.verify: {solution.fault or why}")
+            return rewards_in(place / VERDICT, "environment.gateway.verify: its verdict", missing=None)
+        finally:
+            await self.end()
+            await beside(removed, place)
+
+
+def environment_of(place: Path) -> dict[str, str]:
+    """Variables of every program here: nothing of ours, where keys may be."""
+    return {
+        "PATH": os.environ.get("PATH", processes.PATH),
+        "LANG": "C.UTF-8",
+        "HOME": str(place / "home"),
+        "TMPDIR": str(place / "tmp"),
+    }
 
 
 def filled(text: str, given: dict[str, str]) -> str:
@@ -230,19 +261,24 @@ def filled(text: str, given: dict[str, str]) -> str:
     return text
 
 
-def written(file: Path) -> Any:
-    """What an agent has left there; none if nothing, and nothing but a file is read."""
+def rewards_in(file: Path, said: str, *, missing: dict[str, float] | None) -> dict[str, float]:
+    """Read rewards, as a number or several by name; nothing but a regular file is read."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("is no file")
+            content = opened.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"has more than {LARGEST} bytes")
+        return rewards_of(json.loads(content))
     except FileNotFoundError:
-        return None
-    with os.fdopen(descriptor, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("is no file")
-        said = opened.read(LARGEST + 1)
-    if len(said) > LARGEST:
-        raise ValueError(f"has more than {LARGEST} bytes")
-    return json.loads(said)
+        if missing is not None:
+            return missing
+        why = "is missing: write rewards as JSON into the file $SLIPSTREAM_VERDICT (an exit status is no verdict)"
+        raise EnvironmentFailed("error", f"{said} {why}") from None
+    except Exception as error:  # whatever is wrong with it is theirs
+        raise EnvironmentFailed("error", f"{said}: {first_line(error)}") from None
 
 
 async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:

@@ -1,4 +1,4 @@
-"""Sessions behind HTTP: a thin skin that knows who asks by the path, and lets nobody keep it from the others.
+"""Sessions behind HTTP: who asks is known by the path, and keeps nobody from the others.
 
 POST /sessions/ID/v1/chat/completions       messages in and out, streamed if asked for
 POST /sessions/ID/inference/v1/generate     token ids in and out, with their log-probs
@@ -8,32 +8,36 @@ GET  /sessions/ID/v1/models
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import shutil
 import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import h11
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
-from slipstream.engines.gateway import wire
-from slipstream.engines.gateway.connection import Connection, Request, said
-from slipstream.engines.gateway.sessions import Answer, Failed, Refused, Session
+from slipstream.engines.gateway import web, wire
+from slipstream.engines.gateway.guests import Guests
+from slipstream.engines.gateway.sessions import Answer, Failed, Refused, Session, beside, over
+from slipstream.engines.gateway.web import as_json, while_there
 from slipstream.errors import ConfigError, first_line
 
 STREAM = 10.0
 """Seconds after which a stream says that it still waits."""
-CONNECTIONS = 4096
-REMEMBERED = 100_000
+BODY, ROUND = 32 << 20, 1 << 20
+"""Most bytes of a request, and of what is in it beside its conversation."""
+REMEMBERED = 10_000
 """Sessions that are closed, of which it is known that they were there."""
-
-Other = Callable[[str, str, bytes], Coroutine[Any, Any, bytes]]
-"""What else is answered: a method, a path and a body, by JSON. Refused if nothing is."""
 
 
 def tell(line: str) -> None:
@@ -46,25 +50,25 @@ class Server:
         name: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        other: Other | None = None,
+        guests: Guests | None = None,
         say: Callable[[str], object] = tell,
         walled: bool = False,
     ) -> None:
         """`name`: of the model. The port is taken at once, and answered when it is started; `walled`: so is a socket
         for agents that have no network."""
-        self.name, self.other, self.say = name, other, say
+        self.name, self.guests, self.say = name, guests, say
         self.sessions: dict[str, Session] = {}
         self.closed = deque[str](maxlen=REMEMBERED)
-        self.gone = set[str]()
         self.imposed = set[str]()
         """What agents say of sampling, in vain, that a person was told of."""
-        self.connections = set[asyncio.Task[None]]()
         try:
             self.socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"environment.gateway.listen: {host}:{port} cannot be had: {first_line(error)}") from None
+        # connections inherit it; uvicorn writes the head and the body of an answer apart
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.place = Path(tempfile.mkdtemp(prefix="slipstream-gateway-")) if walled else None
-        self.servers: list[asyncio.Server] = []
+        self.listening: uvicorn.Server | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -74,16 +78,17 @@ class Server:
 
     async def started(self) -> None:
         """On the loop that runs; one that is over has left the port to it."""
-        loop = asyncio.get_running_loop()
-        if self.loop is not loop:
-            for server in self.servers:
-                server.close()
-            self.loop, self.connections = loop, set()
-            self.servers = [await asyncio.start_server(self._connected, sock=self.socket.dup(), backlog=1024)]
-            if self.place is not None:
-                self.servers.append(await asyncio.start_unix_server(self._connected, self.walled_at, backlog=1024))
-                self.place.chmod(0o711)  # whoever an agent is; to be answered takes the name of a session
-                Path(self.walled_at).chmod(0o666)
+        if self.loop is asyncio.get_running_loop():
+            return
+        self._end()
+        self.loop, sockets = asyncio.get_running_loop(), [self.socket.dup()]
+        if self.place is not None:
+            sockets.append(socket.socket(socket.AF_UNIX))
+            Path(self.walled_at).unlink(missing_ok=True)
+            sockets[1].bind(self.walled_at)
+            self.place.chmod(0o711)  # whoever an agent is; to be answered takes the name of a session
+            Path(self.walled_at).chmod(0o666)
+        self.listening = await web.listening(self.app(), sockets)
 
     @property
     def walled_at(self) -> str:
@@ -97,13 +102,9 @@ class Server:
 
     def shut(self, name: str) -> None:
         """Whoever asks for it from now on is told that it was closed."""
-        if (session := self.sessions.pop(name, None)) is None:
-            return
-        session.close()
-        if len(self.closed) == REMEMBERED:
-            self.gone.discard(self.closed[0])
-        self.closed.append(name)
-        self.gone.add(name)
+        if (session := self.sessions.pop(name, None)) is not None:
+            session.close()
+            self.closed.append(name)
 
     def base_url(self, name: str) -> str:
         return f"{self.url}/sessions/{name}/v1"
@@ -111,102 +112,110 @@ class Server:
     def close(self) -> None:
         for name in list(self.sessions):
             self.shut(name)
-        if self.loop is not None and not self.loop.is_closed():
-            for task in self.connections:
-                task.cancel()
-        for server in self.servers:
-            server.close()
+        self._end()
         self.socket.close()
         if self.place is not None:
             shutil.rmtree(self.place, ignore_errors=True)
 
-    # --- connections --------------------------------------------------------------------------------------------------
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self.connections) >= CONNECTIONS:
-            writer.close()
-            return
-        self.connections.add(task)
-        try:
-            await Connection(self.answer, reader, writer).served()
-            writer.close()
-        except (OSError, TimeoutError, h11.ProtocolError, asyncio.CancelledError):
-            writer.transport.abort()  # whoever is at the other end has gone, or is too slow; nobody else is concerned
-        finally:
-            self.connections.discard(task)
+    def _end(self) -> None:
+        if self.listening is not None:
+            web.end(self.listening)
 
     # --- what is answered ---------------------------------------------------------------------------------------------
 
-    async def answer(self, request: Request) -> bytes | AsyncIterator[bytes]:
-        """JSON, or a stream of events."""
-        parts = request.path.partition("?")[0].strip("/").split("/")
-        if parts[0] != "sessions" or len(parts) < 3:
-            return await self._other(request)
-        session, rest = self._session(parts[1]), "/".join(parts[2:])
-        if rest in ROUTES and ROUTES[rest] != request.method:
-            raise Refused(405, f"{request.method} is not served here: write {ROUTES[rest]}")
-        digest = hashlib.blake2b(rest.encode() + b"\0" + request.body, digest_size=16).digest()
-        match rest:
-            case "v1/chat/completions":
-                chat = wire.chat_of(request.body)
-                self._told(chat.imposed)
-                asked = session.answered(digest, lambda: session.chat(chat.messages, chat.tools, chat.most))
-                return await self._streamed(chat, asked) if chat.stream else wire.completion(await asked, chat)
-            case "inference/v1/generate":
-                tokens = wire.tokens_of(request.body)
-                self._told(tokens.imposed)
-                return wire.generated(await session.answered(digest, lambda: session.generate(tokens.ids, tokens.most)))
-            case "v1/models":
-                return wire.models(self.name, session.room)
-        return await self._other(request)
+    def app(self) -> Starlette:
+        at, posts = "/sessions/{session}", ["POST"]
+        routes = [
+            Route(f"{at}/v1/chat/completions", self._chat, methods=posts),
+            Route(f"{at}/inference/v1/generate", self._generate, methods=posts),
+            Route(f"{at}/v1/models", self._models),
+        ]
+        if self.guests is not None:
+            routes += [
+                Route("/sessions", self._next, methods=posts),
+                Route(f"{at}/close", self._close, methods=posts),
+            ]
+        served = "; ".join(f"{'GET' if each.endpoint == self._models else 'POST'} {each.path}" for each in routes)
 
-    def _session(self, name: str) -> Session:
-        if (session := self.sessions.get(name)) is not None:
-            return session
-        if name in self.gone:
-            raise Refused(410, "this session is closed", code="session_closed")
-        raise Refused(404, "there is no such session", code="session_not_found")
+        async def told(request: Request, error: Exception) -> Response:
+            if isinstance(error, HTTPException):
+                here = f"{request.method} {request.url.path[:200]}"
+                error = Refused(error.status_code, f"nothing is served at {here}; there is {served}")
+            return web.told(error) if not isinstance(error, ClientDisconnect) else Response()  # which nobody reads
 
-    async def _other(self, request: Request) -> bytes:
-        if self.other is None:
-            raise Refused(404, f"nothing is served at {request.method} {request.path[:200]}")
-        return await self.other(request.method, request.path, request.body)
+        kinds: tuple[type[Exception], ...] = (Refused, Failed, HTTPException, ClientDisconnect, Exception)
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, told))
 
-    def _told(self, imposed: tuple[str, ...]) -> None:
-        """Once, of each."""
-        for name in set(imposed) - self.imposed:
-            self.imposed.add(name)
-            self.say(f"gateway: an agent asks for a {name} of its own, in vain: [sampler] says how the student draws")
-
-    async def _streamed(self, chat: wire.Chat, asked: Coroutine[Any, Any, Answer]) -> AsyncIterator[bytes]:
-        """What is refused, is so before a stream begins."""
+    async def _chat(self, request: Request) -> Response:
+        session, body, chat = await self._asked(request, wire.chat_of)
+        asked = session.answered(*web.named(request, body), lambda: session.chat(chat.messages, chat.tools, chat.most))
+        if not chat.stream:
+            return as_json(wire.completion(await while_there(request, asked), chat))
         waiting = asyncio.ensure_future(asked)
-        try:
-            await asyncio.wait([waiting], timeout=STREAM)
+        try:  # what is refused, is so before a stream begins
+            await while_there(request, asyncio.wait([waiting], timeout=STREAM))
         except asyncio.CancelledError:
             waiting.cancel()
             raise
         if waiting.done():
             waiting.result()
-        return self._stream(chat, waiting)
+        headers = {"cache-control": "no-cache"}
+        return StreamingResponse(_events(chat, waiting), media_type="text/event-stream", headers=headers)
 
-    async def _stream(self, chat: wire.Chat, waiting: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
+    async def _generate(self, request: Request) -> Response:
+        session, body, tokens = await self._asked(request, wire.tokens_of)
+        wire.check_stops(tokens.stops, session.renderer.stop_ids)
+        asked = session.answered(*web.named(request, body), lambda: session.generate(tokens.ids, tokens.most))
+        return as_json(wire.generated(await while_there(request, asked)))
+
+    async def _asked(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Session, bytes, Any]:
+        """Return the session of a request, its body, and what that says."""
+        session = self._session(request)
+        most = min(BODY, ROUND + 6 * session.holds)  # JSON may need six bytes for one
+        body = await web.read(request, most, partial(over, session, status=413))
+        found = await beside(len(body), parse, body)
+        for name in set(found.imposed) - self.imposed:  # once, of each
+            self.imposed.add(name)
+            self.say(f"gateway: an agent asks for a {name} of its own, in vain: [sampler] says how the student draws")
+        return session, body, found
+
+    async def _models(self, request: Request) -> Response:
+        return as_json(wire.models(self.name, self._session(request).room))
+
+    async def _next(self, request: Request) -> Response:
+        return as_json(await while_there(request, self._guests(request).next()))
+
+    async def _close(self, request: Request) -> Response:
+        guests, too_large = self._guests(request), partial(Refused, 413)
+        body = await web.read(request, ROUND, too_large)
+        return as_json(guests.close_session(request.path_params["session"], body))
+
+    def _guests(self, request: Request) -> Guests:
+        assert self.guests is not None
+        self.guests.check(request.headers.get("authorization", ""))
+        return self.guests
+
+    def _session(self, request: Request) -> Session:
+        name = request.path_params["session"]
+        if (session := self.sessions.get(name)) is not None:
+            return session
+        if name in self.closed:
+            raise Refused(410, "this session is closed", code="session_closed")
+        raise Refused(404, "there is no such session", code="session_not_found")
+
+
+async def _events(chat: wire.Chat, waiting: asyncio.Future[Answer]) -> AsyncIterator[bytes]:
+    try:
+        while not waiting.done():
+            yield wire.WAITING
+            await asyncio.wait([waiting], timeout=STREAM)
         try:
-            while not waiting.done():
-                yield wire.WAITING
-                await asyncio.wait([waiting], timeout=STREAM)
-            try:
-                answer = waiting.result()
-            except (Refused, Failed) as error:
-                yield wire.event(wire.error(said(error)))
-                yield wire.DONE
-            else:
-                for chunk in wire.chunks(answer, chat):
-                    yield chunk
-        finally:
-            waiting.cancel()
-
-
-ROUTES = {"v1/chat/completions": "POST", "inference/v1/generate": "POST", "v1/models": "GET"}
+            answer = waiting.result()
+        except (Refused, Failed) as error:
+            yield wire.event(wire.error(web.said(error)))
+            yield wire.DONE
+        else:
+            for chunk in wire.chunks(answer, chat):
+                yield chunk
+    finally:
+        waiting.cancel()

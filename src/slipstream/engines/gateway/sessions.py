@@ -13,10 +13,14 @@ the episode has the draws of an episode without a gateway.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -26,11 +30,20 @@ from slipstream.errors import DataError
 from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
 from slipstream.tasks.environments import Call, Message, Reply
 
+SHORT = 16 << 10
+"""Most bytes that are parsed or tokenised on the event loop."""
+THREAD = ThreadPoolExecutor(1, "gateway")
+"""Parses and tokenises what is long: one request after the other, so that memory is bounded, too."""
+T = TypeVar("T")
+
 
 class Speaks(Protocol):
     """From messages to tokens, and from tokens to replies."""
 
     stop_ids: frozenset[int]
+
+    @property
+    def longest(self) -> int: ...
 
     def open(self, messages: Sequence[Message], tools: Tools = ()) -> Ints: ...
 
@@ -93,7 +106,10 @@ class Session:
         self.stopped: Finish | None = None
         """The limit at which the latest call ended, or could not begin."""
         self.closed = False
-        self.answers: dict[bytes, asyncio.Task[Answer]] = {}
+        self.answers: dict[bytes, list[asyncio.Task[Answer]]] = {}
+        """By the digest of the request; equal requests have answers of their own."""
+        self.lost = set[asyncio.Task[Answer]]()
+        """Answers whose client went away before they were there."""
         self.running = 0
         self.since = self.began = asyncio.get_running_loop().time()
         self.busy = 0.0
@@ -109,30 +125,48 @@ class Session:
         """How long a conversation may be: as much longer than the row's prompt as an episode may be."""
         return len(self.prompt.tokens) + self.sampling.max_tokens
 
-    async def answered(self, digest: bytes, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """A request that comes again has the answer of the first, which does not depend on who waits for it."""
+    @property
+    def holds(self) -> int:
+        """Return how many bytes of text a conversation can have at most: each token is one of the longest."""
+        return self.room * self.renderer.longest
+
+    async def answered(self, digest: bytes, again: bool, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """Return the answer to a request. A retry has the answer of the request that it repeats.
+
+        A request is a retry if its client says so (`again`), or if an equal one lost its client before it was answered.
+        Any other equal request has an answer of its own. Cancelling this wait does not cancel the call.
+        """
         if self.closed:
             raise Refused(410, "this session is closed", code="session_closed")
-        if (task := self.answers.get(digest)) is None:
-            task = self.answers[digest] = asyncio.get_running_loop().create_task(call())
+        known = self.answers.setdefault(digest, [])
+        known[:] = [each for each in known if not each.done() or (not each.cancelled() and each.exception() is None)]
+        task = next((each for each in known if each in self.lost), known[-1] if again and known else None)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(call())
             task.add_done_callback(_heard)
+            known.append(task)
+        self.lost.discard(task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
                 raise Refused(410, "this session was closed meanwhile", code="session_closed") from None
+            self.lost.add(task)
             raise
 
     async def chat(self, messages: Sequence[Message], tools: Tools = (), most: int | None = None) -> Answer:
         """`messages`: role and content, both text, and of the assistant's also tool_calls, whose arguments are
         objects."""
+        if (size := size_of(messages, tools)) > self.holds:
+            raise over(self, f"this conversation has {size} bytes, and {self.room} tokens have at most {self.holds}")
         digests = chained(messages, tools)
         place = self._place(digests, messages)
         try:
             if place is None:
-                branch, seen = self._branch(self.renderer.open(messages, tools))
+                branch, seen = self._branch(await beside(size, self.renderer.open, messages, tools))
             else:
-                tail = self.renderer.extend(place.turn, messages[place.messages :])
+                more = messages[place.messages :]
+                tail = await beside(size_of(more), self.renderer.extend, place.turn, more)
                 branch, seen = self._from(place, tail)
         except DataError as error:
             raise Refused(400, str(error), param="messages") from None
@@ -183,11 +217,9 @@ class Session:
         """One more turn of a branch."""
         room = self.room - len(branch.ids) - len(seen)
         if self.begun >= self.bounds.turns:
-            self.stopped = "turns"
-            raise _over(f"this session has had all of its {self.bounds.turns} calls (environment.turns)")
+            raise over(self, f"this session has had all of its {self.bounds.turns} calls (environment.turns)", "turns")
         if room <= 0:
-            self.stopped = "length"
-            raise _over(f"this conversation has {self.room - room} tokens, and may have {self.room - 1}")
+            raise over(self, f"this conversation has {self.room - room} tokens, and may have {self.room - 1}")
         if not branch.parts:
             self.opened[named(branch.ids)] += 1
             self.branches.append(branch)
@@ -252,7 +284,7 @@ class Session:
     def close(self) -> None:
         """What is running ends, and nothing is answered any more."""
         self.closed = True
-        for task in self.answers.values():
+        for task in chain.from_iterable(self.answers.values()):
             task.cancel()
         if self.failure.done():
             self.failure.exception()  # it was told, or nobody asks
@@ -283,10 +315,25 @@ def _heard(task: asyncio.Task[Answer]) -> None:
         task.exception()
 
 
-def _over(why: str) -> Refused:
+def over(session: Session, why: str, limit: Finish = "length", status: int = 400) -> Refused:
     """Agents stop at this one, and try again after most others. Many know it by these words, and not by its code."""
+    session.stopped = limit
     said = f"this model's maximum context length is reached: {why}"
-    return Refused(400, said, code="context_length_exceeded", param="messages")
+    return Refused(status, said, code="context_length_exceeded", param="messages")
+
+
+def size_of(messages: Sequence[Message], tools: Tools = ()) -> int:
+    """Return the bytes of text in a conversation."""
+    texts = [text for message in messages for text in (message["content"], message.get("name", ""))]
+    texts += [json.dumps(each, ensure_ascii=False) for each in (*(m.get("tool_calls") or "" for m in messages), *tools)]
+    return sum(len(text.encode("utf-8", "replace")) for text in texts)
+
+
+async def beside(size: int, work: Callable[..., T], *given: Any) -> T:
+    """Run what takes long in the gateway's only thread for it, so that the event loop goes on; small work at once."""
+    if size <= SHORT:
+        return work(*given)
+    return await asyncio.get_running_loop().run_in_executor(THREAD, partial(work, *given))
 
 
 def _told(answer: Answer) -> Message:

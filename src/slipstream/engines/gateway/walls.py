@@ -56,11 +56,16 @@ class Walls:
         command: Sequence[str],
         named: Sequence[str],
         place: Path,
+        cwd: str,
         env: Mapping[str, str],
         socket: str,
         seconds: float,
     ) -> Iterator[tuple[list[str], list[int]]]:
-        """A command inside them, and the descriptors that it needs to begin; `named`: as it is in the config."""
+        """Yield a command inside them, and the descriptors that it needs to begin.
+
+        `named` is the command as it is in the config; it begins in `cwd` of `place`, which alone it may write to. What
+        listens at `socket` is all that it reaches.
+        """
         programs, shown = seen(named)
         path = ":".join([*programs, self.sandbox.path])
         with ExitStack() as opened:
@@ -76,7 +81,7 @@ class Walls:
                 *above([*shown, str(place), SOCKET]), *(word for each in shown for word in ("--ro-bind", each, each)),
                 *("--bind", str(place), str(place)),
                 *("--bind", socket, SOCKET, "--perms", "0444", "--file", str(bridging), BRIDGE, "--remount-ro", "/"),
-                *("--chdir", str(place / "workspace"), "--seccomp", str(filtering), "--clearenv", *variables, "--"),
+                *("--chdir", str(place / cwd), "--seccomp", str(filtering), "--clearenv", *variables, "--"),
                 *([] if self.user is None else become(self.user)),
                 *processes.limited(words, limits, processes=True),
             ], [filtering, bridging]  # fmt: skip

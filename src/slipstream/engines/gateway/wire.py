@@ -3,33 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from slipstream.engines.gateway.sessions import Answer, Refused
+from slipstream.errors import first_line
 from slipstream.records import Ints
+from slipstream.tasks.calls import finite
 from slipstream.tasks.environments import Call, Message
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-UNSERVED: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "stop": (None, [], ""),
-    "response_format": (None, {"type": "text"}),
-    "logit_bias": (None, {}),
-    "functions": (None, []),
-    "function_call": (None, "auto", "none"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "web_search_options": (None,),
+NOTHING: dict[str, Any] = {
+    name: value
+    for value, names in (
+        (0, "presence_penalty frequency_penalty top_logprobs min_tokens"),
+        (1, "n repetition_penalty"),
+        (False, "logprobs ignore_eos"),
+        (True, "parallel_tool_calls"),
+        ([], "stop stop_token_ids"),
+        ({}, "logit_bias chat_template_kwargs"),
+        ({"type": "text"}, "response_format"),
+    )
+    for name in names.split()
 }
-"""Fields that would change the answer, with the values that ask for nothing."""
-IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty")
-"""Fields that say how to draw, which is not the agent's to say."""
+"""Values of parameters that change the answer elsewhere and ask for nothing; so does null, for any parameter."""
+INSTEAD = {
+    "n": "send the request n times",
+    "logprobs": "/inference/v1/generate tells them",
+    "chat_template_kwargs": "write data.template_args in the run's config",
+    "response_format": "a grammar changes what the student is learning from",
+}
+"""For a refused parameter, what the client should do instead."""
+HARMLESS = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prediction", "request_id", "priority", "cache_salt", "stream_options", "model"),
+}
+"""Parameters that change nothing here, whatever their value."""
+IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""Parameters that say how to draw, which is not the agent's to say."""
+CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stream"}
+GENERATE = {"token_ids", "sampling_params", "stream"}
+SAMPLING = {"max_tokens", "logprobs", "stop_token_ids", "detokenize"}
+SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
+"""Parameters that are served, by where they stand; among those of token ids are some that concern text alone."""
 LONGEST = 1 << 22
 """Most tokens that can be asked for, or sent."""
 
@@ -51,6 +70,7 @@ class Chat:
 class Tokens:
     ids: Ints
     most: int | None
+    stops: list[int]
     imposed: tuple[str, ...]
 
 
@@ -58,14 +78,25 @@ def wrong(param: str, why: str) -> Refused:
     return Refused(400, f"{param}: {why}", code="invalid_value", param=param)
 
 
-def loaded(body: bytes) -> dict[str, Any]:
+def loaded(body: bytes | str) -> dict[str, Any]:
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
-        raise Refused(400, "the body is no JSON", code="invalid_json") from None
+        found = json.loads(body, parse_float=finite, parse_constant=finite)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {first_line(error)}", code="invalid_json") from None
     if not isinstance(found, dict):
         raise Refused(400, "the body is no JSON object", code="invalid_json")
     return found
+
+
+def check_options(given: dict[str, Any], served: set[str], at: str = "") -> None:
+    """Refuse by its name every parameter that is not served, unless its value asks for nothing."""
+    for name, value in given.items():
+        nothing = NOTHING.get(name)
+        if value is None or name in served or name in HARMLESS or name in IMPOSED:
+            continue
+        if nothing is None or value != nothing or isinstance(value, bool) != isinstance(nothing, bool):
+            instead = INSTEAD.get(name, "leave it out")
+            raise wrong(f"{at}{name}"[:100], f"{json.dumps(value)[:60]} is not served; {instead}")
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -73,9 +104,7 @@ def loaded(body: bytes) -> dict[str, Any]:
 
 def chat_of(body: bytes) -> Chat:
     given = loaded(body)
-    for name, nothing in UNSERVED.items():
-        if name in given and not any(given[name] == each and type(given[name]) is type(each) for each in nothing):
-            raise wrong(name, f"{json.dumps(given[name])[:60]} is not served; leave it out")
+    check_options(given, CHAT)
     choice = given.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise wrong("tool_choice", 'is "auto" or "none": the student decides')
@@ -96,6 +125,7 @@ def chat_of(body: bytes) -> Chat:
 
 def tokens_of(body: bytes) -> Tokens:
     given = loaded(body)
+    check_options(given, GENERATE)
     ids, sampling = given.get("token_ids"), given.get("sampling_params") or {}
     if not isinstance(ids, list) or not ids or len(ids) > LONGEST or not all(type(each) is int for each in ids):
         raise wrong("token_ids", "is a list of token ids, at least one")
@@ -103,15 +133,22 @@ def tokens_of(body: bytes) -> Tokens:
         raise wrong("token_ids", "is a list of token ids, and none is negative or beyond 2^31")
     if not isinstance(sampling, dict):
         raise wrong("sampling_params", "is an object")
-    for name, nothing in (("n", (None, 1)), ("stop", (None, [], ""))):
-        if sampling.get(name) not in nothing:
-            raise wrong(f"sampling_params.{name}", "is not served; leave it out")
+    check_options(sampling, SAMPLING, "sampling_params.")
+    if sampling.get("logprobs") not in (None, 0, 1):
+        raise wrong("sampling_params.logprobs", "is 1: the answer has the log-prob of each token that was drawn")
+    stops = sampling.get("stop_token_ids") or []
+    if not isinstance(stops, list) or not all(type(each) is int for each in stops):
+        raise wrong("sampling_params.stop_token_ids", "is a list of token ids")
     if given.get("stream") not in (None, False):
         raise wrong("stream", "is not served here; leave it out")
-    if given.get("features") is not None:
-        raise wrong("features", "is not served: ids only")
     imposed = tuple(name for name in IMPOSED if sampling.get(name) is not None)
-    return Tokens(ids=np.array(ids, np.int32), most=_most(sampling, "max_tokens"), imposed=imposed)
+    return Tokens(ids=np.array(ids, np.int32), most=_most(sampling, "max_tokens"), stops=stops, imposed=imposed)
+
+
+def check_stops(asked: Collection[int], stop_ids: Collection[int]) -> None:
+    """Refuse stop tokens other than those that end a turn of the student anyway."""
+    if not set(asked) <= set(stop_ids):
+        raise wrong("sampling_params.stop_token_ids", f"the student's turns end at {sorted(stop_ids)}, and at no other")
 
 
 def _most(given: dict[str, Any], *names: str) -> int | None:
@@ -171,8 +208,8 @@ def _calls(at: str, given: Any) -> list[dict[str, Any]]:
             raise wrong(f"{at}.tool_calls[{n}]", "has no function with a name")
         said = function.get("arguments")
         try:
-            arguments = json.loads(said) if isinstance(said, str) else said
-        except (ValueError, RecursionError):
+            arguments = loaded(said) if isinstance(said, str) else said
+        except Refused:
             arguments = None
         if not isinstance(arguments, dict):
             raise wrong(f"{at}.tool_calls[{n}].function.arguments", "is no JSON object")

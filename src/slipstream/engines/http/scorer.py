@@ -18,7 +18,7 @@ import numpy as np
 from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.http.answers import HIGHEST, LogProbs, WrongAnswer, read
 from slipstream.engines.http.client import Client, Endpoint
-from slipstream.engines.trust import FLOOR, failed, scored
+from slipstream.engines.trust import FLOOR, Probed, failed, scored
 from slipstream.errors import EndpointError, NoContext
 from slipstream.records import Floats, Group, Handle, Ints, Rollout, Scored, graded
 
@@ -28,7 +28,7 @@ ENTRY = 256
 """Bytes, at most and on average, of one log-prob in an answer: its id, rank and text are there too."""
 
 
-class HttpScorer:
+class HttpScorer(Probed):
     def __init__(
         self,
         endpoint: Endpoint,

@@ -6,6 +6,7 @@ Names and formula are PEFT's (`slipstream/assets/adapters.py` says which of them
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -43,11 +44,12 @@ def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Where an adapter can be: not where a weight is another layer's too."""
+    """Where an adapter can be: not where a weight is another layer's too, to which both adapters would be added."""
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     shared = getattr(embeddings, "weight", None)
-    named = model.named_modules()
-    return {name: part for name, part in named if type(part) is nn.Linear and part.weight is not shared}
+    linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    uses = Counter(id(part.weight) for part in linear.values())
+    return {n: part for n, part in linear.items() if part.weight is not shared and uses[id(part.weight)] == 1}
 
 
 def check_stands_on(adapter: Adapter, model: nn.Module) -> None:

@@ -11,6 +11,16 @@ from slipstream.assets import check_reachable, model_path
 from slipstream.errors import ModelError, first_line
 
 KINDS = ("longrope", "dynamic")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+"""What a config.json says in positive numbers, where it says it in one."""
 PASSES_APART, ENOUGH = 0.05, 8
 """Seconds between two passes of a scorer, if little waits: less than this part of a micro-batch."""
 GATHERED = 8
@@ -37,9 +47,17 @@ def load_config(name: str) -> Any:
     check_there(name)
     file = Path(path, "config.json").absolute()
     try:
-        return deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
+        config = deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
     except (OSError, ValueError) as error:
         raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
+    for field in SIZES:
+        value = getattr(config.get_text_config(), field, None)
+        if isinstance(value, int) and value < 1:
+            raise ModelError(
+                f"{name}: {field} = {value} in its config.json, which must be 1 or more: write what the model was "
+                "trained with"
+            )
+    return config
 
 
 @cache

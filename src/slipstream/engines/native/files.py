@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.assets import file_of, model_path
 from slipstream.assets.adapters import WEIGHTS as ADAPTER
@@ -83,9 +83,18 @@ def tied(model: PreTrainedModel) -> set[str]:
 
 
 def empty_model(name: str) -> PreTrainedModel:
-    """Its modules, without weights: nothing is loaded."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(load_config(name))
+    """Build the modules of a model without weights: nothing is loaded."""
+    config = load_config(name)
+    if config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{name}: {config.model_type} has an encoder and a decoder, and only causal LMs are trained or asked here: "
+            "name a decoder-only model"
+        )
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        raise ModelError(f"{name}: no causal LM is as its config.json says: {first_line(error)}") from None
 
 
 def shapes_in(name: str, file: Path) -> dict[str, Shape]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.assets.adapters import adapter_of
 from slipstream.config.schema import LoraConfig
-from slipstream.engines.native.adapters import put, sum_of
+from slipstream.engines.native.adapters import linear_layers, put, sum_of
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.errors import ConfigError
 
@@ -46,8 +46,8 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
 @torch.no_grad()
 def _layers(lm: LanguageModel) -> list[str]:
     """Linear layers that a pass calls: of some, Mamba's for one, it takes the weight alone, past any adapter."""
-    # exactly: a router may be a linear layer that answers something else
-    named = {name: module for name, module in lm.model.named_modules() if type(module) is nn.Linear}
+    # of exactly that type: a router may be a linear layer that answers something else
+    named = linear_layers(lm.model)
     called: set[nn.Module] = set()
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in named.values()]
     try:

@@ -52,6 +52,8 @@ def pick_device(device: str, where: str = "runtime.device") -> torch.device:
     """`where` it was written."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cpu:"):
+        raise ConfigError(f'{where} = {device!r}: all CPUs are one device: write "cpu"')
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

@@ -177,11 +177,6 @@ def spread(rows: Sequence[tuple[Item, ...]], budget: int, hidden: int, parts: in
     raise AssertionError("a micro-batch for each row is always enough")
 
 
-def token_saving(items: Sequence[Item]) -> float:
-    """The share of tokens that shared prompts save: 1 − Σ(|p| + Σ|r|) / ΣΣ(|p| + |r|)."""
-    return 1 - sum(item.tokens for item in items) / sum(item.apart for item in items)
-
-
 def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
     """Indices of samples, longest first, in batches that are padded to at most `budget` tokens and MOST_PADDED."""
     batch: list[int] = []

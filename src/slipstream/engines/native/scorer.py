@@ -27,7 +27,7 @@ from slipstream.engines.native.config import ENOUGH, PASSES_APART
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
-from slipstream.engines.trust import failed, scored
+from slipstream.engines.trust import Probed, failed, scored
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError, NoContext
 from slipstream.estimators.divergence import dense
@@ -56,7 +56,7 @@ class Then(NamedTuple):
     head: Head
 
 
-class NativeScorer:
+class NativeScorer(Probed):
     def __init__(
         self,
         lm: LanguageModel,

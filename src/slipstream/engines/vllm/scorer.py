@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from slipstream.engines.base import Context, SamePrompt
-from slipstream.engines.trust import scored
+from slipstream.engines.trust import Probed, scored
 from slipstream.engines.vllm.core import Core, Settings
 from slipstream.errors import ModelError
 from slipstream.records import Group, Handle, Ints, Rollout, graded
 
 
-class VllmScorer:
+class VllmScorer(Probed):
     def __init__(
         self,
         settings: Settings,

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -19,10 +20,10 @@ from pydantic import (
     create_model,
 )
 
-from slipstream.errors import ConfigError, SandboxError, first_line
+from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
 from slipstream.tasks.environments import Call, Message, Reply, Start, Step
 from slipstream.tasks.own import asked_of, brief, file_of, near, own, parameters, told
-from slipstream.tasks.rewards import WHOLE, number
+from slipstream.tasks.rewards import Unusable, number, rewards_of
 
 SHIPPED = "slipstream.tasks.environments"
 BUILT_IN = {
@@ -33,6 +34,9 @@ BUILT_IN = {
 """Environments that ship, by the names that a config has for them."""
 OWN_METHODS = ("start", "step", "close")
 """Of an environment; every other public method is a tool."""
+OF_STEP = (bool, int, float, dict, bytes, set), "a text, a list of messages, a Step, or None at the end"
+OF_TOOLS = (bytes, set), "a text, or what JSON holds"
+"""What `step` and tools must not return by their annotations, and what they may."""
 Run = Callable[..., Awaitable[Any]]
 """Calls a method of the user's, wherever that is done, and awaits what it returns."""
 
@@ -97,7 +101,10 @@ def kind_of(spec: str) -> Kind:
         start = getattr(made, "start", None)
         asks = parameters(partial(start, None), asked_of(Start))[0] if start is not None else ()
         steps = callable(getattr(made, "step", None))
-        tools = {} if steps else {name: _tool(name, method) for name, method in _public(made)}
+        methods = _methods(made, tools=not steps)
+        if "step" in methods:
+            _check_returned("step", methods["step"], *OF_STEP)
+        tools = {name: _tool(name, method) for name, method in methods.items() if name not in OWN_METHODS}
         if not steps and not tools:
             raise ConfigError(
                 "it has no tools: write a public method for each, with types and a docstring, or step(reply)"
@@ -107,11 +114,27 @@ def kind_of(spec: str) -> Kind:
         raise ConfigError(f"environment.use = {spec!r}: {error}") from None
 
 
-def _public(made: type[Any]) -> list[tuple[str, Callable[..., Any]]]:
-    """Of the class and those that it is made from, in the order in which they are written."""
+def _methods(made: type[Any], *, tools: bool) -> dict[str, Callable[..., Any]]:
+    """Of the class and those that it is made from, in their written order; `tools`: public ones, too."""
     names = dict.fromkeys(name for each in reversed(made.__mro__[:-1]) for name in vars(each))
-    methods = [(name, getattr(made, name)) for name in names if not name.startswith("_") and name not in OWN_METHODS]
-    return [(name, method) for name, method in methods if inspect.isfunction(method)]
+    mine = [name for name in names if name in OWN_METHODS or (tools and not name.startswith("_"))]
+    found = {name: inspect.getattr_static(made, name) for name in mine}
+    for name, method in found.items():
+        if isinstance(method, staticmethod | classmethod):
+            kind = type(method).__name__
+            raise ConfigError(f"its method {name!r} is a {kind}: write one with self, or begin its name with _")
+    return {name: method for name, method in found.items() if inspect.isfunction(method)}
+
+
+def _check_returned(name: str, method: Callable[..., Any], never: tuple[type[Any], ...], write: str) -> None:
+    """ConfigError if the annotation names what such a method must not return."""
+    try:
+        hint = get_type_hints(method).get("return")
+    except (NameError, AttributeError):  # a name that only type checkers import
+        return
+    for each in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
+        if (kind := get_origin(each) or each) in never:
+            raise ConfigError(f"its method {name!r} returns {kind.__name__}, by its annotation: return {write}")
 
 
 def _tool(name: str, method: Callable[..., Any]) -> Tool:
@@ -122,10 +145,13 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
         hints = get_type_hints(method, include_extras=True)
     except Exception as error:  # a type that is not there
         raise ConfigError(f"the types of its tool {name!r} cannot be read: {first_line(error)}") from None
+    _check_returned(name, method, *OF_TOOLS)
     fields: dict[str, Any] = {}
     for each in list(inspect.signature(method).parameters.values())[1:]:
         if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
             raise ConfigError(f"its tool {name!r} has a parameter {each}, which no call can name")
+        if each.name.startswith("_"):
+            raise ConfigError(f"its tool {name!r} has a parameter {each.name!r}: begin it with a letter")
         if each.name not in hints:
             raise ConfigError(f"its tool {name!r} has a parameter {each.name!r} without a type: write {each.name}: str")
         fields[each.name] = (hints[each.name], ... if each.default is each.empty else each.default)
@@ -162,7 +188,7 @@ class Acting:
         if not self.kind.tools:
             if faults and not reply.calls:
                 return self._told(Step(tuple(faults)))
-            step = _step_of(await self.run(self.there.step, reply))
+            step = self._step_of(await self.run(self.there.step, reply))
             return self._told(Step((*faults, *step.messages), step.done, step.metrics))
         if not reply.calls and not faults:
             return self._told(Step(done=True))
@@ -190,32 +216,51 @@ class Acting:
             return observation(f"error: {tool.name}: {_faults(error)}", call)
         arguments = {name: getattr(given, name) for name in tool.arguments.model_fields}
         try:
-            return observation(as_text(await self.run(getattr(self.there, tool.name), **arguments)), call)
+            returned = await self.run(getattr(self.there, tool.name), **arguments)
         except SandboxError:
             raise
         except Exception as error:  # whatever a tool raises is for the student to read
             self.counts["failed"] += 1
             return observation(f"error: {type(error).__name__}: {first_line(error)}", call)
+        try:
+            text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False)
+        except (TypeError, ValueError):
+            raise self._wrong(tool.name, f"returned {brief(returned)}: return {OF_TOOLS[1]}") from None
+        return observation(text, call)
 
     async def close(self) -> dict[str, float]:
         """Its rewards: `reward`, and `reward/NAME` for what it is made of."""
         if self.there is None or not hasattr(self.there, "close"):
             return {}
-        return rewards_of(await self.run(self.there.close))
+        returned = await self.run(self.there.close)
+        try:
+            return rewards_of(returned)
+        except Unusable as error:
+            raise self._wrong("close", str(error)) from None
 
+    def _step_of(self, returned: Any) -> Step:
+        """What `step` may return: a Step, the text or the messages that the student sees next, or None at the end."""
+        match returned:
+            case Step():
+                step = returned
+            case None:
+                return Step(done=True)
+            case str():
+                return Step((observation(returned),))
+            case Sequence():
+                step = Step(tuple(returned))
+            case _:
+                raise self._wrong("step", f"returned {brief(returned)}: return {OF_STEP[1]}")
+        for message in step.messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
+                write = "write {'role': 'tool', 'content': text}"
+                raise self._wrong("step", f"returned the message {brief(message)}: {write}")
+        if not step.messages and not step.done:
+            raise self._wrong("step", "returned no message for the student, and does not say that the episode is done")
+        return step
 
-def rewards_of(returned: Any) -> dict[str, float]:
-    """A number, or several by name, as an outcome has them; none of None."""
-    if returned is None:
-        return {}
-    if not isinstance(returned, Mapping):
-        return {WHOLE: number(returned)}
-    parts = {name: number(value, f" for {name!r}") for name, value in returned.items()}
-    whole = parts.pop(WHOLE, None)
-    return {
-        WHOLE: sum(parts.values()) if whole is None else whole,
-        **{f"{WHOLE}/{name}": value for name, value in parts.items()},
-    }
+    def _wrong(self, method: str, said: str) -> EnvironmentFailed:
+        return EnvironmentFailed("error", f"{self.kind.made.__name__}.{method} {said}")
 
 
 def observation(text: str, of: Call | None = None) -> Message:
@@ -225,15 +270,6 @@ def observation(text: str, of: Call | None = None) -> Message:
 def plain(value: Any) -> Any:
     """As JSON has it: classes of the user's own are known in this process alone."""
     return json.loads(json.dumps(value))
-
-
-def as_text(returned: Any) -> str:
-    if isinstance(returned, str):
-        return returned
-    try:
-        return json.dumps(returned, ensure_ascii=False)
-    except (TypeError, ValueError):
-        raise TypeError(f"returned {brief(returned)}, which is no text") from None
 
 
 def shortened(text: str, most: int) -> str:
@@ -248,25 +284,6 @@ def _faults(error: ValidationError) -> str:
     """One line for a student, who sees no types of ours."""
     said = [f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()]
     return "; ".join(said)
-
-
-def _step_of(returned: Any) -> Step:
-    """What `step` may return: a Step, the text or the messages that the student sees next, or None at the end."""
-    match returned:
-        case Step():
-            step = returned
-        case None:
-            return Step(done=True)
-        case str():
-            return Step((observation(returned),))
-        case _:
-            step = Step(tuple(returned)) if isinstance(returned, Sequence) else Step(done=bool(returned))
-    for message in step.messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
-            raise TypeError(f"step returned the message {brief(message)}: write {{'role': 'tool', 'content': text}}")
-    if not step.messages and not step.done:
-        raise TypeError("step returned no message for the student, and does not say that the episode is done")
-    return step
 
 
 def told_of(kind: Kind, error: BaseException) -> str:

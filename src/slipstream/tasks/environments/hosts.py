@@ -4,6 +4,9 @@ Environments are the user's code and may hang, crash or run out of memory, so th
 theirs is `async` runs on the loop of its host, all else in a thread that an environment has for itself. What hangs
 cannot be stopped there: a host with such an environment takes no further one, and is killed when the others have left
 it. A host ends with its parent, however that ends.
+
+When a host ends with several environments in it, all of them are suspects (`Suspected`). One that is placed alone has a
+new host to itself, and nobody else can end that. A few suspects at a time are tried.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from slipstream.errors import ConfigError, EnvironmentFailed
+from slipstream.errors import ConfigError, EnvironmentFailed, Suspected
 from slipstream.tasks.child import STARTED, Child, begun
 from slipstream.tasks.environments import Reply, Start, Step
 from slipstream.tasks.environments.forms import Acting, Kind, kind_of, told_of
@@ -33,6 +36,8 @@ from slipstream.tasks.sandbox.base import Sandbox
 
 LEAVES = 5.0
 """Seconds in which an environment that is dropped must leave, before its host takes no further one."""
+APART = 4
+"""Suspects that are tried at once, each in a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -87,22 +92,23 @@ class Host:
                 loop.call_soon_threadsafe(self._asked, *self.parent.recv())
         os.killpg(0, signal.SIGKILL)  # whatever is at work here
 
-    def _asked(self, number: int, what: str, *given: Any) -> None:
-        if what == "drop":
-            if number in self.tasks:
-                self.tasks[number].cancel()
-            self.tasks[number] = asyncio.get_running_loop().create_task(self._dropped(number))
-        else:
-            self.tasks[number] = asyncio.get_running_loop().create_task(self._answered(number, what, *given))
+    def _asked(self, call: int, number: int, what: str, *given: Any) -> None:
+        work = self._answered(call, number, what, *given, last=self.tasks.get(number))
+        self.tasks[number] = asyncio.get_running_loop().create_task(work)
 
-    async def _answered(self, number: int, what: str, *given: Any) -> None:
+    async def _answered(self, call: int, number: int, what: str, *given: Any, last: asyncio.Task[None] | None) -> None:
         try:
+            if last is not None:  # it may still be at work, and its time is over
+                last.cancel()
+                await asyncio.wait([last])
             answer = await getattr(self, f"_{what}")(number, *given)
         except asyncio.CancelledError:
             return
+        except EnvironmentFailed as error:
+            answer = error
         except BaseException as error:  # whatever it raises is its own; this one ends, and no other
             answer = EnvironmentFailed("error", f"{what} raised {told_of(self.kind, error)}")
-        self.parent.send((number, answer))
+        self.parent.send((call, answer))
 
     async def _start(self, number: int, given: dict[str, Any]) -> None:
         self.threads[number] = ThreadPoolExecutor(1, "environment")
@@ -113,12 +119,12 @@ class Host:
         return await self.here[number].step(reply)
 
     async def _close(self, number: int) -> dict[str, float]:
-        try:
-            return await self.here[number].close()
-        finally:
-            self._gone(number)
+        """In the environment's own thread, behind a step that cannot be cancelled. If it fails, a drop follows."""
+        rewards = await self.here.pop(number).close()
+        self._gone(number)
+        return rewards
 
-    async def _dropped(self, number: int) -> None:
+    async def _drop(self, number: int) -> None:
         """It may have opened something."""
         with suppress(Exception):
             if number in self.here:
@@ -126,7 +132,6 @@ class Host:
         if number in self.threads:  # which may never come back
             await asyncio.get_running_loop().run_in_executor(self.threads[number], int)
         self._gone(number)
-        self.parent.send((number, None))
 
     def _gone(self, number: int) -> None:
         self.here.pop(number, None)
@@ -145,14 +150,22 @@ class Host:
 # --- and in its parent ------------------------------------------------------------------------------------------------
 
 
+class NotStarted(ConfigError):
+    """The process of an environment ended, or said nothing, before it was ready."""
+
+
 class HostProcess(Child):
     def __init__(self, wanted: Wanted) -> None:
         super().__init__("slipstream.tasks.environments.hosts", wanted)
         self.wanted = wanted
         self.live = set[int]()
         """Episodes that are there."""
+        self.crowd = frozenset[int]()
+        """Those that were there when the process ended."""
         self.schemas: list[dict[str, Any]] | None = None
-        self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any], int]] = {}
+        """By the number of the call, as an answer may come after its call was given up; and the episode that waits."""
+        self.calls = count()
         self.starting, self.lock = threading.Lock(), threading.Lock()
         self.reader = threading.Thread(target=self._hear, daemon=True)
 
@@ -162,28 +175,33 @@ class HostProcess(Child):
             if self.schemas is None:
                 try:
                     if not self.connection.poll(STARTED):
-                        raise ConfigError(f"environment.use: what it imports takes more than {STARTED:.0f} s")
+                        raise NotStarted(f"environment.use: what it imports takes more than {STARTED:.0f} s")
                     said = self.connection.recv()
                 except (EOFError, OSError):
-                    raise ConfigError(
+                    raise NotStarted(
                         f"environment.use = {self.wanted.spec!r}: its process ends as it is imported ({self.end()})"
                     ) from None
                 if isinstance(said, ConfigError):
                     raise said
-                self.schemas = said
                 self.reader.start()
+                self.schemas = said
             return self.schemas
 
     async def call(self, number: int, what: str, *given: Any) -> Any:
-        loop = asyncio.get_running_loop()
+        loop, call = asyncio.get_running_loop(), next(self.calls)
         answer: asyncio.Future[Any] = loop.create_future()
         with self.lock:
-            self.waiting[number] = loop, answer
+            self.waiting[call] = loop, answer, number
         try:
-            self.connection.send((number, what, *given))
+            self.connection.send((call, number, what, *given))
+            found = await answer
         except OSError:
-            raise EnvironmentFailed("crash", f"{self.wanted.spec}: its process is gone: {self.end()}") from None
-        found = await answer
+            self.kill()
+            self.reader.join(LEAVES)  # which notes who was there
+            raise self._lost(number, acting=False) from None
+        finally:
+            with self.lock:
+                self.waiting.pop(call, None)
         if isinstance(found, EnvironmentFailed):
             raise found
         return found
@@ -193,13 +211,17 @@ class HostProcess(Child):
             while True:
                 self._tell(*self.connection.recv())
         except (EOFError, OSError, pickle.UnpicklingError):
-            lost = EnvironmentFailed("crash", f"{self.wanted.spec} ended its process: {self.end()}")
-            for number in list(self.waiting):
-                self._tell(number, lost)
+            self.crowd = frozenset(self.live)
+            for call, (*_, number) in list(self.waiting.items()):
+                self._tell(call, self._lost(number, acting=True))
 
-    def _tell(self, number: int, answer: Any) -> None:
+    def _lost(self, number: int, *, acting: bool) -> EnvironmentFailed:
+        said = f"{self.wanted.spec} ended its process: {self.end()}"
+        return EnvironmentFailed("crash", said) if self.crowd == {number} else Suspected(said, acting=acting)
+
+    def _tell(self, call: int, answer: Any) -> None:
         with self.lock:
-            loop, waiting = self.waiting.pop(number, (None, None))
+            loop, waiting, _ = self.waiting.pop(call, (None, None, 0))
         if loop is not None and waiting is not None:
             with suppress(RuntimeError):  # its loop is closed, and nobody waits
                 loop.call_soon_threadsafe(settle, waiting, answer)
@@ -224,31 +246,33 @@ class Hosts:
         self.processes = [HostProcess(wanted) for _ in range(processes)]  # they start while models load
         self.retired: list[HostProcess] = []
         """Those that take no further environment, and have some left."""
+        self.apart: dict[HostProcess, asyncio.Future[None]] = {}
+        """Those that have one suspect each; done when it has left."""
         self.leaving: set[asyncio.Task[None]] = set()
 
     def ready(self) -> list[dict[str, Any]]:
-        """The schemas of the tools."""
-        return self.processes[0].ready()
-
-    async def open(self, given: dict[str, Any]) -> Episode:
-        """One more, in the process that has fewest."""
-        for host in [host for host in self.processes if host.ended]:
-            self._retire(host)
-        host = min(self.processes, key=lambda host: len(host.live))
-        number = next(self.numbers)
-        host.live.add(number)
+        """Return the schemas of the tools. A process that is killed or stopped while it starts is started once more."""
         try:
-            if host.schemas is None:
-                await asyncio.to_thread(host.ready)
-            await host.call(number, "start", given)
-        except ConfigError as error:
-            self._retire(host)
-            self.left(host, number)
-            raise EnvironmentFailed("crash", str(error)) from None
-        except BaseException:
-            self.drop(host, number)
-            raise
-        return Episode(self, host, number)
+            return self.processes[0].ready()
+        except NotStarted:
+            self.processes[0].close()
+            self.processes[0] = HostProcess(self.wanted)
+            return self.processes[0].ready()
+
+    def place(self, *, alone: bool = False) -> Episode:
+        return Episode(self, next(self.numbers), alone)
+
+    async def host(self, *, alone: bool) -> HostProcess:
+        """The process that has fewest, or wait until there may be one more for a suspect alone."""
+        for host in [host for host in self.processes if host.ended]:
+            self.retire(host)
+        if not alone:
+            return min(self.processes, key=lambda host: len(host.live))
+        while len(self.apart) >= APART:
+            await asyncio.wait(self.apart.values(), return_when=asyncio.FIRST_COMPLETED)
+        host = HostProcess(self.wanted)
+        self.apart[host] = asyncio.get_running_loop().create_future()
+        return host
 
     def drop(self, host: HostProcess, number: int) -> None:
         """Nobody waits for it any more."""
@@ -259,12 +283,12 @@ class Hosts:
     async def _dropped(self, host: HostProcess, number: int) -> None:
         try:
             async with asyncio.timeout(LEAVES):
-                await host.call(number, "drop")
-        except TimeoutError:
-            self._retire(host)
-        except EnvironmentFailed:
-            self._retire(host)
-        self.left(host, number)
+                if host.schemas is not None:  # else it was never there
+                    await host.call(number, "drop")
+        except (TimeoutError, EnvironmentFailed):
+            self.retire(host)
+        finally:
+            self.left(host, number)
 
     def left(self, host: HostProcess, number: int) -> None:
         """One is gone, or will never go; a host that was retired ends with the last."""
@@ -272,8 +296,11 @@ class Hosts:
         if host in self.retired and not host.live:
             self.retired.remove(host)
             host.close()
+        if host in self.apart:
+            self.apart.pop(host).set_result(None)
+            host.close()
 
-    def _retire(self, host: HostProcess) -> None:
+    def retire(self, host: HostProcess) -> None:
         """Another one takes its place."""
         if host in self.processes:
             self.processes[self.processes.index(host)] = HostProcess(self.wanted)
@@ -283,9 +310,9 @@ class Hosts:
                 host.close()
 
     def close(self) -> None:
-        for host in self.processes + self.retired:
+        for host in [*self.processes, *self.retired, *self.apart]:
             host.kill()
-        for host in self.processes + self.retired:
+        for host in [*self.processes, *self.retired, *self.apart]:
             host.close()
 
 
@@ -294,8 +321,22 @@ class Episode:
     """An environment at work in a host."""
 
     hosts: Hosts
-    host: HostProcess
     number: int
+    alone: bool
+    host: HostProcess = field(init=False)
+
+    async def ready(self) -> None:
+        self.host = await self.hosts.host(alone=self.alone)
+        self.host.live.add(self.number)
+        if self.host.schemas is None:
+            try:
+                await asyncio.to_thread(self.host.ready)
+            except ConfigError as error:
+                self.hosts.retire(self.host)
+                raise EnvironmentFailed("crash", str(error)) from None
+
+    async def start(self, given: dict[str, Any]) -> None:
+        await self.host.call(self.number, "start", given)
 
     async def step(self, reply: Reply) -> Step:
         found: Step = await self.host.call(self.number, "step", reply)
@@ -307,16 +348,17 @@ class Episode:
         return rewards
 
     def drop(self) -> None:
-        self.hosts.drop(self.host, self.number)
+        if hasattr(self, "host"):
+            self.hosts.drop(self.host, self.number)
 
 
 def schemas(wanted: Wanted) -> list[dict[str, Any]]:
     """Of the tools of an environment; ConfigError if it cannot be had."""
-    host = HostProcess(wanted)
+    hosts = Hosts(wanted)
     try:
-        return host.ready()
+        return hosts.ready()
     finally:
-        host.close()
+        hosts.close()
 
 
 if __name__ == "__main__":

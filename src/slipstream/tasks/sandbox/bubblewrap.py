@@ -18,10 +18,11 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from slipstream.errors import ConfigError, SandboxError
-from slipstream.tasks.sandbox import processes
+from slipstream.tasks.sandbox import cgroups, processes
 from slipstream.tasks.sandbox.base import USUAL, Limits, Ran, Status, encoded, unrunnable
 from slipstream.tasks.sandbox.seccomp import program
 
@@ -50,6 +51,8 @@ class Bubblewrap:
         processes.check_installed(("prlimit", "nsenter", "env"), "apt install util-linux coreutils")
         self.bwrap, self.filter = found, program(platform.machine())
         self.path, self.system = system()
+        self.cgroups = cgroups.writable()
+        """Where each call has a cgroup; without it what all processes take is measured."""
 
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
@@ -57,20 +60,8 @@ class Bubblewrap:
         if (ran := unrunnable(argv, files, limits)) is not None:
             return ran
         size = str(limits.disk)
-        places = [
-            "--perms",
-            "0755",
-            "--size",
-            size,
-            "--tmpfs",
-            WORK,
-            "--perms",
-            "1777",
-            "--size",
-            size,
-            "--tmpfs",
-            "/tmp",
-        ]
+        places = ["--perms", "0755", "--size", size, "--tmpfs", WORK]
+        places += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
         return await self.call(argv, places, WORK, stdin, files, limits, user=another_user())
 
     async def session(self, limits: Limits = USUAL) -> Kept:
@@ -101,16 +92,34 @@ class Bubblewrap:
             rules = open_.enter_context(processes.sealed(self.filter))
             said = open_.enter_context(_pipe())
             keeps = [*(int(each) for each in put[3::5]), rules, said[1]]
+            words = [*FIRST, "/usr/bin/env", "-C", WORK, *argv]
+            made, gate = None, list[str]()
+            if self.cgroups is not None:
+                made, waits = open_.enter_context(cgroups.group(self.cgroups, limits)), open_.enter_context(_pipe())
+                os.set_blocking(waits[0], True)
+                gate, keeps = ["--block-fd", str(waits[0])], [*keeps, waits[0]]
             process = await processes.start(
                 [
-                    *within, self.bwrap, *WALLS, *self.system, *places, *put, "--remount-ro", "/", "--chdir", "/",
+                    *within, self.bwrap, *gate, *WALLS, *self.system, *places, *put,
+                    *("--remount-ro", "/", "--chdir", "/"),
                     *("--seccomp", str(rules), "--json-status-fd", str(said[1])), "--clearenv",
                     *_variables(processes.environment(self.path, WORK)),
-                    *("--", *processes.limited([*FIRST, "/usr/bin/env", "-C", WORK, *argv], limits, processes=True)),
+                    *("--", *processes.limited(words, limits, processes=True, space=made is None)),
                 ],
                 stdin=open_.enter_context(processes.sealed(encoded(stdin))), user=user, keeps=keeps,
             )  # fmt: skip
+            if made is not None:
+                try:
+                    cgroups.enter(made, process.pid)
+                    os.write(waits[1], b"\n")
+                except OSError as error:
+                    processes.kill(process)
+                    await processes.exited(process)
+                    processes.release(process)
+                    raise SandboxError(f"sandbox: no process can be put into {made}: {error}") from None
             ran = await processes.finish(process, limits, since, lambda pid: over(pid, limits), outside=True)
+            if made is not None and cgroups.out_of_memory(made):
+                return replace(ran, status="memory", code=None)
             if ran.code is not None and not _ended_by_itself(said[0]):
                 raise SandboxError(f"bubblewrap: {' '.join(ran.err.split())[:300] or f'ended with {ran.code}'}")
             return ran
@@ -153,10 +162,12 @@ def another_user() -> int | None:
 def over(pid: int, limits: Limits) -> Status | None:
     """What a sandbox takes too much of, as seen from outside."""
     inside = processes.descendants(pid)[1:]
-    if processes.memory(inside, limits.memory) > limits.memory:
+    if (taken := processes.memory(inside, limits.memory)) > limits.memory:
         return "memory"
     if len(inside) < 2:  # the first one builds the walls: until there is another, it still sees the whole machine
         return None
+    if taken + processes.sockets(inside[1]) > limits.memory:
+        return "memory"
     for place in (*KEPT, "/dev/shm"):
         with suppress(OSError):
             there = os.statvfs(f"/proc/{inside[1]}/root{place}")

@@ -1,7 +1,7 @@
 """Code as a process of ours, where `none` is written out: under limits, but seeing and doing whatever we may.
 
-What is bounded is a call's time, output and memory, and each file; not how many files and processes there are. What a
-program starts ends with it, unless it leaves the program's process group behind its back.
+What is bounded is a call's time, output and memory, and each file; not how many files and processes there are, and not
+what sockets hold. What a program starts ends with it, also in a session of its own, unless it hides its environment.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ class Unconfined:
         since = asyncio.get_running_loop().time()
         with processes.sealed(encoded(stdin)) as given:
             process = await processes.start(
-                processes.limited(argv, limits, processes=False),
+                processes.limited(argv, limits, processes=False, space=True),
                 stdin=given,
                 env=processes.environment(self.path, str(work)),
                 cwd=str(work),
             )
-            return await processes.finish(process, limits, since, lambda pid: over(pid, limits))
+            try:
+                return await processes.finish(process, limits, since, lambda pid: over(pid, limits))
+            finally:
+                processes.kill_at_home(str(work))
 
 
 def over(pid: int, limits: Limits) -> Status | None:

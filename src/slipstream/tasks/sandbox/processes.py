@@ -12,14 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, SandboxError, first_line
+from slipstream.linux import LINUX
 from slipstream.tasks.sandbox.base import Limits, Ran, Status, encoded
 
 LOOK = 0.1
 """Seconds between two looks at what all its processes take."""
 ENDED = 5.0
 """Seconds in which what was killed is gone."""
+KILLED = 1000
+"""Times that processes are looked for which start others while they are killed."""
 DRAINED = 1.0
 """Seconds for reading what an ended program has left in its pipes."""
+SPACE = 16 << 30
+"""Bytes of addresses that any process may have."""
+UNIX_SOCKET = 64 << 10
+"""Bytes that a Unix socket may hold beyond its buffer for sending."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -27,8 +34,11 @@ def environment(path: str, home: str) -> dict[str, str]:
     return {"PATH": path, "HOME": home, "LANG": "C.UTF-8"}
 
 
-def limited(argv: Sequence[str], limits: Limits, *, processes: bool) -> list[str]:
-    """With these limits on each process. That of their number counts all of a user's in a user namespace."""
+def limited(argv: Sequence[str], limits: Limits, *, processes: bool, space: bool = False) -> list[str]:
+    """With these limits on each process. That of their number counts all of a user's in a user namespace.
+
+    `space` bounds addresses, too, and with them page tables, which are at least 1/512 of what they map.
+    """
     cpu = int(limits.seconds * (os.cpu_count() or 1)) + 1
     return [
         "/usr/bin/prlimit",
@@ -36,6 +46,7 @@ def limited(argv: Sequence[str], limits: Limits, *, processes: bool) -> list[str
         *("--rtprio=0", "--msgqueue=0", "--sigpending=256"),
         "--core=1",  # of 0 bytes, the system's handler of crashes would still be started, as root
         *([f"--nproc={limits.processes}"] if processes else []),
+        *([f"--as={max(SPACE, 32 * limits.memory)}"] if space else []),
         *("--", *argv),
     ]
 
@@ -193,6 +204,20 @@ def kill(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+def kill_at_home(home: str) -> None:
+    """Kill what a program without walls has left behind: nothing else has this HOME.
+
+    A process that leaves its session is found by it, and one that changes its own environment is not.
+    """
+    told = f"\0HOME={home}\0".encode()
+    for _ in range(KILLED if LINUX else 0):
+        pids = [int(each) for each in os.listdir("/proc") if each.isdigit()]  # noqa: PTH208 (names are all that is needed)
+        if not (found := [pid for pid in pids if told in b"\0" + _bytes(f"/proc/{pid}/environ")]):
+            return
+        for pid in found:
+            _kill(pid)
+
+
 def release(process: asyncio.subprocess.Process) -> None:
     """Our ends of its pipes: what got away may hold the others open."""
     process._transport.close()  # type: ignore[attr-defined]
@@ -218,12 +243,28 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory(pids: Iterable[int], most: int) -> int:
-    """Bytes that are theirs and no file's. What several share is counted once, where it matters."""
+    """Bytes that are theirs and no file's, with their page tables. What several share is counted once, where it
+    matters."""
     pids = list(pids)
+    tables = sum(_kilobytes(f"/proc/{pid}/status", ("VmPTE:",)) for pid in pids) << 10
     rough = sum(_kilobytes(f"/proc/{pid}/status", ("RssAnon:", "RssShmem:")) for pid in pids) << 10
-    if rough <= most:
-        return rough
-    return sum(_kilobytes(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for pid in pids) << 10 or rough
+    if rough + tables <= most:
+        return rough + tables
+    shared = sum(_kilobytes(f"/proc/{pid}/smaps_rollup", ("Pss_Anon:", "Pss_Shmem:")) for pid in pids) << 10
+    return (shared or rough) + tables
+
+
+def sockets(pid: int) -> int:
+    """Bytes that the sockets of a process's network namespace may hold.
+
+    Linux tells what waits in TCP and UDP sockets. It tells nothing of a Unix socket, which counts as what it can hold.
+    """
+    each = int(_text("/proc/sys/net/core/wmem_default") or 0) + UNIX_SOCKET
+    found = each * max(0, len(_text(f"/proc/{pid}/net/unix").splitlines()) - 1)
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for line in _text(f"/proc/{pid}/net/{kind}").splitlines()[1:]:
+            found += 2 * sum(int(waiting, 16) for waiting in line.split()[4].split(":"))
+    return found
 
 
 def _kilobytes(file: str, names: tuple[str, ...]) -> int:
@@ -231,7 +272,11 @@ def _kilobytes(file: str, names: tuple[str, ...]) -> int:
 
 
 def _text(file: str) -> str:
+    return _bytes(file).decode(errors="replace")
+
+
+def _bytes(file: str) -> bytes:
     """Of a process that has just ended, nothing."""
     with suppress(OSError):
-        return Path(file).read_text("utf-8", errors="replace")
-    return ""
+        return Path(file).read_bytes()
+    return b""

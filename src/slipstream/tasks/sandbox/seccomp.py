@@ -42,14 +42,17 @@ SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
 PRCTL = {"x86_64": 157, "aarch64": 167}
 SET_PDEATHSIG = 1
 """Of prctl: by which a program would outlive us."""
+SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
+SOL_SOCKET, SO_SNDBUF = 1, 7
+"""A larger buffer for sending is asked for in vain, so that the number of sockets bounds what they hold."""
 FAMILIES = (1, 2, 10)
 """Unix, IPv4, IPv6."""
 X32 = 0x40000000
 """From here on the numbers of a third set of calls, on x86_64."""
 
 LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-NUMBER, ARCH, ARGUMENT = 0, 4, 16
-"""Where these lie in what a filter sees; the lower half of the first argument."""
+NUMBER, ARCH, ARGUMENT, SECOND, THIRD = 0, 4, 16, 24, 32
+"""Where these lie in what a filter sees; the lower halves of the first three arguments."""
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
 
@@ -65,6 +68,8 @@ def program(machine: str) -> bytes:
         code += [(EQUAL, 0, 1, number), _fail(errno.EPERM)]
     code += [(EQUAL, 0, 4, PRCTL[machine]), (LOAD, 0, 0, ARGUMENT), (EQUAL, 0, 1, SET_PDEATHSIG), _fail(errno.EPERM)]
     code += [(LOAD, 0, 0, NUMBER)]
+    code += [(EQUAL, 0, 6, SETSOCKOPT[machine]), (LOAD, 0, 0, SECOND), (EQUAL, 0, 3, SOL_SOCKET), (LOAD, 0, 0, THIRD)]
+    code += [(EQUAL, 0, 1, SO_SNDBUF), _fail(0), (LOAD, 0, 0, NUMBER)]
     first, second = SOCKETS[machine]
     code += [(EQUAL, 2, 0, first), (EQUAL, 1, 0, second), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, ARGUMENT)]
     for family in FAMILIES:

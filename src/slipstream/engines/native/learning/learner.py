@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -31,13 +34,15 @@ from slipstream.engines.native.learning.storage import restore, save
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import by_sample, over_tokens
+from slipstream.engines.native.scorer import with_prompt
 from slipstream.engines.quotes import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
-from slipstream.objective.freshness import Drifted, Judge, drifted
+from slipstream.objective.freshness import Drifted, Judge, Judged, drifted, episode_of, mean_of
+from slipstream.objective.freshness import key_of as key_of_sample
 from slipstream.objective.frozen import Frozen, as_it_is, freeze, present
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
@@ -45,7 +50,7 @@ from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored
 from slipstream.vocabulary import extreme
 
 T = TypeVar("T")
-PER_STEP = ("policy/loss", "loss")
+PER_STEP = ("policy/loss", "loss", "freshness/anchor")
 """Metrics that are divided as the loss is; all others are divided by tokens."""
 
 
@@ -102,6 +107,10 @@ class NativeLearner:
         self.seen: list[Seen] = []
         self.sums: dict[str, Tensor] = {}
         """Metrics since the last step."""
+        self.weighed: list[Key] = []
+        """Samples since the last step."""
+        self.slopes: dict[Key, Tensor] = {}
+        """Of samples whose policy loss is computed ahead of their micro-batch: its gradient in their log-probs."""
         self.aged: Metrics = {}
         """What fresh and stale samples had in common, since the last step."""
         self.noted: list[tuple[int, Metrics]] = []
@@ -128,8 +137,9 @@ class NativeLearner:
     async def weigh(self, batch: Batch) -> list[Weighed]:
         return await self._run(lambda: self._weigh([scored(handle) for handle in batch.handles]))
 
-    async def compare(self, batch: Batch) -> Metrics:
-        return await self._run(lambda: self._compare([scored(handle) for handle in batch.handles]))
+    async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
+        compare = partial(self._compare_as, teacher) if teacher else self._compare
+        return await self._run(lambda: compare([scored(handle) for handle in batch.handles]))
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
         return await self._run((lambda: self._export_to(teacher)) if teacher else self._export)
@@ -164,7 +174,8 @@ class NativeLearner:
         self._freeze(samples, version, distances)
         if self.judge is not None:
             known = None
-            if self.method.replays or self.config.dropout:  # else in the pass that learns
+            ahead = self.method.by_episode or not self.method.weighs_all
+            if self.method.replays or self.config.dropout or ahead:  # else in the pass that learns
                 known = self._drifted(own, version, distances)
             self.judge.take(own, [self.frozen[key] for key in samples], known)
         return [self._counts(group) for group in batch.groups]
@@ -220,12 +231,24 @@ class NativeLearner:
         )
         return drift | sharpness(seen) | against_teachers(samples, logp)
 
+    def _compare_as(self, teacher: str, samples: Sequence[Scored]) -> Metrics:
+        """Each rank does it all here, too."""
+        seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
+        temperature = self.method.loss.temperature
+        logp = self.passes.log_probs(seen, self.snapshots, snapshot_of(teacher), temperature=temperature)
+        return against_teachers(samples, logp)
+
     def _counts(self, group: Group) -> Counts:
         return counts_of(group, [int(self.frozen[key_of(handle.header)].mask_T.sum()) for handle in group])
 
     # --- gradients and steps ---------------------------------------------------------------------------------
 
     def _accumulate(self, keys: Sequence[Key], counts: Counts) -> list[Weighed]:
+        self.weighed += keys
+        if self.judge is not None and not self.method.weighs_all:
+            self._judged([self.samples[key] for key in keys])
+            self.objective.mean_weight = mean_of(self.ranks.gathered(self.judge.total(keys)))
+        ahead = self._ahead(keys, counts)
         due = self.cosine_every and self.update % self.cosine_every == 0 and self.made < self.update
         if due and (cut := halves({key: self.samples[key] for key in keys}, self.ranks)):
             total = self._backward(cut[0], counts)
@@ -234,11 +257,28 @@ class NativeLearner:
             self.aged = cosine(fresh, self._gradients(), self.ranks)
         else:
             total = self._backward(keys, counts)
-        loss_of_all = sum(self.ranks.gathered(total.item()))
+        loss_of_all = sum(self.ranks.gathered(total.item() + ahead))
         if not math.isfinite(loss_of_all):
             self._drop()
             raise NonFiniteError(f"the loss of update {self.update} is {loss_of_all}")
         return [self.judge.judged[key].weighed for key in keys] if self.judge is not None else []
+
+    def _ahead(self, keys: Sequence[Key], counts: Counts) -> float:
+        """Compute the policy loss of episodes with several branches, if it has ratios of whole episodes; return it."""
+        self.slopes = {}
+        count = Counter(episode_of(self.samples[key]) for key in keys if self.method.by_episode)
+        samples = [self.samples[key] for key in keys if count[episode_of(self.samples[key])] > 1]
+        samples.sort(key=lambda each: (*episode_of(each), each.rollout.index))
+        if not any(self.ranks.gathered(len(samples))):
+            return 0.0
+        logp, keys = self.passes.log_probs(samples), [key_of_sample(each) for each in samples]
+        if not samples:
+            return 0.0
+        judged = self._judged(samples) if self.judge is not None else ()
+        loss, metrics, slopes = self.objective.ahead(samples, [self.frozen[k] for k in keys], logp, counts, judged)
+        self.slopes = dict(zip(keys, slopes, strict=True))
+        merge_metrics(self.sums, metrics)
+        return loss.item()
 
     def _gradients(self) -> list[Tensor | None]:
         """The parts of them that lie here; of weights that took no part, none."""
@@ -269,10 +309,15 @@ class NativeLearner:
     def _objective(
         self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """What a sample is worth for its freshness follows from what this very pass thinks of its draws."""
+        """What a sample is worth for its freshness follows from what this very pass thinks of its draws, unless it is
+        known before."""
         self.noise.watch(hidden_NH, samples)
+        slope_N = None
+        if self.slopes:
+            nan = [torch.full((each.rollout.trained_tokens,), torch.nan) for each in samples]
+            slope_N = torch.cat([self.slopes.get(key_of_sample(s), n) for s, n in zip(samples, nan, strict=True)])
         if self.judge is None:
-            return self.objective(hidden_NH, head, samples, frozen, counts)
+            return self.objective(hidden_NH, head, samples, frozen, counts, slope_N=slope_N)
 
         def draws() -> Sequence[Tensor]:
             rollouts = [sample.rollout for sample in samples]
@@ -280,8 +325,11 @@ class NativeLearner:
                 logp_NM = at_draws(hidden_NH.detach(), head, rollouts, temperature=self.method.temperature)
             return by_sample(logp_NM.cpu().double(), rollouts)
 
-        judged = self.judge.of(samples, frozen, version=self.update - 1, draws=draws)
-        return self.objective(hidden_NH, head, samples, frozen, counts, judged)
+        return self.objective(hidden_NH, head, samples, frozen, counts, self._judged(samples, draws), slope_N)
+
+    def _judged(self, samples: Sequence[Scored], draws: Callable[[], Sequence[Tensor]] = list) -> list[Judged]:
+        frozen = [self.frozen[key_of_sample(each)] for each in samples]
+        return present(self.judge).of(samples, frozen, version=self.update - 1, draws=draws)
 
     def _note(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
         found = over_tokens(logp_N, [sample.rollout for sample in samples])
@@ -292,13 +340,15 @@ class NativeLearner:
         groups = self.optimizer.param_groups
         grads = [gradient for gradient in self._gradients() if gradient is not None]
         loss_scale = 1 / max(counts.n_sequences if self.method.over_sequences else counts.n_tokens, 1)
+        if self.judge is not None and self.method.weighs_all:
+            loss_scale /= mean_of(self.ranks.gathered(self.judge.total(self.weighed)))
         if loss_scale != 1.0:
             torch._foreach_mul_(grads, loss_scale)
         norm = math.hypot(*self.ranks.gathered(torch.nn.utils.get_total_norm(grads).item()))
         if not math.isfinite(norm):
             self._drop()
             raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
-        if (shrink := self.config.clip_norm * self._worth() / (norm + 1e-6)) < 1:  # as torch has it
+        if (shrink := self.config.clip_norm / (norm + 1e-6)) < 1:  # as torch has it
             torch._foreach_mul_(grads, shrink)
         lr = factor * learning_rate(self.config, self.update - 1, self.updates)
         for group in groups:
@@ -312,16 +362,6 @@ class NativeLearner:
         if norm > 0 and "reference/kl" in found:
             self.kl.append(found["reference/kl"])
         return found | {"grad_norm": norm, "lr": lr}
-
-    def _worth(self) -> float:
-        """What a token of this update counts on average, where freshness weighs all of the loss: AdamW would not notice
-        that a gradient is smaller by so much, and a limit that is not would cut nothing off any more."""
-        method = self.method
-        others = (method.policy is not None and not method.weighs_policy) or method.reference is not None
-        if self.judge is None or others:
-            return 1.0
-        parts = self.ranks.gathered(self.judge.worth)
-        return sum(worth for worth, _ in parts) / (sum(tokens for _, tokens in parts) or 1) or 1.0
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
         """Of everything since the last step."""
@@ -344,7 +384,7 @@ class NativeLearner:
     def _drop(self) -> None:
         """Gradients and metrics since the last step."""
         self.optimizer.zero_grad()
-        self.sums, self.seen, self.noise.sums, self.aged = {}, [], {}, {}
+        self.sums, self.seen, self.noise.sums, self.aged, self.weighed = {}, [], {}, {}, []
 
     # --- weights ---------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from slipstream.config.schema import LearnerConfig
 def make_optimizer(parameters: list[torch.nn.Parameter], config: LearnerConfig) -> torch.optim.Optimizer:
     options: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
     if config.optimizer_dtype in (None, config.dtype):
-        return torch.optim.AdamW(parameters, **options)
+        on_gpu = all(parameter.is_cuda for parameter in parameters)  # one kernel, and no temporary copies of weights
+        return torch.optim.AdamW(parameters, fused=True if on_gpu else None, **options)
     return MixedAdamW(parameters, moments=getattr(torch, config.optimizer_dtype), **options)
 
 

@@ -101,13 +101,20 @@ class Passes:
 
     @torch.no_grad()
     def log_probs(
-        self, samples: Sequence[Scored], snapshots: Snapshots | None = None, version: int | str | None = None
+        self,
+        samples: Sequence[Scored],
+        snapshots: Snapshots | None = None,
+        version: int | str | None = None,
+        *,
+        temperature: float | None = None,
     ) -> list[Tensor]:
-        """Of the emitted tokens, at sampling temperature, by the weights as they are or as a snapshot has them.
+        """Of the emitted tokens, at sampling temperature unless another is given, by the weights as they are or as a
+        snapshot has them.
 
         Among what could be drawn, where samples tell; 0 where a token is masked.
         """
-        return [logp_T1[:, 0] for logp_T1 in self._at_tokens(samples, [self.temperature], snapshots, version)]
+        found = self._at_tokens(samples, [temperature or self.temperature], snapshots, version)
+        return [logp_T1[:, 0] for logp_T1 in found]
 
     @torch.no_grad()
     def log_probs_and_squares(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,0 +1,85 @@
+"""Run unit tests that call an agent's solution through the gateway's sandbox: `verify = "python3 -I judge.py DIR"`.
+
+The gateway puts this file into the directory where `verify` begins, so it uses nothing but the standard library.
+The tests run here. The solution runs in another sandbox, which sees neither the tests nor the verdict.
+Whatever the solution does there is only an answer to a test, so it cannot write the verdict.
+"""
+
+import builtins
+import json
+import os
+import socket
+import sys
+import unittest
+from types import SimpleNamespace
+from typing import Any
+
+CALL = """
+import importlib, json, os, sys
+answer = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+module, name, args, kwargs = json.load(sys.stdin)
+sys.path.insert(0, os.getcwd())
+try:
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    said = found(*args, **kwargs), "", ""
+except Exception as error:
+    said = None, type(error).__name__, str(error)
+json.dump(said, answer)
+"""
+"""What the sandbox runs for `call`. What the solution prints goes to standard error."""
+RAISED = (
+    *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError, IndexError, KeyError, LookupError),
+    *(NotImplementedError, OSError, OverflowError, RuntimeError, TypeError, ValueError, ZeroDivisionError),
+)
+"""Exceptions of the solution that `call` raises, too."""
+
+
+class Broken(BaseException):
+    """The solution gave no answer. This is no Exception, so that `assertRaises(Exception)` does not accept it."""
+
+
+def run(argv: list[str], stdin: str = "", seconds: float = 10.0) -> Any:
+    """Run a program in the solution's copy of the workspace; return its status, code, out, err and seconds."""
+    with socket.socket(socket.AF_UNIX) as service:
+        service.connect(os.environ["SLIPSTREAM_SOLUTION"])
+        service.sendall(json.dumps({"argv": argv, "stdin": stdin, "seconds": seconds}).encode())
+        service.shutdown(socket.SHUT_WR)
+        return SimpleNamespace(**json.load(service.makefile()))
+
+
+def call(function: str, *args: Any, **kwargs: Any) -> Any:
+    """Call "module:function" of the solution in a new process. Arguments and result are copied as JSON.
+
+    An exception of the function is raised here if it is one of `RAISED`, and otherwise as a RuntimeError that names it.
+    """
+    module, _, name = function.partition(":")
+    ran = run(["python3", "-I", "-c", CALL], json.dumps([module, name, args, kwargs]))
+    try:
+        returned, raised, message = json.loads(ran.out)
+        kind = getattr(builtins, raised, RuntimeError)
+    except (ValueError, TypeError, RecursionError):
+        raise Broken(f"{function} gave no answer ({ran.status}): {ran.err[-500:]}") from None
+    if not raised:
+        return returned
+    raise kind(message) if kind in RAISED else RuntimeError(f"{raised}: {message}")
+
+
+def main(directory: str) -> None:
+    """Write the reward: 1 if there were tests and none of them failed, else 0."""
+    sys.modules["judge"] = sys.modules["__main__"]  # where tests import `call` and `run` from
+    loader = unittest.TestLoader()
+    tests = loader.discover(directory)
+    if loader.errors or not tests.countTestCases():
+        sys.exit(
+            "\n".join([*map(str, loader.errors), f"{directory}: there are no tests here, or they cannot be loaded"])
+        )
+    result = unittest.TextTestRunner().run(tests)
+    with open(os.environ["SLIPSTREAM_VERDICT"], "w") as file:  # noqa: PTH123 (a file by itself)
+        json.dump(float(result.wasSuccessful() and result.testsRun > len(result.skipped)), file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,251 @@
+"""Ask the canaries of `canary`, and act on the answers: stop a replica that is wrong, and have others redo its work.
+
+Everybody is asked before the first rollout (`begin`), then every [health].canary updates, and at the next chance after
+a worker came or a stage recovered from failures. Teachers are asked while everything else goes on (`after_update`),
+samplers and teachers that follow the student between a publish and the first rollout under it (`after_publish`): there
+the learner has the same weights. `Worker.since` holds the groups that a worker answered since it was last found good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.schema import HealthConfig
+from slipstream.engines.base import Learner, Metrics, Sampler, Sampling, Scorer
+from slipstream.errors import RecordsLost, SlipstreamError, Unhealthy, WorkerDied, first_line
+from slipstream.pipeline import canary
+from slipstream.pipeline.pool import Pool, Worker
+from slipstream.pipeline.publish import MovingTeacher, Samplers
+from slipstream.pipeline.tries import DEFECTS
+from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, unfinished
+
+
+@dataclass
+class Watched:
+    """A teacher, what it is asked, and what it said at the start."""
+
+    name: str
+    pool: Pool[Scorer]
+    texts: list[Rollout]
+    attempts: Attempts | None
+    """Empty ones, where the teacher is shown attempts."""
+    exact: bool
+    """True for a teacher that computes in float32 on this machine."""
+    reference: canary.Reference = field(default_factory=list)
+    """Stays empty for a teacher that follows the student: the learner has its weights, and is asked itself."""
+    limit: float = 0.0
+    good: int = 0
+    """The update after which one of its replicas was last found good."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        known = [None if each is None else each.tolist() for each in self.reference]
+        return {"reference": known, "limit": self.limit, "good": self.good}
+
+    def recall(self, state: Mapping[str, Any]) -> None:
+        self.reference = [None if each is None else np.array(each) for each in state["reference"]]
+        self.limit, self.good = state["limit"], state["good"]
+
+
+class Canaries:
+    def __init__(
+        self,
+        health: HealthConfig,
+        learner: Learner,
+        samplers: Samplers,
+        scorers: Collection[Pool[Any]],
+        teachers: Collection[Watched],
+        *,
+        updates: int,
+        questions: Sequence[Prompt],
+        sampling: Sampling,
+        exact: bool,
+        redo: Callable[[int, str, bool], bool],
+        last: Mapping[str, float],
+        say: Callable[[str], None],
+    ) -> None:
+        """Samplers are asked these `questions`, `exact` if they and the learner compute in float32. `redo` has a group
+        that this worker answered scored again, or rolled out again, if it is not learned from. `last` is the last line
+        of metrics of an earlier part of the run."""
+        self.every, self.updates, self.stops = health.canary, updates, health.stop
+        self.learner, self.samplers, self.scorers, self.redo, self.say = learner, samplers, scorers, redo, say
+        self.fixed = [watched for watched in teachers if not isinstance(watched.pool, MovingTeacher)]
+        self.following = [watched for watched in teachers if isinstance(watched.pool, MovingTeacher)]
+        self.questions, self.sampling, self.exact = questions, canary.drawn_by(sampling), exact
+        self.counts = {name: round(last.get(f"canary/{name}", 0)) for name in ("retired", "redone", "trained")}
+        self.apart = dict[str, float]()
+        """The largest differences since the update before."""
+        self.asked = self.drawn = 0
+        """The updates after which teachers that do not move, and all others, were last asked."""
+        self.task: asyncio.Task[Any] | None = None
+        self.told = set[str]()
+        """Workers that are wrong and go on, as there is no other."""
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {watched.name: watched.state for watched in self.fixed}
+
+    @property
+    def metrics(self) -> Metrics:
+        found, self.apart = (self.counts | self.apart if self.every else {}), {}
+        return {f"canary/{name}": float(value) for name, value in found.items()}
+
+    # --- when ------------------------------------------------------------------------------------------------
+
+    async def begin(self, update: int) -> None:
+        """Ask everybody, before the first rollout."""
+        if self.every:
+            self.asked = self.drawn = update
+            await self._ask_all(update, canary.ASKED)
+            await self._draw_all(update)
+
+    def after_update(self, update: int, tasks: asyncio.TaskGroup) -> None:
+        """Begin to ask the teachers that do not move, if it is time."""
+        idle = self.task is None or self.task.done()
+        if self.fixed and idle and self._due(update, self.asked, *(watched.pool for watched in self.fixed)):
+            self.asked = update
+            self.task = tasks.create_task(self._ask_all(update, 1))
+
+    async def after_publish(self, version: int) -> None:
+        """Ask the samplers, and the teachers that move, if it is time."""
+        if self._due(version, self.drawn, self.samplers, *(watched.pool for watched in self.following)):
+            self.drawn = version
+            await self._draw_all(version)
+
+    def _due(self, update: int, last: int, *pools: Pool[Any]) -> bool:
+        new = any(worker.unproven for pool in pools for worker in pool.workers) or any(p.tries.recovered for p in pools)
+        for pool in pools:
+            pool.tries.recovered = False
+        return bool(self.every) and (new or update - last >= self.every or last < update == self.updates)
+
+    def trained(self, numbers: Collection[int], update: int) -> None:
+        """Remember of whose answers an update was made."""
+        for pool in (self.samplers, *self.scorers):
+            for worker in pool.workers:
+                learned = dict.fromkeys(worker.since.keys() & numbers, update)
+                worker.since = worker.since | learned if self.every else {}
+
+    # --- teachers that do not move ---------------------------------------------------------------------------
+
+    async def _ask_all(self, update: int, times: int) -> None:
+        await asyncio.gather(*(self._ask(watched, update, times) for watched in self.fixed))
+
+    async def _ask(self, watched: Watched, update: int, times: int) -> None:
+        pool, texts = watched.pool, watched.texts
+        done = {worker: list(worker.since) for worker in pool.workers}
+        asked = [[worker.engine.probe(texts, watched.attempts) for _ in range(times)] for worker in done]
+        found = await asyncio.gather(*(self._answers(pool, *pair) for pair in zip(done, asked, strict=True)))
+        answers = {worker: said for worker, said in zip(done, found, strict=True) if said}
+        if not watched.reference and answers:
+            watched.reference = canary.reference_of([said for each in answers.values() for said in each])
+            watched.limit = canary.limit_of(texts, list(answers.values()), exact=watched.exact)
+            if all(each is None for each in watched.reference):
+                self.say(f"teacher {watched.name} cannot score fixed texts, and changes in it will not be found")
+        for worker, each in answers.items():
+            far = max((canary.difference(texts, watched.reference, said) for said in each), key=lambda d: d.apart)
+            self._note("teacher", far.apart)
+            if far.apart <= watched.limit:
+                watched.good = update
+                self._good(worker, done[worker], update)
+                continue
+            wrong = (
+                f"teacher {watched.name} has changed: log-probs of fixed texts by {worker.name} are {far.apart:.2g} "
+                f"from those at the start (root mean square, limit {watched.limit:.2g}): {far.said}"
+            )
+            worker.good = max(worker.good, watched.good if times > 1 else 0)
+            self._bad(pool, worker, wrong, harmful=worker.good < update, roll=False)
+
+    async def _answers(self, pool: Pool[Any], worker: Worker[Any], asked: Sequence[Coroutine[Any, Any, Any]]) -> Any:
+        """Return the answers of a worker to all of these, or None; it is asked again at the next chance then."""
+        try:
+            return await asyncio.gather(*asked)
+        except WorkerDied as error:
+            pool.bury(worker, error)
+        except (SlipstreamError, *DEFECTS) as error:
+            if not isinstance(error, RecordsLost):
+                raise
+        except Exception as error:  # whatever an engine raises, as in `Tries`
+            self.say(f"{worker.name} did not answer its canary, and is asked again: {first_line(error)}")
+        worker.unproven = True
+        return None
+
+    # --- samplers, and teachers that move --------------------------------------------------------------------
+
+    async def _draw_all(self, version: int) -> None:
+        found = await asyncio.gather(*(self._draw(worker, version) for worker in list(self.samplers.workers)))
+        if not (handles := next(filter(None, found), None)):
+            return
+        for watched in self.following:
+            shown = [Handle(replace(handle.header, attempts=watched.attempts), handle.body) for handle in handles]
+            await asyncio.gather(*(self._follow(watched, worker, shown, version) for worker in [*watched.pool.workers]))
+
+    async def _draw(self, worker: Worker[Sampler], version: int) -> Group | None:
+        """Return what a sampler drew, if it is as it must be."""
+        done, asked = list(worker.since), [worker.engine.generate(each, self.sampling) for each in self.questions]
+        drawn = await self._answers(self.samplers, worker, asked) or ()
+        handles = [handle for group in drawn if not unfinished(group) for handle in group]
+        handles = [handle for handle in handles if handle.header.finish != "error" and handle.header.trained_tokens]
+        if not handles:  # handed over, or every episode failed: there is no evidence
+            return None
+        numbers = await self.learner.compare(Batch((handles,), version + 1))
+        self._note("sampler", numbers["drift/k3_kl"])
+        versions = {version for handle in handles for version, _ in handle.header.versions}
+        if wrong := canary.distrusted(numbers, versions, version=version, exact=self.exact):
+            self.distrust(worker, wrong)
+            return None
+        self._good(worker, done, version)
+        return handles
+
+    async def _follow(self, watched: Watched, worker: Worker[Scorer], handles: Group, version: int) -> None:
+        """Compare what a teacher that follows the student says with what the learner, which has its weights, says."""
+        done, pool = list(worker.since), watched.pool
+        for scored in await self._answers(pool, worker, [worker.engine.score(handles)]) or ():
+            apart = canary.furthest(await self.learner.compare(Batch((scored,), version + 1), watched.name), scored)
+            self._note("teacher", apart)
+            if apart <= canary.FOLLOWS[watched.exact]:
+                self._good(worker, done, version)
+                continue
+            wrong = (
+                f"teacher {watched.name} is not what the learner sent: a log-prob by {worker.name} is {apart:.2g} off"
+            )
+            self._bad(pool, worker, wrong, harmful=False, roll=False)
+
+    # --- and then --------------------------------------------------------------------------------------------
+
+    def distrust(self, worker: Worker[Sampler], wrong: str) -> None:
+        self._bad(self.samplers, worker, f"{worker.name} cannot be trusted: {wrong}", harmful=False, roll=True)
+
+    def _note(self, kind: str, apart: float) -> None:
+        self.apart[kind] = max(min(apart, canary.FAR), self.apart.get(kind, 0.0))
+
+    def _good(self, worker: Worker[Any], done: Sequence[int], update: int) -> None:
+        worker.good, worker.unproven = update, False
+        for number in done:
+            worker.since.pop(number, None)
+
+    def _bad(self, pool: Pool[Any], worker: Worker[Any], wrong: str, *, harmful: bool, roll: bool) -> None:
+        """Stop a replica, or the run if it is the last one, and have others redo what it answered since it was good."""
+        if worker not in pool.workers:  # it was stopped for another answer, or has left
+            return
+        updates = sorted(update for update in worker.since.values() if update)
+        wrong += f" (found good after update {worker.good})"
+        if updates:
+            wrong += f"; {len(updates)} groups of its answers are in updates {updates[0]} to {updates[-1]}"
+        others = len(pool.workers) + len(pool.coming) > 1
+        if not others and self.stops:
+            wrong += "; no other replica is left (health.stop = false goes on regardless)"
+            raise Unhealthy(wrong, harmful=harmful or bool(updates))
+        if others or worker.name not in self.told:
+            self.counts["trained"] += len(updates)
+            self.say(f"health: {wrong}" + ("; it gets no more work" if others else ""))
+        self.told.add(worker.name)
+        answered, worker.since, worker.unproven = worker.since, {}, False
+        if others:
+            pool.retire(worker)
+            self.counts["retired"] += 1
+            self.counts["redone"] += sum(self.redo(number, worker.name, roll) for number in answered)
