@@ -26,6 +26,7 @@ from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.pipeline.checkpoint import newest
 from slipstream.rundir import Line, RunDir
+from slipstream.screen import Screen
 from slipstream.tasks.chat import load_tokenizer
 
 __all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
@@ -113,7 +114,7 @@ def config_of(given: object, say: Callable[[str], None]) -> tuple[Config, str]:
 def screen_for(quiet: bool) -> Console:
     """Plain lines in a notebook, which says that it is a terminal and shows no live panel."""
     plain = quiet or Console().is_jupyter
-    return Console(quiet=quiet, force_jupyter=False, force_terminal=False if plain else None)
+    return Screen(quiet=quiet, force_jupyter=False, force_terminal=False if plain else None)
 
 
 def heard(on_update: Told, on_eval: Told) -> dict[str, Callable[[Line], None]]:

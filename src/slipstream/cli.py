@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import slipstream
-from slipstream.errors import ConfigError, HungUp, SlipstreamError, Terminated, did_you_mean
+from slipstream.errors import ConfigError, HungUp, SlipstreamError, Terminated, did_you_mean, printable
 from slipstream.linux import let_go_of_terminal
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int = args.run(args, changes)
             return code
     except SlipstreamError as error:
-        print("error:", *str(error).splitlines(), file=sys.stderr)
+        note(" ".join(["error:", *str(error).splitlines()]))
         return 2
     except (KeyboardInterrupt, Terminated) as stopped:
         number = told[0] if told else BY[type(stopped)]
@@ -158,7 +158,8 @@ def parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser(
         "eval",
         help="accuracy of a model: avg@n, pass@k, greedy",
-        epilog="A model of a run is asked what the run's config.toml says; what is written here comes first.",
+        epilog="A model of a run is asked what the run's config.toml says; what is written here comes first. "
+        "Options have the names of settings, too.",
         argument_default=argparse.SUPPRESS,
     )
     evaluate.add_argument("model", help="a run directory, HF directory or hub name, or builtin:student")
@@ -169,26 +170,26 @@ def parser() -> argparse.ArgumentParser:
         metavar="[NAME=]SOURCE",
         help="prompts with answers, or several sets of them (without a run: builtin:arithmetic)",
     )
-    evaluate.add_argument("--split", help="split of the data (without a run: eval)")
+    evaluate.add_argument("--split", "--data.eval_split", help="split of the data (without a run: eval)")
+    evaluate.add_argument("--reward", "--task.reward", type=reward, nargs="+", help="the first is accuracy (exact)")
     evaluate.add_argument(
-        "--reward", type=reward, nargs="+", help="as task.reward in a config; the first is accuracy (exact)"
+        "--limit", "--eval.prompts", type=positive, help="the first so many prompts of each set (200)"
     )
-    evaluate.add_argument("--limit", type=positive, help="use the first so many prompts of each set (200)")
-    evaluate.add_argument("-n", type=positive, help="samples of each prompt (4)")
+    evaluate.add_argument("-n", "--eval.n", dest="n", type=positive, help="samples of each prompt (4)")
     evaluate.add_argument("-k", type=positive, nargs="+", default=[1], help="report pass@k for these (1)")
-    evaluate.add_argument("--max-tokens", type=positive, help="longest response (96)")
-    evaluate.add_argument("--temperature", type=temperature, help="0 is greedy (1.0)")
+    evaluate.add_argument("--max-tokens", "--sampler.max_tokens", type=positive, help="longest response (96)")
+    evaluate.add_argument("--temperature", "--eval.temperature", type=temperature, help="0 is greedy (1.0)")
     evaluate.add_argument("--seed", type=int, help="every draw follows from it (0)")
     evaluate.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float64"], help="precision of the model (float32)"
+        "--dtype", "--sampler.dtype", choices=["float32", "bfloat16", "float64"], help="precision (float32)"
     )
-    evaluate.add_argument("--device", help="as runtime.device of a config (auto)")
+    evaluate.add_argument("--device", "--runtime.device", help="as runtime.device of a config (auto)")
     for name in ("prompt", "answer", "template"):
         evaluate.add_argument(f"--data.{name}", dest=name, metavar="TEXT", help=f"as data.{name} of a config")
     evaluate.add_argument(
         "--data.chat", dest="chat", action=argparse.BooleanOptionalAction, help="as data.chat of a config"
     )
-    evaluate.add_argument("--system-prompt", help="system message before every conversation")
+    evaluate.add_argument("--system-prompt", "--data.system_prompt", help="system message before every conversation")
     evaluate.add_argument("--json", action="store_true", default=False, help="print one JSON object for every set")
     evaluate.set_defaults(run=run_eval)
 
@@ -323,13 +324,13 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, st
 
 
 def console() -> Console:
-    from rich.console import Console
+    from slipstream.screen import Screen
 
-    return Console()
+    return Screen()
 
 
 def note(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(printable(text), file=sys.stderr)
 
 
 def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
@@ -360,14 +361,14 @@ def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
 
 def tell_done(path: Path) -> int:
-    print(f"done: student in {path / 'final'}, metrics in {path / 'metrics.jsonl'}")
+    print(printable(f"done: student in {path / 'final'}, metrics in {path / 'metrics.jsonl'}"))
     return 0
 
 
 def run_scale(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.commands.scale import scale
 
-    print(*scale(args.directory, args.changes), sep="\n")
+    print(printable("\n".join(scale(args.directory, args.changes))))
     return 0
 
 
@@ -446,7 +447,7 @@ def run_report(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     if args.markdown is not None:
         print(*written(args.paths, args.markdown), sep="\n")
     else:
-        print(report(args.paths, args.output))
+        print(printable(str(report(args.paths, args.output))))
     return 0
 
 
@@ -475,7 +476,8 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
             print(f"{name}: {describe(info)}{beside and f'   ({beside})'}\n    {info.description or ''}")
         return 0
     config = load(args.config, changes, say=note)
-    print(to_toml(config), end="")
+    text = to_toml(config)
+    print(printable(text) if sys.stdout.isatty() else text, end="")
     if args.check:
         from slipstream.plan.plan import at_a_look, plan, read_weights
         from slipstream.runlog import check_free, run_path
@@ -488,7 +490,7 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
             check_gpus(made.engines, made.tokenizer, warnings.append)
         read = read_weights(made.config)
         for line in (*warnings, *at_a_look(made), *made.notes, made.method, *made.needs, *read):
-            print(f"# {line}")
+            print(printable(f"# {line}"))
         print(f"# ok: {len(made.prompts.rows)} prompts, one vocabulary, everything fits the context")
     return 0
 

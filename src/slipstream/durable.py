@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,6 +50,32 @@ def writing(path: Path) -> Iterator[None]:
         raise RunDirError(f"{path} cannot be written: {error.strerror}") from None
 
 
+def opened(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
+    """Return a descriptor of a file of a run. Links and what is no regular file are refused, whoever put them there."""
+    check_regular(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    # what has come to its place since is neither followed nor waited for
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a link, a device, a pipe or a socket in the place of a file."""
+    if path.is_symlink() or not (path.is_file() or path.is_dir() or not path.exists()):
+        what = "a link" if path.is_symlink() else "a device, a pipe or a socket"
+        raise RunDirError(f"{path} is {what}, not a regular file: move it away, or name another path")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[BufferedReader]:
+    """Open a file of a run for reading. What cannot be read is said in one line."""
+    try:
+        with os.fdopen(opened(path), "rb") as file:
+            yield file
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error.strerror}") from None
+
+
 @contextmanager
 def alone_in(path: Path) -> Iterator[None]:
     """One writer per directory. The lock is let go however its process ends.
@@ -57,7 +84,7 @@ def alone_in(path: Path) -> Iterator[None]:
     """
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
-        file = (path / LOCK).open("a+")
+        file = os.fdopen(opened(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+")
     with file:
         try:
             _lock(file)
@@ -94,7 +121,7 @@ def _lock(file: IO[str]) -> None:
 def held(path: Path) -> bool | None:
     """Whether somebody writes in a directory; None where its file system knows no locks."""
     try:
-        with (path / LOCK).open() as file:
+        with os.fdopen(opened(path / LOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
@@ -108,7 +135,8 @@ def held(path: Path) -> bool | None:
 def writer(path: Path) -> str:
     """Who writes there, or did last: `PID on HOST`, or nothing where nobody knows."""
     try:
-        return (path / LOCK).read_text().strip()
+        with os.fdopen(opened(path / LOCK), errors="replace") as file:
+            return file.read().strip()
     except OSError:
         return ""
 
@@ -127,9 +155,11 @@ def sync(path: Path) -> None:
 
 def write_atomic(path: Path, text: str) -> None:
     """Whoever reads sees the old file or the new one, whole."""
+    check_regular(path)
     beside = beside_of(path)
     try:
-        beside.write_text(text, "utf-8")
+        with os.fdopen(opened(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), "w", encoding="utf-8") as file:
+            file.write(text)
         sync(beside)
         beside.replace(path)
     except BaseException:
@@ -162,7 +192,7 @@ def remove_unfinished(directory: Path) -> None:
 
 def append(path: Path, lines: str) -> None:
     """Whole lines after those that are there, whoever else appends some at the same time."""
-    with private(), writing(path), path.open("a", encoding="utf-8") as file:
+    with writing(path), os.fdopen(opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = os.fstat(file.fileno()).st_size
         try:
@@ -189,16 +219,19 @@ def seal(path: Path) -> None:
 def damage(path: Path) -> str | None:
     """What is wrong with a sealed directory; nothing, if every byte is as it was. What was added does not count."""
     try:
-        text = (path / MANIFEST).read_text("utf-8")
+        if not (path / MANIFEST).exists():
+            return f"{MANIFEST} is missing"
+        with reading(path / MANIFEST) as file:
+            text = file.read().decode("utf-8")
         said = json.loads(text)
         for name, saved in said.items():
             if not (path / name).is_file():
                 return f"{name} is missing"
             if (found := extent(path / name)) != saved:
                 return f"{name} is not as it was saved, in its {found['bytes']:,} bytes"
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
-    except (OSError, ValueError, AttributeError) as error:
+    except RunDirError as error:
+        return str(error)
+    except (ValueError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     return None if _as_text(said) == text else f"{MANIFEST} is not as it was saved"
 
@@ -208,14 +241,14 @@ def _as_text(manifest: Mapping[str, Extent]) -> str:
 
 
 def extent(path: Path) -> Extent:
-    with path.open("rb") as file:
+    with reading(path) as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def prefix(path: Path, count: int) -> hashlib._Hash:
     """The checksum so far of the first so many bytes, or of all that there are."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with reading(path) as file:
         while count and (block := file.read(min(count, BLOCK))):
             digest.update(block)
             count -= len(block)
@@ -248,7 +281,7 @@ class Lines:
         self.waiting = bytearray()
         self.failed = False
         digest = begins_with(path, end) if end else None
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.descriptor = opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.size: int = end["bytes"] if end else os.fstat(self.descriptor).st_size
         self.digest = digest or prefix(path, self.size)
         os.ftruncate(self.descriptor, self.size)

@@ -17,6 +17,7 @@ SlipstreamError         a run cannot start or go on; the command line prints one
 
 EndpointError           an endpoint gave no answer, or a wrong one: the call may be tried again, and is
 EnvironmentFailed       an environment hung, crashed or raised: its episode is tried again, and then left out
+└── Suspected           its process ended with other environments in it: its episode is tried again alone, uncharged
 NoContext               of one response there is nothing for a teacher to see: it is not scored, and others are
 Terminated              not an error: the run was told to stop by SIGTERM, as KeyboardInterrupt tells by Ctrl-C
 └── HungUp              by SIGHUP: its terminal was closed
@@ -28,6 +29,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from unicodedata import category
+
+COMMANDS = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Categories of characters that are not shown as they are."""
 
 
 class SlipstreamError(Exception):
@@ -109,6 +114,14 @@ class EnvironmentFailed(Exception):
         return self.message
 
 
+class Suspected(EnvironmentFailed):
+    """Any environment of the process may have ended it; `acting`: this one was at work then."""
+
+    def __init__(self, message: str, *, acting: bool) -> None:
+        super().__init__("crash", message)
+        self.acting = acting
+
+
 class NoContext(Exception):
     pass
 
@@ -124,6 +137,13 @@ class HungUp(Terminated):
 def first_line(error: BaseException) -> str:
     """What went wrong in a library, short enough for a line of ours."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def printable(text: str) -> str:
+    """Show what a terminal would obey (control characters, escapes) or use to reorder text (bidirectional marks)."""
+    if text.isprintable():
+        return text
+    return "".join(repr(c)[1:-1] if category(c) in COMMANDS and c not in "\n\t" else c for c in text)
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

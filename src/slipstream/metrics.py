@@ -136,7 +136,7 @@ def throughput(tokens: Sequence[float], finished: Sequence[float], *, warmup: in
         raise ValueError(f"{len(tokens)} token counts for {len(finished)} times")
     if len(tokens) <= warmup or warmup < 1:
         return float("nan")
-    return sum(tokens[warmup:]) / (finished[-1] - finished[warmup - 1])
+    return sum(tokens[warmup:]) / max(finished[-1] - finished[warmup - 1], 1e-9)
 
 
 def merged(intervals: Iterable[Interval]) -> float:
@@ -194,17 +194,25 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> Metrics:
     return numbers
 
 
+COUNTED: tuple[str, ...] = ("time", "tokens", "samples", "lag/mean", "lag/max", "dropped", "restarted", "thrown_tokens")
+COUNTED += ("overlap/stages", "overlap/busy", "busy/rollout", "busy/score", "busy/learn")
+COUNTED += ("seconds/update", "seconds/data", "seconds/turn", "seconds/weights")
+"""What a digest is made of; 0 where an update does not say it."""
+
+
 def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
     """A whole run in a few numbers, from its metrics.jsonl, after warm-up; empty for a run too short to tell.
 
     `overlap/stages` alone is of all of it, from the first rollout to the end of the last update, as AsyncOPD has it.
     """
-    lines = [line for line in lines if line["kind"] == "train" and line["update"] > since]
+    made = [line for line in lines if line["kind"] == "train" and line["update"] > since]
+    lines = [{**dict.fromkeys(COUNTED, 0.0), **line} for line in made]
     if len(lines) < 2:
         return {}
     warmup = min(WARMUP, len(lines) // 2)
     late, times = lines[warmup:], [line["time"] for line in lines]
-    wall, tokens = sum(line["seconds/update"] for line in late), sum(line["tokens"] for line in late)
+    wall = max(sum(line["seconds/update"] for line in late), 1e-9)
+    tokens = max(sum(line["tokens"] for line in late), 1.0)
     shares = ("overlap/busy", "busy/rollout", "busy/score", "busy/learn")
     waits = ("data", "turn", "weights")
     return {
@@ -212,7 +220,7 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
         "samples_per_s": throughput([line["samples"] for line in lines], times, warmup=warmup),
         **{name: sum(line[name] * line["seconds/update"] for line in late) / wall for name in shares},
         "overlap/stages": sum(line["overlap/stages"] * line["seconds/update"] for line in lines)
-        / sum(line["seconds/update"] for line in lines),
+        / max(sum(line["seconds/update"] for line in lines), 1e-9),
         **{f"waits/{name}": sum(line[f"seconds/{name}"] for line in late) / wall for name in waits},
         "lag/mean": sum(line["lag/mean"] * line["tokens"] for line in late) / tokens,
         "lag/max": max(line["lag/max"] for line in lines),

@@ -10,6 +10,7 @@ Shapes: T tokens after the prompt, N trained ones, M cached actions, K teacher's
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
@@ -71,6 +72,8 @@ class Prompt:
     """The other columns of its row, but for what JSON does not hold."""
     asked: Any = None
     """What it was before it was tokens, text or messages, where agents are told."""
+    place: str = ""
+    """File and line of its row, where they are known."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) == 0:
@@ -174,6 +177,9 @@ class Rollout:
             return "a trained token is of no turn: turn is -1 where nothing was sampled"
         if (turns[1:] < turns[:-1]).any():
             return "turn falls: calls are numbered in their order"
+        for name, reward in self.rewards.items():
+            if not math.isfinite(reward):
+                return f"reward {name!r} is {reward}: a reward must be a finite number"
         return None
 
     def _fault_of_kept(self, kept: Kept) -> str | None:
@@ -369,6 +375,16 @@ class Scored:
         if self.teacher_hidden is not None and not _rows_of(self.teacher_hidden, n):
             return f"teacher_hidden must be [{n}, D]"
         return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Said:
+    """What a teacher says of a text, as numbers that the coordinator can read."""
+
+    logps: Floats
+    """All log-probs that its cache holds, [N, X]; those of the emitted tokens come first."""
+    cause: str = ""
+    """Why there are none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from slipstream.config.file import load
+from slipstream.config.file import parse, read
 from slipstream.config.schema import Config
-from slipstream.errors import RunDirError, first_line
-from slipstream.runlog import LEDGER, METRICS, SAMPLES, TRACE, read_lines, read_meta
+from slipstream.durable import check_regular, reading
+from slipstream.errors import RunDirError
+from slipstream.runfiles import Line as Line
+from slipstream.runfiles import parsed, upgraded
+from slipstream.runlog import LEDGER, METRICS, SAMPLES, TRACE, format_in, read_lines, read_meta
 
-Line = dict[str, Any]
+CONFIG = "config.toml"
 
 
 class RunDir:
     def __init__(self, path: str | PathLike[str]) -> None:
         self.path = Path(path)
-        if not (self.path / "config.toml").exists():
+        check_regular(self.path / CONFIG)
+        if not (self.path / CONFIG).exists():
             raise RunDirError(f"{path} holds no run: there is no config.toml in it")
+        self.format = format_in(self.path)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.path)!r})"
@@ -31,7 +36,12 @@ class RunDir:
     @property
     def config(self) -> Config:
         """As it ran, with every default."""
-        return load(self.path / "config.toml", say=str)
+        return self.config_with()
+
+    def config_with(self, *overrides: tuple[str, str]) -> Config:
+        """Return the config with these `(dotted key, text)` settings in place of its own."""
+        tree = upgraded(CONFIG, read(self.path / CONFIG), self.format)
+        return parse(tree, overrides, where=str(self.path / CONFIG), say=str)
 
     @property
     def meta(self) -> Mapping[str, Any]:
@@ -66,34 +76,19 @@ class RunDir:
     @property
     def trace(self) -> list[Line]:
         """What every worker did when: events of Chrome's format."""
-        return self._read(TRACE, lambda path: [json.loads(line.rstrip(",\n")) for line in events(path)])
+        return self.picked(TRACE, lambda number, _: number > 0)  # behind the bracket that opens the list
 
     def picked(self, name: str, wanted: Callable[[int, bytes], bool]) -> list[Line]:
         """Lines of one file that somebody wants by their number and a look at their bytes: the others, however many,
         cost no more than that."""
-
-        def read(path: Path) -> list[Line]:
-            with path.open("rb") as file:
-                return [
-                    json.loads(line.rstrip(b",\n"))
-                    for number, line in enumerate(file)
-                    if line.endswith(b"\n") and wanted(number, line)
-                ]
-
-        return self._read(name, read)
+        path, found = self.path / name, list[Line]()
+        if not path.exists():
+            return found
+        with reading(path) as file:
+            for number, line in enumerate(file):
+                if line.endswith(b"\n") and wanted(number, line):
+                    found += parsed(path, [line.rstrip(b",\n")], partial(int, number), number=self.format)
+        return found
 
     def _lines(self, name: str) -> list[Line]:
-        return self._read(name, read_lines)
-
-    def _read(self, name: str, read: Callable[[Path], list[Line]]) -> list[Line]:
-        path = self.path / name
-        try:
-            return read(path) if path.exists() else []
-        except ValueError as error:
-            raise RunDirError(f"{path} is damaged: {first_line(error)}") from None
-
-
-def events(path: Path) -> list[str]:
-    """Whole lines between the bracket that opens the list and whatever a killed run left at the end."""
-    text = path.read_text("utf-8")
-    return text[: text.rfind("\n") + 1].splitlines()[1:]
+        return read_lines(self.path / name) if (self.path / name).exists() else []

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from textwrap import indent
@@ -27,11 +28,12 @@ from typing import Any, Protocol
 
 from slipstream.config.file import differing, parse, to_toml
 from slipstream.config.schema import Config, Tracker
-from slipstream.durable import Extent, Lines, begins_with, write_atomic, writing
+from slipstream.durable import Extent, Lines, begins_with, reading, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError, first_line
+from slipstream.runfiles import FORMAT, checked, format_of, object_of, parsed, upgraded
 
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
-METRICS, LEDGER, SAMPLES, TRACE = "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"
+META, METRICS, LEDGER, SAMPLES, TRACE = "meta.json", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"
 SOCKET = "scale.sock"
 """By which a run that goes on is told to have more workers or fewer."""
 EVALS = "eval.jsonl"
@@ -100,7 +102,7 @@ class RunLog:
         try:
             sinks = start_trackers(config, path)
         except ConfigError:
-            for written in ("config.toml", "meta.json"):  # the directory may hold files of the user's own
+            for written in ("config.toml", META):  # the directory may hold files of the user's own
                 (path / written).unlink()
             raise
         return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace)
@@ -127,8 +129,12 @@ class RunLog:
 
     def updates(self) -> Iterator[dict[str, Any]]:
         """The metrics of every update so far: whoever decides by them goes through them again where a run goes on."""
-        with (self.path / METRICS).open() as lines:
-            yield from (line for line in map(json.loads, lines) if line["kind"] == "train")
+        number = format_in(self.path)
+        with reading(self.path / METRICS) as lines:
+            for before, text in enumerate(lines):
+                (line,) = parsed(self.path / METRICS, [text], partial(int, before), number=number)
+                if line["kind"] == "train":
+                    yield line
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int, of: str = "") -> None:
         """Of an update, or of an evaluation after it: `of` this held-out set, where there are several."""
@@ -218,8 +224,8 @@ def ends_of(path: Path, mark: Mark) -> dict[str, Extent]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """All whole lines; a run that was killed may have left half of one at the end."""
-    text = path.read_text()
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    with reading(path) as file:
+        return parsed(path, file.read().split(b"\n")[:-1], number=format_in(path.parent))
 
 
 def as_lines(entries: Iterable[Mapping[str, Any]]) -> str:
@@ -234,20 +240,29 @@ def begun_with(config: Config, prompts: str | None) -> dict[str, Any]:
 
 
 def write_meta(path: Path, meta: Mapping[str, Any]) -> None:
-    write_atomic(path / "meta.json", json.dumps(meta, indent=2) + "\n")
+    write_atomic(path / META, json.dumps(meta, indent=2) + "\n")
 
 
 def read_meta(path: Path) -> dict[str, Any]:
+    where = path / META
+    if not where.exists():
+        raise RunDirError(f"{where} does not say what the run began with: there is no such file")
     try:
-        meta: dict[str, Any] = json.loads((path / "meta.json").read_text("utf-8"))
-        return meta | {"config": dict(meta["config"])}
-    except (OSError, ValueError, TypeError, LookupError) as error:
-        raise RunDirError(f"{path / 'meta.json'} does not say what the run began with: {first_line(error)}") from None
+        with reading(where) as file:
+            meta = object_of(file.read())
+        return checked(META, upgraded(META, meta, format_of(where, meta)))
+    except (ValueError, RecursionError) as error:
+        raise RunDirError(f"{where} does not say what the run began with: {first_line(error)}") from None
+
+
+def format_in(path: Path) -> int:
+    """Return the format of a run directory: the present one where no meta.json says otherwise."""
+    return format_of(path / META, read_meta(path)) if (path / META).exists() else FORMAT
 
 
 def check_unchanged(path: Path, config: Config, *, meant: Iterable[str] = ()) -> None:
     """A run goes on as it began, but for settings that are named as meant to change."""
-    before = parse(read_meta(path)["config"], where=str(path / "meta.json"), say=lambda _: None)
+    before = parse(read_meta(path)["config"], where=str(path / META), say=lambda _: None)
     changes = {
         name: f"{name} = {json.dumps(now)} (it was {json.dumps(then)})" for name, then, now in differing(before, config)
     }
@@ -293,6 +308,7 @@ def machine() -> dict[str, Any]:
         return git.stdout.strip() or None
 
     return {
+        "format": FORMAT,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": sys.argv,
         "python": platform.python_version(),
@@ -331,7 +347,8 @@ def heading(quote: Mapping[str, Any]) -> str:
     lags = [quote["update"] - 1 - version for version, _ in quote["versions"]]
     lag = f", lag {min(lags)}" + (f" to {max(lags)}" if len(set(lags)) > 1 else "") if lags else ""
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
-    return f"update {quote['update']}{lag}{rewards}, {len(quote['tokens'])} tokens, {ENDED[quote['finish']]}"
+    ended = ENDED.get(quote["finish"], quote["finish"])
+    return f"update {quote['update']}{lag}{rewards}, {len(quote['tokens'])} tokens, {ended}"
 
 
 COLUMNS = ("sample", "prompt", "response")

@@ -1,7 +1,6 @@
 """Every name in metrics.jsonl, once: what it means, what is healthy, and who computes it. No other name is written.
 
-docs/metrics.md is made from it, and the display of a run takes its labels from it:
-python -m slipstream.vocabulary > docs/metrics.md
+docs/metrics.md is made from it (`python tools/pages.py`), and the display of a run takes its labels from it.
 
 A word in capitals stands for whatever its line in WORDS says. A band is a rule of thumb: a person looks again
 outside of it, and nothing is decided by it.
@@ -77,6 +76,7 @@ SURROGATE, POLICY, BATCH = "estimators/surrogate.py", "estimators/policy/__init_
 DRIFT, RATIO, CORRECTION = "estimators/drift.py", "estimators/ratio.py", "estimators/correction.py"
 FRESHNESS = "pipeline/freshness.py"
 TRUST, STAGES, PUBLISH = "engines/trust.py", "pipeline/stages.py", "pipeline/publish.py"
+CANARY = "pipeline/canary_rounds.py"
 
 
 def gap(name: str, meaning: str, healthy: str | Band = "–") -> Term:
@@ -299,7 +299,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             FRESHNESS,
             "freshness",
         ),
-        Term("freshness/weight", "what they counted, on average", "–", FRESHNESS),
+        Term("freshness/weight", "their mean weight, by which weights are divided", "–", FRESHNESS),
         Term("freshness/roll", "mean KL, by sample, from the learner to what drew it", below(0.02), FRESHNESS),
         Term(
             "freshness/sup",
@@ -440,6 +440,13 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
         Term("teacher/rechecked", "groups, since the update before, that were scored twice", "–", ACCOUNT),
         Term("teacher/differed", "of these, whose scores were others the second time", "0", ACCOUNT),
         Term("teacher/recheck_max", "by how much at most (root mean square over a response)", "near 0", ACCOUNT),
+        Term("canary/teacher", "how far any teacher was from what it must say of fixed texts", "near 0", CANARY),
+        Term(
+            "canary/sampler", "KL (k3) to the learner of any sampler with the learner's own weights", "near 0", CANARY
+        ),
+        Term("canary/retired", "replicas so far that were stopped because their answers were wrong", "0", CANARY),
+        Term("canary/redone", "groups so far that others answered again for that", "0", CANARY),
+        Term("canary/trained", "groups so far that were learned from before such a replica was found", "0", CANARY),
         Term("restarts/WORKER", "how often so far it died, or hung, and was started again", "0", ACCOUNT),
         Term("ungraded/CAUSE", "members that have no reward, and are not learned from", "0", ACCOUNT),
         Term("failed_samples", "members so far that an engine could not answer", "0", ACCOUNT),
@@ -481,31 +488,3 @@ def label(name: str) -> str:
     """What a person sees it called."""
     (term,) = find(name)
     return name.rpartition("/")[2] if term.label.isupper() else term.label
-
-
-def markdown() -> str:
-    shown = ", ".join(f"`{term.names.split()[0]}`" for term in terms() if term.label)
-    lines = [
-        "# Metrics",
-        "",
-        "Made from the code by `python -m slipstream.vocabulary`. A line of `metrics.jsonl` has `kind` (`train`, "
-        "`eval`), `update`, and numbers under these names and no others; each is there when what it tells of is there. "
-        "Of several held-out sets each has a line, with its name as `set`. Trackers get the same, with `train/` before "
-        "names that have no `/`, and `eval/` or `eval/SET/` before those of evaluations.",
-        "",
-        f"While a run goes on a terminal shows {shown}. *Healthy* is a rule of thumb: outside of it, look again. "
-        "Words in capitals:",
-        "",
-        *(f"- `{word}`: {meaning}" for word, (_, meaning) in WORDS.items()),
-    ]
-    for section, members in VOCABULARY.items():
-        lines += ["", f"## {section}", "", "| name | meaning | healthy | from |", "| --- | --- | --- | --- |"]
-        for term in members:
-            names = ", ".join(f"`{name}`" for name in term.names.split())
-            source = f"[`{term.source}`](../src/slipstream/{term.source})"
-            lines.append(f"| {names} | {term.meaning} | {term.healthy} | {source} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

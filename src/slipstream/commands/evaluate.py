@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from slipstream.commands.gateway import invite
 from slipstream.config.file import data_section
 from slipstream.config.schema import REWARDS, DataConfig, name_of
 from slipstream.durable import append
 from slipstream.engines.base import Graded, Sampling
 from slipstream.engines.native.config import check_there
-from slipstream.errors import ConfigError, RunDirError
+from slipstream.errors import ConfigError, RunDirError, printable
 from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, standard_error
 from slipstream.pipeline.evaluate import answers, correctness
 from slipstream.plan.adapters import check_adapter
@@ -162,12 +164,13 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
 
     check_complete(subject.model)
     for note in subject.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(printable(f"note: {note}"), file=sys.stderr)
     if not as_json:
         for line in said:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     from slipstream.runtimes.build import build_grader
 
+    invite(made.sampler.environment, None, partial(print, file=sys.stderr))
     grader = build_grader(made.grader, tokenizer)
     try:
         with Watch(console) as watch:
@@ -176,7 +179,7 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
         grader.close()
     for each in found.values():
         for why, count in each.ungraded.items():
-            print(f"{count} answers have no reward and count as wrong: {why}", file=sys.stderr)
+            print(printable(f"{count} answers have no reward and count as wrong: {why}"), file=sys.stderr)
     lines = [line_of(subject, asked, name, each, ks) for name, each in found.items()]
     if as_json:
         print(as_lines(lines), end="")

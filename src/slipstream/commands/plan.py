@@ -13,7 +13,7 @@ from rich.table import Table
 
 from slipstream.commands.progress import waiting
 from slipstream.commands.train import nursery, opened, planned_on
-from slipstream.durable import write_atomic, writing
+from slipstream.durable import check_regular, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError
 
 if TYPE_CHECKING:
@@ -43,13 +43,15 @@ def plan_ahead(
     if to is not None and to.exists():
         raise RunDirError(f"{to} exists: -o writes a new file")
     for target in filter(None, (to, page)):
+        check_regular(target)
         if not target.parent.is_dir():
             raise RunDirError(f"{target} cannot be written: there is no {target.parent}")
     spent = costs_of(subject, costs, measure, note)
     if spent is None:
         raise ConfigError(f"{source}: what do its stages cost? {HOW}")
     if to is not None:
-        to.write_text(spent.to_toml())
+        with writing(to):
+            write_atomic(to, spent.to_toml())
         note(f"costs are in {to}")
     with waiting(console, "simulating") as still:
         seen = subject.outlook(spent, devices, lambda text: still(f"simulating {text}"))

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.durable import private, write_atomic, writing
+from slipstream.durable import check_regular, private, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.insight.report import arms
 from slipstream.insight.report import sections as of_runs
@@ -22,6 +22,7 @@ NAME = "report.html"
 def report(paths: Sequence[Path], output: Path | None) -> Path:
     """Where it was written: into the first directory, unless told otherwise."""
     target = output or paths[0] / NAME
+    check_regular(target)
     command = ["slipstream", "report", *map(str, paths), *(["--output", str(output)] if output else [])]
     text = document(page_of(paths, shlex.join(command)))
     with private(), writing(target):

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.errors import RunDirError
-from slipstream.insight.samples import printable
 from slipstream.rundir import Line, RunDir
 from slipstream.runlog import ENDED
 
@@ -25,10 +24,10 @@ def samples(path: Path, console: Console, *, update: int | None, count: int) -> 
         console.print(Text(head(quote), style="bold"), soft_wrap=True)
         for name, text in [("prompt", quote["prompt"]), *(quote.get("turns") or [("response", quote["response"])])]:
             console.print(Text(f"{name}:", style="cyan"))
-            console.print(Text(printable(text), style="dim" if name == "seen" else ""), soft_wrap=True)
+            console.print(Text(text, style="dim" if name == "seen" else ""), soft_wrap=True)
         if (context := quote.get("context")) is not None:
             console.print(Text(f"teacher saw ({quote['context_id']}):", style="cyan"))
-            console.print(Text(printable(context)), soft_wrap=True)
+            console.print(Text(context), soft_wrap=True)
         for line in against_teacher(quote):
             console.print(Text(line, style="dim"), soft_wrap=True)
         console.print()
@@ -47,12 +46,12 @@ def chosen(path: Path, update: int | None) -> list[Line]:
 
 def head(quote: dict[str, Any]) -> str:
     """All that is told of one in a line."""
-    versions = [version for version, _ in quote["versions"]]
+    versions = [version for version, _ in quote["versions"]] or [0]
     drawn = f"version {versions[0]}" if len(set(versions)) == 1 else f"versions {min(versions)} to {max(versions)}"
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
     return (
-        f"update {quote['update']}: {quote['prompt_id']}, answer {quote['index']}, "
-        f"{len(quote['tokens'])} tokens by {drawn}, {ENDED[quote['finish']]}{rewards}"
+        f"update {quote['update']}: {quote['prompt_id']}, answer {quote.get('index', 0)}, "
+        f"{len(quote['tokens'])} tokens by {drawn}, {ENDED.get(quote['finish'], quote['finish'])}{rewards}"
     )
 
 

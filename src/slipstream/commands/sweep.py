@@ -18,7 +18,7 @@ from rich.live import Live
 from slipstream.commands.progress import lively
 from slipstream.commands.train import Caller, saying, train, warn
 from slipstream.durable import alone_in, private
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, printable
 from slipstream.lab.board import Board, summary
 from slipstream.lab.cells import Event, Job, Tell, run
 from slipstream.lab.directory import (
@@ -37,6 +37,7 @@ from slipstream.lab.results import Sweep, SweepCell
 from slipstream.lab.rows import write_csv, write_parquet
 from slipstream.lab.study import Cell, Study
 from slipstream.linux import LINUX
+from slipstream.screen import Screen
 
 PRELOAD = ("slipstream.commands.train", "slipstream.runtimes.inline")
 LOG = "output.txt"
@@ -120,7 +121,7 @@ def checked(study: Study, console: Console) -> list[Checked]:
                     told.update(f"checking {len(study.points)} configs: {number + 1}")
                 case Event(kind="failed", told=why):
                     if "Traceback" in (text := log.read_text()):  # a defect of ours
-                        print(text, file=sys.stderr)
+                        print(printable(text), file=sys.stderr)
                     raise ConfigError(why)
                 case Event(kind="done", told=found):
                     for warning in dict.fromkeys(each for point in found for each in point.warnings):
@@ -134,7 +135,7 @@ def train_cell(cell: Cell, path: Path, checks: bool, keep: bool, tell: Tell) -> 
     began, config = time.monotonic(), cell.config
     caller = Caller({"train": lambda line: tell(line["update"]), "eval": lambda line: tell(line["update"])})
     here = config.model_copy(update={"output": str(path)})
-    train(here, Console(), name=cell.name, checks=checks, caller=caller)
+    train(here, Screen(), name=cell.name, checks=checks, caller=caller)
     finish(path, config, began, keep=keep)
 
 

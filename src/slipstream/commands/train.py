@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from slipstream.commands.gateway import invite
 from slipstream.commands.planned import planned
 from slipstream.commands.progress import Progress, waiting
 from slipstream.commands.scale import reachable
-from slipstream.config.file import load
 from slipstream.config.schema import Config
 from slipstream.durable import alone_in, private
 from slipstream.engines.base import Engines
@@ -33,6 +33,8 @@ from slipstream.pipeline.run import Run, admission_of, in_time
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, at_a_glance, check_sizes, plan
 from slipstream.records import Group
+from slipstream.rundir import RunDir
+from slipstream.runfiles import resumable
 from slipstream.runlog import RunLog, check_free, check_lines, check_prompts, check_unchanged, read_lines, run_path
 from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
@@ -130,11 +132,11 @@ def resume(
     """Go on with a run from a checkpoint; `meant` are settings that its config.toml may have changed."""
     config = stopped_run(path, number=number, updates=updates)
     if updates is not None:
-        config, meant = config.model_copy(update={"updates": updates}), (*meant, "updates")
+        config, meant = RunDir(path).config_with(("updates", str(updates))), (*meant, "updates")
+    check_unchanged(path, config, meant=meant)  # before anything of the user's is imported
     at_a_glance(config)
     with private(), nursery(config) as born, alone_in(path):
-        check_unchanged(path, config, meant=meant)
-        checkpoint = newest(path, number, say=saying(console))
+        checkpoint = newest(path, number, proof=config.health.proof, say=saying(console))
         check_lines(path, checkpoint.mark)
         made = planned_on(console, config, born)
         check_prompts(path, made.config, made.prompts.digest, meant=meant)
@@ -165,6 +167,7 @@ def go_on(
             Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
             with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
                 where: Any = {"standing": checkpoint.standing, "groups": groups, "attempts": checkpoint.attempts}
+                where["canaries"] = checkpoint.canaries
                 go(made, engines, log, console, name=path.name, restarts=restarts, caller=caller, **where)
     except WorkerDied as error:  # any of them, while it is loaded, or the learner
         raise LearnerDied(str(error)) from None
@@ -181,20 +184,20 @@ def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console
         except LearnerDied as error:
             died = error
         try:
-            checkpoint = newest(path, say=saying(console))
+            checkpoint = newest(path, proof=made.config.health.proof, say=saying(console))
         except RunDirError as none:
             raise EngineError(f"{died}; {none}") from None
         pause = restarts.granted("learner", time.monotonic())
         if pause is None:
-            say_how_to_go_on(path, console)
+            say_how_to_go_on(path, made.config, console)
             raise EngineError(f"the learner died{restarts.often('learner')}: {died}")
         saying(console)(f"{died}; the run goes back to its last checkpoint")
         time.sleep(pause)
         part = partial(go_on, made, born, path, console, caller, checkpoint)
 
 
-def say_how_to_go_on(path: Path, console: Console) -> None:
-    if saved := Checkpoints(path / "checkpoints").existing():
+def say_how_to_go_on(path: Path, config: Config, console: Console) -> None:
+    if saved := resumable(path / "checkpoints", config.health.updates):
         saying(console)(f"stopped; saved after update {saved[-1]}; go on with: slipstream resume {path}")
 
 
@@ -204,9 +207,7 @@ def saying(console: Console) -> Callable[[str], None]:
 
 
 def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Config:
-    if not (path / "config.toml").exists():
-        raise RunDirError(f"{path} holds no run: there is no config.toml in it")
-    config = load(path / "config.toml", [])
+    config = RunDir(path).config
     if (path / "final").exists() and number is None and (updates or 0) <= config.updates:
         raise RunDirError(
             f"{path} is finished: the student is in {path / 'final'}; --updates with more than {config.updates} goes on"
@@ -264,8 +265,10 @@ def go(
     standing: Standing | None = None,
     groups: Sequence[Group] = (),
     attempts: Mapping[str, Any] | None = None,
+    canaries: Mapping[str, Any] | None = None,
 ) -> None:
     """From the first rollout to the last update, with a display, signals and a last line that says how to go on."""
+    invite(made.engines.sampler.environment, log.path, saying(console))
     run = Run(
         made.config,
         engines,
@@ -275,6 +278,8 @@ def go(
         standing=standing,
         groups=groups,
         attempts=attempts,
+        canaries=canaries,
+        ends=made.end_ids,
         restarts=restarts,
         patience=made.config.runtime.patience,
         say=saying(console),
@@ -310,7 +315,7 @@ def go(
             raise LearnerDied(str(error)) from None
         except BaseException:
             progress.stop()
-            say_how_to_go_on(log.path, console)
+            say_how_to_go_on(log.path, made.config, console)
             raise
     lines = read_lines(log.path / "metrics.jsonl")
     for line in filter(None, (from_to(lines), *summary(digest(lines, since=began)))):

@@ -17,6 +17,10 @@ GREEDY = 1e-3
 Temperature = Annotated[float, Field(ge=GREEDY, le=100)]
 Epsilon = Annotated[float, Field(gt=0)]
 Replicas = Annotated[int, Field(ge=1)] | Literal["auto"]
+THREADS = 1024
+"""Most threads of one engine: a machine may refuse to start more, which ends a process at once."""
+DRAWS = 10_000
+"""Most draws at one position: beyond that an exact loss over the vocabulary costs less."""
 
 
 def at_first(replicas: Replicas) -> int:

@@ -33,8 +33,10 @@ class GatewayConfig(Section):
     """A directory of which every episode has a copy. There the agent begins, and finds task.json: its row, but for the
     answer."""
     verify: str | None = Field(None, min_length=1)
-    """A program that is run there when the agent has ended. The reward is what it writes into reward.json; if it writes
-    none, 1 if its exit status is 0, else 0. Without it the agent itself may write that file."""
+    """A program that judges the agent's work when the agent has ended. It writes the reward, or several by name, as
+    JSON into the file $SLIPSTREAM_VERDICT; its exit status is no verdict. It begins in a directory, HOME and sandbox
+    of its own, with a copy of the workspace ($SLIPSTREAM_WORKSPACE) and the row with its answer ($SLIPSTREAM_TASK).
+    Without it the agent may write its reward into reward.json, and whatever the student runs may do so, too."""
     at_once: int = Field(8, ge=1)
     """Agents that are at work at a time, beside each sampler."""
     listen: str | None = Field(None, min_length=1)
@@ -77,12 +79,12 @@ class EnvironmentConfig(Section):
     observation: int = Field(4096, ge=32)
     """Most characters of one observation; of a longer one the middle is left out."""
     seconds: float = Field(600.0, gt=0)
-    """Of an episode; one that takes longer ends, and is learned from."""
+    """Of an episode; one that takes longer ends: its step is cancelled, and it is closed, graded and learned from."""
     step_seconds: float = Field(60.0, gt=0)
     """In which the environment must start, answer a turn, and close; one that takes longer has failed, and is tried
     again."""
     processes: int = Field(1, ge=1)
-    """In which environments are at work, beside each sampler."""
+    """In which environments are at work, beside each sampler; those that may have ended one are tried again alone."""
     sandbox: Where = None
     """Where code runs that the student writes: bubblewrap, the URL of a server that speaks SandboxFusion's API, or
     "none", which isolates nothing."""

@@ -23,6 +23,7 @@ SHOULD = "Input should be "
 """How pydantic begins to say what it expects."""
 STUDY = "sweep"
 """The table that makes a study of a config."""
+TOO_DEEP = "nested too deeply: no setting is more than a few tables or lists deep; take the brackets out"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -45,19 +46,23 @@ def read(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: {TOO_DEEP}") from None
 
 
 def parse(
     tree: dict[str, Any], overrides: Sequence[tuple[str, str]] = (), *, where: str = "config", say: Any = print
 ) -> Config:
     notes = list[str]()
-    tree = overridden(tree, overrides, say=notes.append)
-    tree = _for_endpoints(_by_our_names(tree), notes.append)
     try:
+        tree = overridden(tree, overrides, say=notes.append)
+        tree = _for_endpoints(_by_our_names(tree), notes.append)
         # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in _by_name(error)[:3])) from None
+    except RecursionError:
+        raise ConfigError(f"{where}: {TOO_DEEP}") from None
     for note in notes:
         say(note)
     return config

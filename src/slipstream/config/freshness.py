@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import Section, as_tuple
+from slipstream.config.base import DRAWS, Section, as_tuple
 
 
 class FreshnessConfig(Section):
@@ -14,7 +14,8 @@ class FreshnessConfig(Section):
     begin anew when the buffer is stale."""
 
     weight: Literal["freshness", "lag", "equal"] = "freshness"
-    """What a sample counts: f less the threshold and never below 0, or 1 / (lag + 1), or 1."""
+    """What a sample counts beside the others of a step: f less the threshold and never below 0, or 1 / (lag + 1), or 1.
+    Weights are divided by their mean over the step."""
     alpha: float = Field(1.0, ge=0)
     """How much the drift of the student since it drew a sample takes off its freshness."""
     beta: float = Field(1.0, ge=0)
@@ -28,7 +29,7 @@ class FreshnessConfig(Section):
     drift: Literal["cache", "snapshots"] = "cache"
     """How the student's drift is known: estimated from the draws that were recorded, in the pass that learns; or exact,
     by replay under the weights that drew, which are kept (learner.snapshots). The anchor is always of the draws."""
-    m: int | None = Field(None, ge=1)
+    m: int | None = Field(None, ge=1, le=DRAWS)
     """Draws by which drift is estimated where the loss has none of its own; 8 without it."""
     over: Literal["tokens", "samples"] = "tokens"
     """The distillation loss is a weighted mean over tokens, as it is one without weights; or, as f-OPD has it, over

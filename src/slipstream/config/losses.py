@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, model_validator
 
-from slipstream.config.base import Epsilon, Section, Temperature
+from slipstream.config.base import DRAWS, Epsilon, Section, Temperature
 from slipstream.scope import Scope
 
 Cache = Literal["sampled", "student_topk", "teacher_topk", "hidden"]
@@ -93,7 +93,7 @@ class ReverseKLMC(DistillationLoss):
 
     kind: Literal["reverse_kl_mc"] = "reverse_kl_mc"
     """Reverse KL on draws of the student."""
-    m: int = Field(16, ge=1)
+    m: int = Field(16, ge=1, le=DRAWS)
     """Draws at every position, the emitted token among them."""
     advantage: Literal["current", "behavior"] = "current"
     """Recompute log q − log p under the current student, or keep that of the policy that drew the token."""
@@ -141,7 +141,7 @@ class DecoupledPPO(DistillationLoss):
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
     """PPO on draws of the student, around the student as the batch came."""
-    m: int = Field(16, ge=1)
+    m: int = Field(16, ge=1, le=DRAWS)
     """Draws at every position, the emitted token among them."""
     advantage: Literal["behavior", "proximal", "current"] = "behavior"
     """Whose log-prob is taken from the teacher's: that of what drew, of the student as the batch came, or as it is."""
@@ -178,7 +178,7 @@ class M2PO(DistillationLoss):
 
     kind: Literal["m2po"] = "m2po"
     """Reverse KL on draws of the student, without those whose ratios are extreme."""
-    m: int = Field(16, ge=1)
+    m: int = Field(16, ge=1, le=DRAWS)
     """Draws at every position, the emitted token among them."""
     budget: float = Field(0.04, gt=0)
     """Largest mean of (log ρ)² over the draws of a batch that stay."""

@@ -55,6 +55,9 @@ class Async(Section):
     order: Literal["mixture", "completion", "submission"] = "mixture"
     """Learn from groups as they finish, of each teacher as many as it has of the prompts (mixture) or whosever they are
     (completion); or as they were submitted, which bounds their age and waits for stragglers."""
+    mixture: str | None = Field(None, min_length=1)
+    """Column whose values keep their shares, too, with order = "mixture": every update has as many groups of each value
+    as in the order of submission. Dots lead into objects and lists. For a column that tells long answers from short."""
     max_lag: int | None = Field(None, ge=0)
     """Most updates between a token's policy and the one that learns from it; none by default."""
     on_old: Literal["wait", "restart", "drop"] | None = None
@@ -102,6 +105,10 @@ class Async(Section):
 
     @model_validator(mode="after")
     def _bounds(self) -> Async:
+        if self.mixture is not None and self.order != "mixture":
+            raise ValueError(
+                f'mixture does nothing with order = "{self.order}": write order = "mixture", or drop mixture'
+            )
         if self.max_lag is None:
             if self.on_old is not None:
                 raise ValueError("on_old does nothing without max_lag: set max_lag, or drop on_old")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from slipstream.config.base import GREEDY, OWN, Beta, Dtype, Replicas, Section, Temperature, as_tuple
+from slipstream.config.base import GREEDY, OWN, THREADS, Beta, Dtype, Replicas, Section, Temperature, as_tuple
 from slipstream.config.environment import EnvironmentConfig, Where
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
@@ -209,7 +209,7 @@ class LearnerConfig(Section):
     method and the schedule ask for without it."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=THREADS)
     """CPU threads of the learner; runtime.threads without it."""
 
 
@@ -259,7 +259,8 @@ class TaskConfig(Section):
 
 class EvalConfig(Section):
     every: int = Field(0, ge=0)
-    """Evaluate after so many updates; 0 evaluates never, whatever else is written here."""
+    """Evaluate the student at the start, after every so many updates, and at the end; 0 evaluates never, whatever else
+    is written here."""
     prompts: int = Field(200, ge=1)
     """How many held-out prompts of each set."""
     n: int = Field(1, ge=1)
@@ -282,8 +283,7 @@ class CheckpointConfig(Section):
     """Save at the end of the first update after so many minutes; 0 leaves it to `every`. With either, the end of a run
     is saved too, so that it can be extended; with neither, a run that is killed loses everything."""
     keep: int = Field(2, ge=1)
-    """How many checkpoints to keep; where they are closer together than health.updates, older ones that have proven
-    sound stay beside these."""
+    """How many checkpoints to keep. The last proven one (docs/trust.md) and the next to be proven are kept as well."""
 
 
 class HealthConfig(Section):
@@ -298,6 +298,9 @@ class HealthConfig(Section):
     invalid: float = Field(0.1, ge=0, le=1)
     """Share of responses whose scores cannot be used, and of rechecked groups whose scores were others, from which on
     a teacher is given up."""
+    canary: int = Field(5, ge=0)
+    """Updates after which every teacher and sampler is asked again what it was asked at the start (docs/trust.md);
+    0 asks nobody."""
     grad_norm: float = Field(100.0, gt=1)
     """How many times its median the gradient norm may be."""
     collapse: float = Field(0.05, ge=0, lt=1)
@@ -308,6 +311,11 @@ class HealthConfig(Section):
     """Updates in a row without any gradient."""
     reward: int = Field(100, ge=2)
     """Updates in a row in which a reward is the same, which is said and stops nothing."""
+
+    @property
+    def proof(self) -> int:
+        """Updates after a checkpoint until its weights count as proven: every rule and every canary has seen them."""
+        return max(self.updates, self.canary)
 
 
 class LogConfig(Section):
@@ -344,7 +352,7 @@ class RuntimeConfig(Section):
     a learner the run goes back to its last checkpoint. Beyond that the run goes on without it, if it can."""
     device: str = "auto"
     """Where models run: auto, cpu, cuda; with runtime.kind = inline also cuda:1 …"""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(1, ge=1, le=THREADS)
     """CPU threads of one engine; one is fastest for very small models."""
     graders: int = Field(1, ge=1)
     """Processes that grade answers."""
@@ -360,9 +368,9 @@ class RuntimeConfig(Section):
 class Config(Section):
     student: str
     """The model to train: HF directory or hub name, or builtin:student."""
-    updates: int = Field(100, ge=1)
+    updates: int = Field(100, ge=1, le=10**9)
     """How many updates to make."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=10**18)
     """Prompts, their order and every draw follow from it."""
     output: str | None = Field(None, min_length=1)
     """Run directory; runs/NAME-TIME without it."""

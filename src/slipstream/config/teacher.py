@@ -107,8 +107,12 @@ class TeacherConfig(Section):
     def promised(self) -> float:
         """By how much log-probs of one response, scored twice, may be apart (root mean square): what is computed beside
         other rows rounds otherwise, and of an endpoint nobody knows in which precision."""
-        exact = self.base_url is None and self.dtype != "bfloat16"
-        return 0.01 if exact else 0.25
+        return 0.01 if self.exact else 0.25
+
+    @property
+    def exact(self) -> bool:
+        """Whether it computes in full precision, here."""
+        return self.base_url is None and self.dtype != "bfloat16"
 
     @field_validator("base_url")
     @classmethod

@@ -1,12 +1,10 @@
-"""Every estimator on one page, made from the tables that the code itself runs by: it cannot say anything else.
-
-python -m slipstream.estimators.catalogue > docs/estimators.md
-"""
+"""Describe every estimator from the tables that the code itself runs by; docs/estimators.md and `slipstream estimators`
+show what is here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from slipstream.config.losses import LOSSES as DISTILLATION
@@ -292,27 +290,3 @@ def _controller(name: str) -> Entry:
         cost=cost,
         use_when=use_when,
     )
-
-
-def markdown(families: Mapping[str, list[Entry]]) -> str:
-    lines = [
-        "# Estimators",
-        "",
-        "Made from the code by `python -m slipstream.estimators.catalogue`; `slipstream estimators` prints a summary, "
-        "and with a name all of one.",
-        "Scope says what the loss of one token may depend on, and so where a batch may be cut: anywhere (`token`), "
-        "between rows (`row`), or only after a pass over the whole of it (`batch`).",
-    ]
-    for family, entries in families.items():
-        lines += ["", f"## {family.capitalize()}", "", INTRODUCTIONS[family], ""]
-        lines += [_line(TITLES), _line(["---"] * len(fields(Entry)))]
-        lines += [_line([f"`{entry.name}`", *astuple(entry)[1:]]) for entry in entries]
-    return "\n".join(lines) + "\n"
-
-
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-if __name__ == "__main__":
-    print(markdown(catalogue()), end="")

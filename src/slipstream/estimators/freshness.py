@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.numerics import RATIO_BOUND, bounded, floored, same_shape
 
 
@@ -63,43 +62,6 @@ def aligned_mean(kl_BT: Tensor, aligned_BT: Tensor) -> Tensor:
     count_B = (aligned_BT != 0).sum(-1)
     mean_B = kl_BT.masked_fill(aligned_BT == 0, 0.0).sum(-1) / count_B.clamp(min=1)
     return mean_B.masked_fill(count_B == 0, torch.inf)
-
-
-def fopd_loss(
-    loss_BT: Tensor,
-    supervised_BT: Tensor,
-    rollout_kl_BT: Tensor,
-    replayed_BT: Tensor,
-    weight_B: Tensor,
-    *,
-    anchor: float = 0.1,
-    n_sequences: float | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """E_i[w_i (ℓ_i + λ D_roll,i)]: any distillation loss, weighted by freshness and anchored to the rollout policy.
-    (f-OPD, Eq. 16.)
-
-    ℓ_i is the mean of `loss` over the aligned positions of supervision, D_roll,i that of `rollout_kl` (differentiable)
-    over those of replay. Gated samples (w = 0) stay in the denominator: `n_sequences`, or the rows with any aligned
-    position. For long horizons and contexts that are rebuilt, where lag alone says too little. Metrics: scalars.
-    """
-    same_shape(loss=loss_BT, supervised=supervised_BT, rollout_kl=rollout_kl_BT, replayed=replayed_BT)
-    if weight_B.shape != loss_BT.shape[:1]:
-        raise ValueError(f"weight {tuple(weight_B.shape)} must be [B] with B = {len(loss_BT)}")
-    weight_B = weight_B.detach().to(loss_BT.dtype)
-    present_B = ((supervised_BT != 0) | (replayed_BT != 0)).any(-1)
-    n_sequences = max(float(present_B.sum()) if n_sequences is None else n_sequences, 1.0)
-
-    def weighted_mean(x_BT: Tensor, aligned_BT: Tensor) -> Tensor:
-        return aggregate(x_BT * weight_B[:, None], aligned_BT, "seq-mean-token-mean", n_sequences=n_sequences)
-
-    distill, drift = weighted_mean(loss_BT, supervised_BT), weighted_mean(rollout_kl_BT, replayed_BT)
-    metrics = {
-        "distill": distill.detach(),
-        "anchor": anchor * drift.detach(),
-        "weight": weight_B[present_B].sum() / n_sequences,
-        "gated_fraction": ((weight_B == 0) & present_B).sum() / n_sequences,
-    }
-    return distill + anchor * drift, metrics
 
 
 def _tensor(x: Tensor | float) -> Tensor:

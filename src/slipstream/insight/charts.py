@@ -22,7 +22,7 @@ FULL, EMPTY = "█", "░"
 
 
 def filled(share: float, width: int, full: str = FULL, empty: str = EMPTY, style: str = "cyan") -> Text:
-    count = round(min(max(share, 0.0), 1.0) * width)
+    count = round(min(max(0.0, share), 1.0) * width)
     return Text(full * count, style=style).append(empty * (width - count), style="dim")
 
 

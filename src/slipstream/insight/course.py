@@ -97,7 +97,7 @@ class Course:
 
     def share(self, name: str) -> float:
         """Of the wall clock, from what each update says of its own."""
-        time = sum(update[name] * update["seconds/update"] for update in self.lately if name in update)
+        time = sum(update[name] * update.get("seconds/update", 0.0) for update in self.lately if name in update)
         return time / max(self.sum("seconds/update"), 1e-9)
 
     def mean(self, name: str) -> float | None:
@@ -110,7 +110,7 @@ class Course:
         found = Counter[int]()
         for update in self.lately:
             for name, count in update.items():
-                if name.startswith("lag/tokens_"):
+                if name.startswith("lag/tokens_") and isfinite(count) and name.removeprefix("lag/tokens_").isdecimal():
                     found[int(name.removeprefix("lag/tokens_"))] += round(count)
         return found
 

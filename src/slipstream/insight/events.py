@@ -56,7 +56,7 @@ def of_ledger(lines: Iterable[Line]) -> Iterator[Event]:
     last, count = None, 0
     for line in lines:
         for said in _left_out(line):
-            event = Event(line["version"], said)
+            event = Event(line.get("version", 0), said)
             if last is not None and event != last:
                 yield _times(last, count)
                 count = 0

@@ -10,6 +10,7 @@ from functools import partial
 from rich.cells import cell_len
 from rich.text import Text
 
+from slipstream.errors import printable
 from slipstream.insight.charts import (
     BAR,
     chosen,
@@ -26,7 +27,7 @@ from slipstream.insight.charts import (
 from slipstream.insight.course import Course, Quote
 from slipstream.insight.layout import MANY, Block, Lines, beside, fitting, stack
 from slipstream.insight.readings import hours
-from slipstream.insight.samples import PROMPT_LINES, SAMPLE_LINES, printable, said
+from slipstream.insight.samples import PROMPT_LINES, SAMPLE_LINES, said
 
 WIDE, BROAD = 80, 120
 """Columns that have room for a bar, and for two things beside each other."""

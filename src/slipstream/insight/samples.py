@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
-from unicodedata import category
 
 from rich.cells import chop_cells
 from rich.text import Text
 
+from slipstream.errors import printable
 from slipstream.runlog import heading
 
 SAMPLE_LINES, PROMPT_LINES = 6, 2
 """Most lines of a response, and of the end of its prompt, where space is short."""
 SEEN = "│ "
 """Before what an environment said."""
-
-
-def printable(text: str) -> str:
-    """Without what a terminal would obey: a student may say anything."""
-    return "".join(repr(char)[1:-1] if category(char) == "Cc" and char not in "\n\t" else char for char in text)
 
 
 def said(quote: Mapping[str, Any], width: int, most: int, *, beside: str = "") -> list[Text]:
@@ -49,7 +44,7 @@ def shortened(quote: Mapping[str, Any], width: int, most: int) -> list[str]:
 
 
 def title(quote: Mapping[str, Any], width: int, beside: str = "") -> Text:
-    line = Text(f"── {heading(quote)} ", style="dim", no_wrap=True)
+    line = Text(f"── {printable(heading(quote))} ", style="dim", no_wrap=True)
     tail = f" {beside} ──" if beside else ""
     line.truncate(max(0, width - len(tail)), overflow="ellipsis")
     return line.append("─" * (width - len(tail) - line.cell_len) + tail)

@@ -18,7 +18,7 @@ class Signs:
     """The last one that is in its metrics."""
     updates: int
     every: int
-    """Of so many updates one is followed by an evaluation; 0, of none."""
+    """Updates between two evaluations, of which there is also one after the last update; 0 evaluates never."""
     evaluated: int | None
     """The last update after which there was one."""
     held: bool | None
@@ -32,7 +32,7 @@ class Signs:
     connected: bool
     """The socket by which it is told to scale is there, which is removed at the end."""
     checkpoint: int | None
-    """The newest."""
+    """The one that `resume` goes on from."""
     finished: bool
     """The student is there."""
     silent: float
@@ -41,6 +41,8 @@ class Signs:
     """Seconds of an update lately; 0 if there are none."""
     groups: str
     """Where they were after the last update."""
+    suspect: bool = False
+    """Whether what stopped the run may have harmed its weights."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ def state_of(signs: Signs) -> State:
         return _over(signs)
     late = f"; nothing was written for {hours(signs.silent)}" if signs.silent >= patience else ""
     style = "bold yellow" if late else "bold green"
-    if signs.every and signs.update % signs.every == 0 and signs.evaluated != signs.update:
+    due = signs.every and (signs.update % signs.every == 0 or signs.update == signs.updates)
+    if due and signs.evaluated != signs.update:
         when = f"after update {signs.update}" if signs.update else "before the first update"
         return State("evaluating", f"held-out prompts {when}{late}", style)
     if not signs.update:
@@ -76,7 +79,7 @@ def state_of(signs: Signs) -> State:
 
 def _said_goodbye(signs: Signs) -> bool:
     """As it does who is told to stop: saves where it is, and removes its socket."""
-    return not signs.connected and signs.checkpoint == signs.update
+    return not signs.connected and (signs.suspect or signs.checkpoint == signs.update)
 
 
 def _over(signs: Signs) -> State:

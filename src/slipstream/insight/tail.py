@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from slipstream.errors import RunDirError, first_line
+from slipstream.durable import opened, reading
+from slipstream.errors import RunDirError
+from slipstream.runfiles import FORMAT, parsed
 
 PROOF = 256
 """Bytes before the place up to which a file was read that must still be what they were."""
@@ -20,9 +21,9 @@ class Look(NamedTuple):
 
 
 class Tail:
-    def __init__(self, path: Path, *, back: int | None = None) -> None:
-        """At first all of it is read, or its last so many bytes."""
-        self.path, self.back = path, back
+    def __init__(self, path: Path, *, back: int | None = None, number: int = FORMAT) -> None:
+        """At first all of it is read, or its last so many bytes. `number` is the format of the run."""
+        self.path, self.back, self.number = path, back, number
         self.forget()
 
     def forget(self) -> None:
@@ -34,7 +35,7 @@ class Tail:
         where lines are about to be."""
         known = self.file != (0, 0)
         try:
-            file = self.path.open("rb")
+            file = os.fdopen(opened(self.path), "rb")
         except FileNotFoundError:
             self.forget()
             return Look(known, [])
@@ -47,12 +48,15 @@ class Tail:
             file.seek(self.at)
             data = file.read().partition(b"\0")[0]
         data = data[: data.rfind(b"\n") + 1]
+        at = self.at
         self.at += len(data)
         self.proof = (self.proof + data)[-PROOF:]
-        try:
-            return Look(anew, [json.loads(line) for line in data.splitlines()])
-        except ValueError as error:
-            raise RunDirError(f"{self.path} is damaged: {first_line(error)}") from None
+
+        def before() -> int:
+            with reading(self.path) as file:
+                return file.read(at).count(b"\n")
+
+        return Look(anew, parsed(self.path, data.split(b"\n")[:-1], before, number=self.number))
 
     def _goes_on(self, file: BinaryIO) -> bool:
         """A run that is resumed cuts its files where a checkpoint was, and writes on from there."""

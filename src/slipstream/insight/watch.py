@@ -18,6 +18,7 @@ from slipstream.insight.readings import listed
 from slipstream.insight.state import Signs, State, state_of
 from slipstream.insight.tail import Tail
 from slipstream.rundir import Line, RunDir
+from slipstream.runfiles import SUSPECT, resumable
 from slipstream.runlog import LEDGER, METRICS, SAMPLES, SOCKET
 
 BACK = 1 << 20
@@ -33,8 +34,9 @@ class Watched:
     ) -> None:
         """`now` is what files are dated by, `clock` what goes on evenly."""
         self.run, self.clock, self.now = RunDir(path), clock, now
-        self.metrics = Tail(path / METRICS)
-        self.ledger, self.samples = Tail(path / LEDGER, back=BACK), Tail(path / SAMPLES, back=BACK)
+        number = self.run.format
+        self.metrics = Tail(path / METRICS, number=number)
+        self.ledger, self.samples = (Tail(path / name, back=BACK, number=number) for name in (LEDGER, SAMPLES))
         self.turning = Turning(clock)
         self.quotes = deque[Quote](maxlen=KEPT)
         self.losses: Sequence[Event] = ()
@@ -42,7 +44,7 @@ class Watched:
         """When there was the last sign of life, by the date of a file and by our clock."""
         self.stamp: object = None
         """Of the config, as it was when it was read."""
-        self.updates, self.every = 0, 0
+        self.updates, self.every, self.proof = 0, 0, 0
         self._begin()
         self.look()
 
@@ -79,7 +81,7 @@ class Watched:
         stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
         if stamp != self.stamp:
             config, self.stamp = self.run.config, stamp
-            self.updates = config.updates
+            self.updates, self.proof = config.updates, config.health.proof
             self.every = config.eval.every if config.data.eval is not None and config.task.names else 0
 
     def _metrics(self) -> None:
@@ -133,7 +135,8 @@ class Watched:
                 writer=who,
                 loading=began is not None and (written is None or began > written),
                 connected=(path / SOCKET).exists(),
-                checkpoint=newest(path / "checkpoints"),
+                checkpoint=max(resumable(path / "checkpoints", self.proof), default=None),
+                suspect=any((path / "checkpoints").glob(f"*{SUSPECT}")),
                 finished=self.run.finished,
                 silent=self.silent,
                 usual=usual,
@@ -168,9 +171,3 @@ def modified(path: Path) -> float | None:
         return path.stat().st_mtime
     except FileNotFoundError:
         return None
-
-
-def newest(checkpoints: Path) -> int | None:
-    if not checkpoints.is_dir():
-        return None
-    return max((int(each.name) for each in checkpoints.iterdir() if each.name.isdecimal()), default=None)

@@ -159,7 +159,7 @@ def summary(sweep: Sweep) -> Iterator[RenderableType]:
         if lacking := [cell.cell.name for cell in sweep.finished if sweep.value(cell, measure) is None]:
             yield f"{len(lacking)} finished cells have never written {measure}: {lacking[0]} …"
         if slopes := sweep.slopes(measure):
-            yield Text(f"\nslopes of {measure} against log2({sweep.study.x} + 1)", style="bold")
+            yield Text(f"\nslopes of {measure} against {sweep.doublings}", style="bold")
             yield columns(["", "slope", "seeds"], [(each.series, said(each.found), each.found.n) for each in slopes])
     if lone:
         yield Text(f"\n± –: one seed, so there is no error ({lone[0].series} …)")

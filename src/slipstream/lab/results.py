@@ -91,7 +91,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Slope:
-    """Of a series, against log2(x + 1)."""
+    """The slope of one series over the x values that `Sweep.doublings` returns."""
 
     series: str
     measure: str
@@ -184,6 +184,16 @@ class Sweep:
             if len({p.x for p in points if is_number(p.x)}) > 1
         ]
 
+    @property
+    def shift(self) -> int:
+        """What is added to x before its logarithm is taken: 1 for lags and whatever else may be 0, else 0."""
+        smallest = min((point.x for point in self.study.points if is_number(point.x)), default=1)
+        return int(str(self.study.x).startswith("schedule.") or smallest <= 0)
+
+    @property
+    def doublings(self) -> str:
+        return f"log2({self.study.x} + 1)" if self.shift else f"log2({self.study.x})"
+
     def series(self) -> dict[str, list[Point]]:
         found = dict[str, list[Point]]()
         for point in self.study.points:
@@ -220,7 +230,7 @@ class Sweep:
         """Of seeds that are finished at every x."""
         points = [point for point in points if is_number(point.x)]
         xs = [point.x for point in points]
-        return whole(self.by_seed(points, measure), lambda ys: slope(xs, ys))
+        return whole(self.by_seed(points, measure), lambda ys: slope(xs, ys, self.shift))
 
     # --- rows --------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.schedule import ScheduleConfig
-from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Engines, Fingerprint, Metrics, Sampling, Weighed, WeightsRef
 from slipstream.engines.cores import Cores
 from slipstream.engines.native.config import GATHERED
@@ -120,6 +120,7 @@ def forecast(
         learner=LearnerConfig(batch_size=work.batch, minibatches=work.minibatches, epochs=work.epochs),
         schedule=schedule,
         checkpoint=CheckpointConfig(minutes=0),  # of virtual time
+        health=HealthConfig(canary=0),  # nobody says anything
     )
     with tempfile.TemporaryDirectory() as path:
         cores = Cores(math.inf if costs.cores is None else costs.cores, others=costs.others)

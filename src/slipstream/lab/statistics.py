@@ -39,9 +39,9 @@ def difference(one: BySeed, other: BySeed) -> Estimate:
     return estimate([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
 
 
-def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Of the line of least squares through y against log2(x + 1). There are two different x at least."""
-    logs = [log2(x + 1) for x in xs]
+def slope(xs: Sequence[float], ys: Sequence[float], shift: int = 1) -> float:
+    """Return the slope of the least-squares line of y against log2(x + shift). There are two different x at least."""
+    logs = [log2(x + shift) for x in xs]
     middle, level = fmean(logs), fmean(ys)
     spread = sum((x - middle) ** 2 for x in logs)
     return sum((x - middle) * (y - level) for x, y in zip(logs, ys, strict=True)) / spread

@@ -29,7 +29,7 @@ class Claim(Section):
     than_at: int | float | str | None = None
     """The x of `than`, where that is another one."""
     slope: bool = False
-    """Compare slopes against log2(x + 1) instead of values."""
+    """Compare slopes against log2(x) instead of values; against log2(x + 1) where x is a lag, or 0 is among them."""
 
     @property
     def places(self) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
 """What the samples of an update are worth, and what each of their tokens counts for it in the loss.
 
-    Σ_i w_i Σ_t (ℓ_it + λ D_roll,it) / N    over tokens, N of which are trained
-    Σ_i w_i (ℓ_i + λ D_roll,i) / |M|        over samples: means over the aligned tokens of each, M episodes
+    Σ_i w_i Σ_t (ℓ_it + λ D_roll,it) / w̄N    over tokens, N of which are trained
+    Σ_i w_i (ℓ_i + λ D_roll,i) / w̄|M|        over samples: means over the aligned tokens of each, M episodes
+    w̄ = the mean of w over the samples of the optimizer step: a gradient does not shrink as its samples grow older
     w_i = relu(f_i − ξ),  f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
 
 A sample is a lineage: it has a weight of its own, and the means ℓ_i and D_roll,i of an episode are over the aligned
@@ -13,7 +14,7 @@ Shapes: B samples, N trained tokens (of one sample, or of several behind one ano
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,14 +82,17 @@ class Judge:
         """Where that is known before the pass that learns."""
         self.supervised, self.replayed = Counter[Key](), Counter[Key]()
         """Aligned tokens of every episode that are learned from."""
+        self.left, self.share = Counter[Key](), dict[Key, tuple[Key, int]]()
+        """Tokens of every episode that are learned from; and of every sample its episode, and how many of these."""
 
     def take(self, samples: Sequence[Scored], frozen: Sequence[Frozen], found: Sequence[Drifted] | None = None) -> None:
         """Whole episodes, with what is `found` of their drift already."""
         for i, (sample, each) in enumerate(zip(samples, frozen, strict=True)):
-            rollout = sample.rollout
-            episode, left_N = (rollout.prompt.number, rollout.episode), each.mask_T[torch.from_numpy(rollout.loss_mask)]
+            episode, left_N = episode_of(sample), each.mask_T[torch.from_numpy(sample.rollout.loss_mask)]
             if found is not None:
                 self.drifted[key_of(sample)] = found[i]
+            self.share[key_of(sample)] = episode, int(left_N.sum())
+            self.left[episode] += int(left_N.sum())
             known_N = left_N if found is None else left_N & found[i].known_N
             self.supervised[episode] += int((left_N & supervision(sample).known_N).sum())
             self.replayed[episode] += int(known_N.sum())
@@ -111,11 +115,13 @@ class Judge:
             self.judged |= {keys[i]: each for i, each in zip(new, found, strict=True)}
         return [self.judged[key] for key in keys]
 
-    @property
-    def worth(self) -> tuple[float, int]:
-        """The weights of all tokens so far, added up, and how many these are."""
-        weights = [(each.weighed.w, len(each.distill_N)) for each in self.judged.values()]
-        return sum(w * n for w, n in weights), sum(n for _, n in weights)
+    def total(self, keys: Iterable[Key]) -> tuple[float, float]:
+        """Return the sum of the weights of these judged samples, and how many samples they are.
+
+        Branches share the one sample that their episode is, by their tokens. Samples that were rejected are none.
+        """
+        parts = [(self.judged[key].weighed.w, n / (self.left[e] or 1)) for key in keys for e, n in [self.share[key]]]
+        return sum(w * part for w, part in parts), sum(part for _, part in parts)
 
     def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
         """What these would be worth now, whoever learns from them later."""
@@ -144,7 +150,7 @@ class Judge:
             [f.mask_T[torch.from_numpy(s.rollout.loss_mask)] for s, f in zip(samples, frozen, strict=True)]
         )
         known_N = left_N & torch.cat([each.known_N for each in drift])
-        episodes = [(sample.rollout.prompt.number, sample.rollout.episode) for sample in samples]
+        episodes = [episode_of(sample) for sample in samples]
         over_samples = freshness.over == "samples"
 
         def counted(w: Sequence[float], aligned_N: Tensor, counts: Counter[Key]) -> tuple[Tensor, ...]:
@@ -158,8 +164,18 @@ class Judge:
         return [Judged(*each) for each in zip(weighed, distill, anchor, strict=True)]
 
 
+def mean_of(totals: Iterable[tuple[float, float]]) -> float:
+    """Return the mean weight of the samples of all ranks; 1 where every weight is 0, and nothing is left to scale."""
+    weights, samples = (sum(each) for each in zip(*totals, strict=True))
+    return weights / samples if weights else 1.0
+
+
 def key_of(sample: Scored) -> Key:
     return sample.rollout.prompt.number, sample.rollout.index
+
+
+def episode_of(sample: Scored) -> Key:
+    return sample.rollout.prompt.number, sample.rollout.episode
 
 
 def oldest(sample: Scored, version: int) -> int:

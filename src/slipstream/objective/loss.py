@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from slipstream.estimators.logprobs.kept import conditioned, kept_logprobs_and_e
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
 from slipstream.objective.distillation import Distillation, LossOfRows
-from slipstream.objective.freshness import Judged
+from slipstream.objective.freshness import Judged, episode_of
 from slipstream.objective.frozen import Frozen, padded
 from slipstream.objective.kept import support_of
 from slipstream.objective.method import Method
@@ -47,6 +48,8 @@ class Objective:
         self.has_others = method.policy is not None or (reference is not None and reference.into == "loss")
         self.rides = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
         """Everything is of token scope and at one temperature: one pass of the fused head."""
+        self.mean_weight = 1.0
+        """What weights by freshness are divided by, unless the whole gradient is."""
 
     def __call__(
         self,
@@ -56,9 +59,13 @@ class Objective:
         frozen: Sequence[Frozen],
         counts: Counts,
         judged: Sequence[Judged] = (),
+        slope_N: Tensor | None = None,
     ) -> tuple[Tensor, Metrics, Tensor]:
-        """The loss, to be differentiated, its metrics, and the emitted tokens' log-probs at sampling temperature."""
-        terms = Terms(self.method, samples, frozen, counts, hidden_NH.device, _wide(hidden_NH), judged)
+        """The loss, to be differentiated, its metrics, and the emitted tokens' log-probs at sampling temperature.
+
+        `slope_N` is of `ahead`, and NaN at the tokens whose policy loss is still to be computed.
+        """
+        terms = self._terms(samples, frozen, counts, hidden_NH.device, _wide(hidden_NH), judged)
         hidden_NH, weight, bias = head.inputs(hidden_NH)
         shape: dict[str, Any] = {"bias": bias, **head.bend}
         losses, metrics = list[Tensor](), Metrics()
@@ -80,6 +87,10 @@ class Objective:
                 loss, found = terms.anchored(logp_NM, slice(None))
                 losses.append(loss)
                 metrics |= found
+            if slope_N is not None:
+                slope_N = slope_N.to(logp_N)
+                terms.others_N = terms.mask_N & slope_N.isnan()
+                losses.append((slope_N.nan_to_num() * (logp_N - logp_N.detach())).sum())
             if self.has_others:
                 loss, found = terms.others(terms.rows(logp_N), terms.rows)
                 losses.append(loss)
@@ -89,6 +100,30 @@ class Objective:
             metrics["kept/size"] = sizes_N[terms.mask_N].sum() / max(counts.n_tokens, 1)
         total = torch.stack(losses).sum()
         return total, metrics | {"loss": total.detach()}, logp_N.detach()
+
+    def ahead(
+        self,
+        samples: Sequence[Scored],
+        frozen: Sequence[Frozen],
+        logp: Sequence[Tensor],
+        counts: Counts,
+        judged: Sequence[Judged] = (),
+    ) -> tuple[Tensor, Metrics, Sequence[Tensor]]:
+        """Return the policy loss of whole episodes, its metrics, and its gradient in the log-probs of each sample.
+
+        For losses that look at episodes whose branches may be in different micro-batches: there the gradient by the
+        weights follows from this one. `samples` are all branches of these episodes, those of one behind each other,
+        and `logp` [T] their log-probs by the learner as it is.
+        """
+        masks = [sample.rollout.loss_mask for sample in samples]
+        logp_N = torch.cat([logp_T[mask_T] for logp_T, mask_T in zip(logp, masks, strict=True)]).requires_grad_()
+        terms = self._terms(samples, frozen, counts, logp_N.device, logp_N.dtype, judged)
+        loss, metrics = terms.others(terms.rows(logp_N), terms.rows)
+        (slope_N,) = torch.autograd.grad(loss, logp_N)
+        return loss.detach(), metrics | {"loss": loss.detach()}, torch.split(slope_N, [int(m.sum()) for m in masks])
+
+    def _terms(self, *given: Any) -> Terms:
+        return Terms(self.method, *given, mean_weight=self.mean_weight)
 
     def _fused(
         self, hidden_NH: Tensor, weight_VH: Tensor, shape: Mapping[str, Any], samples: Sequence[Scored], terms: Terms
@@ -167,6 +202,8 @@ class Terms:
         device: torch.device,
         dtype: torch.dtype,
         judged: Sequence[Judged] = (),
+        *,
+        mean_weight: float = 1.0,
     ) -> None:
         self.method, self.frozen, self.counts, self.device, self.dtype = method, frozen, counts, device, dtype
         self.masks = [sample.rollout.loss_mask for sample in samples]
@@ -177,17 +214,22 @@ class Terms:
         names = [each.name for each in fields(Frozen) if each.name.endswith("_T")]
         present = [name for name in names if getattr(frozen[0], name) is not None]
         self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
-        trained_BT = padded([torch.from_numpy(mask_T) for mask_T in self.masks])
-        self.shape = trained_BT.shape
-        self.episode_tokens_B = torch.tensor([each.episode_tokens for each in frozen], device=device)
-        self.row_N, self.position_N = trained_BT.nonzero().to(device).unbind(1)
+        self.others_N = self.mask_N
+        """Where a policy loss and the KL to the reference are computed."""
+        counts_B = torch.tensor([mask_T.sum() for mask_T in self.masks], device=device)
+        self.sample_N = torch.arange(len(samples), device=device).repeat_interleave(counts_B)
+        episodes = [list(its) for _, its in groupby(range(len(samples)), lambda i: episode_of(samples[i]))]
+        self.rows_B = [int(counts_B[its].sum()) for its in episodes]
+        """Trained tokens of each row: of an episode, as far as its branches are behind one another."""
+        self.of_rows = [frozen[its[0]] for its in episodes]
+        self.episode_tokens_B = torch.tensor([each.episode_tokens for each in self.of_rows], device=device)
         self.worth_N = self.anchor_N = self.draws_NM = None
         """Where freshness decides: what a token counts in distillation and in the anchor, and its draws."""
         if judged:
-            self.worth_N = torch.cat([each.distill_N for each in judged]).to(device, dtype)
-            self.weight_B = torch.tensor([each.weighed.w for each in judged], device=device, dtype=dtype)
+            self.worth_N = torch.cat([each.distill_N for each in judged]).to(device, dtype) / mean_weight
+            self.weight_B = torch.tensor([each.weighed.w / mean_weight for each in judged], device=device, dtype=dtype)
         if method.anchored:
-            self.anchor_N = torch.cat([each.anchor_N for each in judged]).to(device, dtype)
+            self.anchor_N = torch.cat([each.anchor_N for each in judged]).to(device, dtype) / mean_weight
             self.draws_NM = joined([sample.rollout.actions for sample in samples], device, torch.int64)
             self.drew_NM = joined([sample.rollout.action_logp for sample in samples], device, dtype)
 
@@ -206,9 +248,8 @@ class Terms:
         return lambda rows: torch.cat([ids_NM[rows], support[rows]], 1)
 
     def rows(self, x_N: Tensor) -> Tensor:
-        """One row for each sample, [B, T]."""
-        x_BT = x_N.new_zeros(self.shape)
-        return x_BT.index_put((self.row_N, self.position_N), x_N)
+        """One row for each sample, or episode, of its trained tokens, [B, T]."""
+        return padded(torch.split(x_N, self.rows_B))
 
     def entropy(self, entropy_C: Tensor, rows: slice) -> Metrics:
         """Of the student at the trained tokens, at the temperature of the pass."""
@@ -223,7 +264,7 @@ class Terms:
             found |= self._by_teacher(loss_C.detach(), mask_C, rows, n)
         if any(weight != 1.0 for weight in self.method.teachers.values()):
             weight_B = torch.tensor([self.method.teachers.get(name, 1.0) for name in self.teachers], device=self.device)
-            loss_C = loss_C * weight_B[self.row_N[rows]]
+            loss_C = loss_C * weight_B[self.sample_N[rows]]
         if self.worth_N is not None:
             loss_C, n = loss_C * self.worth_N[rows], self.units
         return self.method.loss.weight * loss_C.sum() / n, found
@@ -245,7 +286,7 @@ class Terms:
         found = Metrics()
         for name in self.method.teachers:
             its_B = torch.tensor([teacher == name for teacher in self.teachers], device=self.device)
-            its_C = mask_C & its_B[self.row_N[rows]]
+            its_C = mask_C & its_B[self.sample_N[rows]]
             found[f"teacher/{name}/loss"] = (loss_C * its_C).sum() / n_tokens
             found[f"teacher/{name}/share"] = its_C.to(loss_C.dtype).sum() / n_tokens
         return found
@@ -256,9 +297,9 @@ class Terms:
         losses, metrics = list[Tensor](), Metrics()
         known = {name: cut(value_N) for name, value_N in self.frozen_N.items()}
         if self.method.weighs_policy:
-            worth_BT = cut(self.weight_B[self.row_N])
+            worth_BT = cut(self.weight_B[self.sample_N])
             known["weight_T"] = worth_BT * known["weight_T"] if "weight_T" in known else worth_BT
-        mask_BT = cut(self.mask_N)
+        mask_BT = cut(self.others_N)
         if policy is not None:
             part, found = policy_loss(
                 policy.loss,
@@ -298,7 +339,7 @@ class Terms:
         if self.method.proximal:
             found["proximal_logp"] = known["proximal_T"]
         if self.method.policy is not None and self.method.policy.loss == "topr":
-            found["positive"] = torch.tensor([each.positive for each in self.frozen], device=self.device)
+            found["positive"] = torch.tensor([each.positive for each in self.of_rows], device=self.device)
         return found
 
 

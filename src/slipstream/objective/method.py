@@ -80,12 +80,24 @@ class Method:
         return self.freshness is not None and "policy" in self.freshness.also
 
     @property
+    def weighs_all(self) -> bool:
+        """Freshness weighs every part of the loss, or by 1: the whole gradient may be divided by the mean weight."""
+        fresh, reference = self.freshness, self.reference
+        others = (self.policy is not None and not self.weighs_policy) or (reference and reference.into == "loss")
+        return fresh is None or fresh.weight == "equal" or not others
+
+    @property
     def by_row(self) -> bool:
         """The policy loss must see whole rows."""
         if (policy := self.policy) is None:
             return False
         over_rows = (policy.aggregation or LOSSES[policy.loss].agg) == "seq-mean-token-mean"
         return over_rows or scope_of(policy.loss, policy.aggregation) == "row"
+
+    @property
+    def by_episode(self) -> bool:
+        """The policy loss has ratios of whole sequences: a sequence is an episode, with all its branches."""
+        return self.policy is not None and LOSSES[self.policy.loss].scope == "row"
 
     @property
     def looks_first(self) -> bool:
@@ -393,6 +405,12 @@ def _check_parts(method: Method) -> None:
         raise ConfigError(
             'policy.aggregation = "token-sum" is divided by nothing, and schedule.kind = "periodic" divides once, at '
             'the end: write "token-mean", or schedule.kind = "sync"'
+        )
+    if not method.weighs_all:
+        raise ConfigError(
+            "[freshness] divides by the mean weight of an update, a part of the loss is not weighed, and "
+            "schedule.kind = 'periodic' divides once, at the end: write freshness.also = \"policy\" without "
+            'reference.into = "loss", or schedule.kind = "sync"'
         )
     by_tokens = [name for name, so in _divided_by_tokens(method).items() if so]
     by_samples = [name for name, so in _divided_by_tokens(method).items() if not so]

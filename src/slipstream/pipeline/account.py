@@ -23,7 +23,7 @@ from slipstream.metrics import (
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
-from slipstream.records import Batch, Group, Header
+from slipstream.records import Batch, Group, Header, Prompt
 from slipstream.runlog import RunLog
 
 
@@ -57,6 +57,8 @@ class Account:
         """Responses since the last update whose scores cannot be used, and the teachers of whom that was said."""
         self.causes: dict[int, list[str]] = {}
         """Why members were left out, of the groups that go on without."""
+        self.redone: dict[int, str] = {}
+        """Groups that were answered again, each with the worker whose answer could not be trusted."""
         self.again: list[float] = []
         """Of every group since the last update that was scored twice: how far the two answers are apart."""
         self.differed = 0
@@ -83,6 +85,7 @@ class Account:
                 **worth_of(list(islice(worth, len(group)))),
                 **({"failed": missing} if (missing := _missing(group, size)) else {}),
                 **({"causes": causes} if (causes := self.causes.pop(group[0].header.number, None)) else {}),
+                **({"distrusted": who} if (who := self.redone.pop(group[0].header.number, "")) else {}),
             }
             for group in groups
         ))  # fmt: skip
@@ -135,10 +138,13 @@ class Account:
                 f"apart (root mean square), {promised:g} is what rounding explains"
             )
 
-    def dropped(self, number: int, reason: str, cause: str = "") -> None:
-        self.causes.pop(number, None)
-        entry = {"number": number, "end": "dropped", "reason": reason, "version": self.admission.version}
-        self.log.ledger(entry | ({"cause": cause} if cause else {}))
+    def dropped(self, prompt: Prompt, reason: str, cause: str = "") -> None:
+        """`row` names file and line, where they are known and are not the id of the prompt."""
+        self.causes.pop(prompt.number, None)
+        self.redone.pop(prompt.number, None)
+        entry = {"number": prompt.number, "prompt": prompt.id, "end": "dropped", "reason": reason}
+        known = {"row": prompt.place if prompt.place != prompt.id else "", "cause": cause}
+        self.log.ledger(entry | {"version": self.admission.version} | {name: of for name, of in known.items() if of})
 
     def published(self, numbers: Metrics) -> None:
         self.publish = numbers

@@ -11,8 +11,9 @@ that would break it is held, and one that has broken it raises. Guarantor of inv
 exactly once, trained or dropped, and admission ends when as many updates are made as were asked for: of B groups each,
 or of fewer where batches are submitted whole and members of one were dropped.
 
-Guarantor, too, that updates keep the mixture of what was submitted. A group has a source, whose turn comes in the order
-of submission; which of its groups takes it is decided by who comes first. So an update is made of as many groups of
+Guarantor, too, that updates keep the mixture of what was submitted. A group has a source: its teacher, and with
+`schedule.mixture` also its value in a column of the data. The turns of the sources come in the order of submission;
+which group of a source takes its next turn is decided by who comes first. So an update is made of as many groups of
 every source as in the order of submission, whatever the lengths of their answers, and waits for no group that another
 of its source can stand in for.
 """
@@ -244,6 +245,14 @@ class Admission:
 
     def scored(self, number: int) -> None:
         _move(number, self.scoring, self.ready)
+
+    def rescore(self, number: int) -> bool:
+        """Have a group scored once more, if it is being scored or ready; returns whether it is."""
+        place = self.scoring if number in self.scoring else self.ready
+        if number not in place:
+            return False
+        _move(number, place, self.waiting)
+        return True
 
     def learn(self) -> list[int]:
         """Take what the learner may take; returns the numbers."""

@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.durable import beside_of, damage, remove, remove_unfinished, seal, sync, writing
+from slipstream.durable import beside_of, damage, reading, remove, remove_unfinished, seal, sync, writing
 from slipstream.engines.base import Learner
 from slipstream.errors import RunDirError
 from slipstream.pipeline.admission import Standing
 from slipstream.records import Group
+from slipstream.runfiles import SUSPECT, format_of, object_of, resumable, upgraded, written_by
 from slipstream.runlog import Mark
 
 STANDING = "standing.json"
@@ -38,6 +39,8 @@ class Checkpoint:
     """Where the run's files stood."""
     attempts: Mapping[str, Any]
     """What was tried at each prompt, where that is remembered."""
+    canaries: Mapping[str, Any]
+    """What each teacher said of fixed texts at the start of the run."""
 
 
 class Checkpoints:
@@ -63,13 +66,15 @@ class Checkpoints:
         mark: Mark,
         *,
         attempts: Mapping[str, Any] | None = None,
+        canaries: Mapping[str, Any] | None = None,
         stopping: bool = False,
         suspect: bool = False,
     ) -> Path:
         """Nothing may happen between the standing, the groups, the attempts, the mark and this call: they are of one
         moment.
 
-        At a stop older ones stay, as these weights may be worse. No run goes on from suspect ones by itself.
+        At a stop older ones stay, as these weights may be worse. No run goes on from suspect ones by itself. They are
+        removed when the run has gone on from others and saves again.
         """
         path = plain = self.directory / str(standing.version)
         if suspect:
@@ -82,8 +87,12 @@ class Checkpoints:
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
-            state = {"admission": asdict(standing), "log": mark, "attempts": attempts or {}}
-            await save_whole(learner, path, {STANDING: json.dumps(state).encode()}, groups, optimizer=True)
+            state = {"admission": asdict(standing), "log": mark, "attempts": attempts or {}, "canaries": canaries or {}}
+            await save_whole(
+                learner, path, {STANDING: json.dumps(state | written_by()).encode()}, groups, optimizer=True
+            )
+        for old in self.suspects() if not suspect else []:
+            remove(old)
         if not stopping:
             self._prune(standing.version)
         self.last = mark["time"]
@@ -117,7 +126,7 @@ class Checkpoints:
 
 
 def suspect_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.suspect")
+    return path.with_name(f"{path.name}{SUSPECT}")
 
 
 async def save_whole(
@@ -157,8 +166,9 @@ async def _sealed(path: Path) -> None:
         seal(path)
 
 
-def newest(run: Path, number: int | None = None, *, say: Callable[[str], None] = print) -> Checkpoint:
-    """The last whole checkpoint of a run directory, or the one that is asked for."""
+def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callable[[str], None] = print) -> Checkpoint:
+    """Return the last whole checkpoint of a run directory, or the one that is asked for. After a run that went wrong,
+    it has `proof` updates behind it."""
     checkpoints = Checkpoints(run / "checkpoints")
     existing = checkpoints.existing()
     for path in checkpoints.suspects():
@@ -174,7 +184,7 @@ def newest(run: Path, number: int | None = None, *, say: Callable[[str], None] =
         )
     if number is not None and number not in existing:
         raise RunDirError(f"{run} has no checkpoint {number}: write --from with one of {_listed(existing)}")
-    for version in [number] if number is not None else reversed(existing):
+    for version in [number] if number is not None else reversed(resumable(checkpoints.directory, proof)):
         path = checkpoints.directory / str(version)
         if (wrong := _wrong(path)) is None:
             return read(path)
@@ -187,11 +197,13 @@ def newest(run: Path, number: int | None = None, *, say: Callable[[str], None] =
 
 
 def read(path: Path) -> Checkpoint:
-    state = json.loads((path / STANDING).read_text("utf-8"))
+    with reading(path / STANDING) as file:
+        state = object_of(file.read())
+    state = upgraded(STANDING, state, format_of(path / STANDING, state))
     saved = state["admission"]
     for by_number in ("in_flight", "versions", "sources"):
         saved[by_number] = {int(number): value for number, value in saved.get(by_number, {}).items()}
-    return Checkpoint(path, Standing(**saved), state["log"], state.get("attempts", {}))
+    return Checkpoint(path, Standing(**saved), state["log"], state.get("attempts", {}), state.get("canaries", {}))
 
 
 def _wrong(path: Path) -> str | None:

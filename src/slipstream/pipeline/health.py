@@ -16,7 +16,7 @@ Thresholds are those of [health]. What a run does with a finding is `Health`'s b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot
 from statistics import fmean, median
@@ -42,7 +42,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class History:
-    """Of the part of a run that this process has seen."""
+    """What a run has written of itself so far, also before it was stopped and went on."""
 
     first: Sequence[Line] = ()
     """Its first updates: how everything was at the start."""
@@ -60,11 +60,27 @@ class Health:
         self.found = set[str]()
         """What was wrong after the update before."""
 
-    def look(self, line: Line) -> None:
+    def recall(self, lines: Iterable[Line]) -> None:
+        """Take the updates that a run made before it went on: how it was at the start, and lately.
+
+        What stopped it then is not found again in the same lines: whoever resumes may have mended the cause.
+        """
+        for line in lines:
+            self._add(line)
+        if any(trouble.stops for trouble in self._examined()):
+            self.recent.clear()
+
+    def _add(self, line: Line) -> None:
         if len(self.first) < self.health.updates:
             self.first.append(line)
         self.recent.append(line)
-        troubles = list(examined(History(self.first, list(self.recent)), self.health))
+
+    def _examined(self) -> list[Trouble]:
+        return list(examined(History(self.first, list(self.recent)), self.health))
+
+    def look(self, line: Line) -> None:
+        self._add(line)
+        troubles = self._examined()
         for trouble in troubles:
             if trouble.stops and self.health.stop:
                 raise Unhealthy(f"{trouble.said} (health.stop = false goes on regardless)", harmful=trouble.harmful)

@@ -26,6 +26,10 @@ class Worker(Generic[E]):
     def __init__(self, engine: E, track: Track) -> None:
         self.engine, self.track = engine, track
         self.load = 0
+        self.since: dict[int, int] = {}
+        """The groups that it answered since it was last found good, each with the update made of it; 0 for none yet."""
+        self.good, self.unproven = 0, True
+        """The update after which that was, and whether it is to be asked at the next chance."""
         self.free = asyncio.Event()
         """Nothing is left to do for one that leaves."""
 
@@ -75,6 +79,8 @@ class Pool(Generic[E]):
         """How many have had a name, which nobody else gets."""
         self.coming: dict[Worker[E], asyncio.Task[None]] = {}
         """Workers whose engines are started, for the first time or again."""
+        self.retired: set[Worker[E]] = set()
+        """Workers whose answers cannot be trusted."""
         self.leaving: dict[Worker[E], asyncio.Task[None]] = {}
         """Workers that get no more work."""
         self.waiting, self.came = 0, asyncio.Event()
@@ -95,7 +101,11 @@ class Pool(Generic[E]):
             worker = self._take()
             worker.track.begin(name, "stage" if isinstance(name, int) else "other")
             try:
-                return await work(worker)
+                result = await work(worker)
+                if worker not in self.retired:
+                    if isinstance(name, int):
+                        worker.since[name] = 0
+                    return result
             except WorkerDied as error:
                 self.bury(worker, error)
             finally:
@@ -133,6 +143,13 @@ class Pool(Generic[E]):
             self._without(worker, str(error))
         elif self._expect(Worker(worker.engine, worker.track), pause):
             self.say(f"{worker.name} died and is started again: {error}")
+
+    def retire(self, worker: Worker[E]) -> None:
+        """Give a worker no more work, and what it is about to answer to others."""
+        self.retired.add(worker)
+        self._strike(worker)
+        if self.engines.dismiss is not None:
+            self._see_off(worker)
 
     def close(self) -> None:
         """Nobody need come any more, or be waited for."""

@@ -18,14 +18,16 @@ from slipstream.card import card
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.schema import Config
 from slipstream.engines.asked import eval_sampling, rollout_sampling
-from slipstream.engines.base import Engines, Sampler, Sampling
+from slipstream.engines.base import Engines, Sampler, Sampling, of_teacher
 from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
 from slipstream.metrics import Metrics
+from slipstream.pipeline import canary
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.autopilot import Autopilot
 from slipstream.pipeline.autoscale import Autoscale, Seen
+from slipstream.pipeline.canary_rounds import Canaries, Watched
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
 from slipstream.pipeline.evaluate import answers, summary
 from slipstream.pipeline.freshness import Buffer
@@ -50,7 +52,8 @@ from slipstream.pipeline.stages import (
     watch,
 )
 from slipstream.pipeline.trace import Trace
-from slipstream.records import Group, Handle, Prompt, unfinished
+from slipstream.records import Attempts, Group, Handle, Prompt, unfinished
+from slipstream.runfiles import resumable
 from slipstream.runlog import Mark, RunLog
 from slipstream.tasks.data import Prompts
 
@@ -73,17 +76,21 @@ class Run:
         standing: Standing | None = None,
         groups: Sequence[Group] = (),
         attempts: Mapping[str, Any] | None = None,
+        canaries: Mapping[str, Any] | None = None,
+        ends: Sequence[int] = (),
         restarts: Restarts | None = None,
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         """`standing` is where an earlier part of the run ended, with these `groups` on their way and these `attempts`
-        remembered, and `restarts` what its workers went through. `patience` is not for virtual clocks."""
+        remembered, these `canaries` known, and `restarts` what its workers went through. `ends` are the student's end
+        tokens. `patience` is not for virtual clocks."""
         self.config, self.engines, self.prompts, self.log = config, engines, prompts, log
         self.held_out = held_out or {}
         self.restarts = restarts or Restarts(config.runtime.restarts)
         self.restarts.recall(log.last)
         self.patience, self.say, log.say = patience, say, say
+        self.known, self.ends = canaries or {}, ends
         self.admission = admission_of(config, prompts, standing)
         self.held = {group[0].header.number: group for group in groups}
         assert self.held.keys() >= self.admission.waiting.keys() | self.admission.ready.keys()
@@ -92,7 +99,7 @@ class Run:
             every=config.checkpoint.every,
             minutes=config.checkpoint.minutes,
             keep=config.checkpoint.keep,
-            proof=config.health.updates,
+            proof=config.health.proof,
         )
         self.memory = Memory(next(iter(config.task.names), ""), before=attempts)
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
@@ -104,6 +111,8 @@ class Run:
         self.guards = Guards(config.guards, tau=self.most, batches=batches)
         for line in log.updates():
             self._decide(line)
+        self.health = Health(config.health, say)
+        self.health.recall(log.updates())
         self._steer()
         self.task: asyncio.Task[Any] | None = None
         """The one that `stop` cancels."""
@@ -134,6 +143,7 @@ class Run:
             weights, expected = await self.engines.learner.export()
             await flow.samplers.publish(weights, expected, version=self.admission.version, mode="drain")
             await asyncio.gather(*await move_teachers(flow, first=True))
+            await flow.canaries.begin(self.admission.version)
             await self._evaluate()
             self._resize(self.restarts.sizes)
             go_on(flow)
@@ -205,7 +215,7 @@ class Run:
         found = {"tau": float(self.tau)} if steers else {}
         if self.autopilot and self.autopilot.rarest > self.autopilot.often:
             found["publish_every"] = float(self.publish_every)
-        return self.guards.metrics | found
+        return self.guards.metrics | found | (self.flow.canaries.metrics if self.flow else {})
 
     def _look(self, line: Metrics) -> None:
         for said in self._decide(line):
@@ -273,6 +283,7 @@ class Run:
             samplers=samplers,
             scorers=scorers,
             follow=follow,
+            canaries=self._canaries(samplers, scorers),
             shows={name: teacher.shows for name, teacher in configured.items()},
             relabel={name: teacher.relabel for name, teacher in configured.items()},
             memory=self.memory,
@@ -284,7 +295,7 @@ class Run:
             account=Account(self.log, trace, self.admission, self.restarts, self._steered),
             trace=trace,
             tasks=tasks,
-            health=Health(self.config.health, self.say),
+            health=self.health,
             buffer=self._buffer(),
             recheck={
                 name: Recheck(teacher.recheck, teacher.promised, self.config.seed)
@@ -299,10 +310,39 @@ class Run:
             quoted=self.config.log.samples,
             look=self._look,
             lr=self.guards.lr,
-            due=lambda: self.checkpoints.due(self.admission.version, trace.now()),
+            # after the last update `train` saves, when the final student is evaluated: that belongs to the checkpoint
+            due=lambda: (
+                self.admission.version < self.config.updates
+                and self.checkpoints.due(self.admission.version, trace.now())
+            ),
             checkpoint=self._checkpoint,
-            after_publish=self._evaluate,
+            after_publish=self._published,
             held=self.held,
+        )
+
+    def _canaries(self, samplers: Samplers, scorers: Mapping[str, Pool[Any]]) -> Canaries:
+        config, prompts, sampling, teachers = self.config, self.prompts, rollout_sampling(self.config), list[Watched]()
+        exact = "bfloat16" not in (config.learner.dtype, config.learner.compute_dtype)
+        for name, teacher in config.teachers.items():
+            chosen = canary.prompts_of(prompts, name if len(config.teachers) > 1 else None, canary.TEXTS)
+            texts, shown = canary.texts_of(chosen, sampling, self.ends), Attempts() if teacher.shows else None
+            precise = teacher.exact and (exact or teacher.follow is None)
+            teachers.append(Watched(name, of_teacher(scorers, name), texts, shown, precise))
+            if name in self.known:
+                teachers[-1].recall(self.known[name])
+        return Canaries(
+            config.health,
+            self.engines.learner,
+            samplers,
+            list(scorers.values()),
+            teachers,
+            updates=config.updates,
+            questions=canary.prompts_of(prompts, None, canary.DRAWN),
+            sampling=sampling,
+            exact=exact and config.sampler.dtype != "bfloat16",
+            redo=lambda number, worker, roll: self.flow is not None and self.flow.redo(number, worker, roll=roll),
+            last=self.log.last,
+            say=self.say,
         )
 
     def _buffer(self) -> Buffer | None:
@@ -347,7 +387,7 @@ class Run:
         mark = self._mark()  # without the lines of what is in flight, which goes on
         if self.flow:
             for number in self.admission.live:
-                self.flow.account.dropped(number, "run stopped")
+                self.flow.account.dropped(self.prompts.at(number), "run stopped")
         if self.at_once or isinstance(cause, WorkerDied):
             raise cause
         if self.flow and self.flow.torn:
@@ -362,9 +402,9 @@ class Run:
         else:
             if isinstance(cause, NonFiniteError | Unhealthy):
                 version, saved = self.admission.version, self.checkpoints
-                before = [("sound", each) for each in saved.proven(version)]
-                before = before or [("earlier", each) for each in saved.existing() if each < version]
-                other = "".join(f", and {what} ones in {saved.directory / str(each)}" for what, each in before[-1:])
+                before = resumable(saved.directory, saved.proof)[-1:] if suspect else []
+                what = "sound" if saved.proven(version) else "earlier"
+                other = "".join(f", and {what} ones in {saved.directory / str(each)}" for each in before)
                 said = f"{cause}; the weights of update {version} are in {path}{other}"
                 raise type(cause)(said) from None
         raise cause from cause.__cause__
@@ -375,18 +415,25 @@ class Run:
     def _checkpoint(self, mark: Mark | None = None, *, stopping: bool = False, suspect: bool = False) -> Save:
         groups = [self.held[number] for number in self.admission.live if self.held.get(number)]
         standing, attempts, mark = self.admission.standing, self.memory.state, mark or self._mark()
+        known = self.flow.canaries.state if self.flow else self.known
+        said: Any = {"attempts": attempts, "canaries": known, "stopping": stopping, "suspect": suspect}
 
         async def save() -> Path:
-            return await self.checkpoints.save(
-                self.engines.learner, standing, groups, mark, attempts=attempts, stopping=stopping, suspect=suspect
-            )
+            return await self.checkpoints.save(self.engines.learner, standing, groups, mark, **said)
 
         return save
+
+    async def _published(self) -> None:
+        assert self.flow is not None
+        await self.flow.canaries.after_publish(self.admission.version)
+        await self._evaluate()
 
     async def _evaluate(self) -> None:
         every, rewards, update = self.config.eval.every, self.config.task.names, self.admission.version
         flow = self.flow
-        if not every or update % every or not rewards or flow is None or update == self.log.evaluated:
+        if not every or not rewards or flow is None or update == self.log.evaluated:
+            return
+        if update % every and update != self.config.updates:  # the final student is always evaluated
             return
 
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
@@ -408,9 +455,9 @@ class Run:
 
 
 def admission_of(config: Config, prompts: Prompts, standing: Standing | None) -> Admission:
-    """Updates keep the mixture of the teachers' prompts."""
+    """Return where a run stands; its updates keep the mixture of the sources of its prompts."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
-    return Admission(schedule, updates=config.updates, source=prompts.teacher, standing=standing)
+    return Admission(schedule, updates=config.updates, source=prompts.source, standing=standing)
 
 
 def autopilot_of(schedule: ScheduleConfig) -> Autopilot | None:

@@ -36,9 +36,11 @@ from slipstream.engines.base import (
 )
 from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
 from slipstream.metrics import Metrics, over_steps
+from slipstream.pipeline import canary
 from slipstream.pipeline.account import Account
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.attempts import Memory
+from slipstream.pipeline.canary_rounds import Canaries
 from slipstream.pipeline.freshness import Buffer
 from slipstream.pipeline.health import Health
 from slipstream.pipeline.pool import Pool, Worker
@@ -86,6 +88,7 @@ class Flow:
     samplers: Samplers
     scorers: Mapping[str, Pool[Any]]
     """Of each teacher."""
+    canaries: Canaries
     follow: Mapping[str, int]
     """How many updates lie between two moves of each teacher that follows the student."""
     shows: Mapping[str, Sequence[str]]
@@ -176,7 +179,7 @@ class Flow:
     def drop(self, number: int, reason: str, cause: str = "") -> None:
         self.admission.drop(number, reason)
         self.forget(number)
-        self.account.dropped(number, reason, cause)
+        self.account.dropped(self.prompt(number), reason, cause)
 
     def forget(self, number: int) -> None:
         """Throw away what a group has so far, and cancel what it is in."""
@@ -191,6 +194,19 @@ class Flow:
             self.drop(number, "older than max_lag")
         else:
             self.restart(number)
+
+    def redo(self, number: int, worker: str, *, roll: bool) -> bool:
+        """Have a group that this worker answered rolled out or scored once more; returns whether it still can be."""
+        if roll and number in self.admission.live and number not in self.admission.learning:
+            self.restart(number)
+        elif not roll and self.admission.rescore(number):
+            if (task := self.running.pop(number, None)) is not None:
+                task.cancel()
+        else:
+            return False
+        self.account.redone[number] = worker
+        self.advance()
+        return True
 
     def restart(self, number: int) -> None:
         self.forget(number)
@@ -235,6 +251,8 @@ async def roll(flow: Flow, number: int) -> None:
         finally:
             flow.drawing.discard(number)
             flow.changed.set()
+        if wrong := canary.misdated(versions_of(rolled), flow.admission.live[number].version, flow.samplers.version):
+            flow.canaries.distrust(worker, wrong)
         worker.track.tokens -= tokens_of(begun)
         if unfinished(rolled):
             worker.track.tokens += tokens_of(rolled)
@@ -263,6 +281,10 @@ async def roll(flow: Flow, number: int) -> None:
         flow.admission.rolled(number, min(trained, default=flow.admission.live[number].version))
     flow.running.pop(number, None)
     flow.advance()
+
+
+def versions_of(group: Group) -> set[int]:
+    return {version for handle in group for version, count in handle.header.versions if count}
 
 
 def tokens_of(group: Group) -> int:
@@ -400,6 +422,7 @@ async def learn(flow: Flow) -> None:
         update.seconds["weights"] += await flow.until("weights in the samplers", lambda: not admission.gated)
         await unbroken(flow, finish(flow, update))
         moving = await move_teachers(flow)
+        flow.canaries.after_update(admission.version, flow.tasks)
         save = None
         if flow.due():
             await unbroken(flow, hand_over(flow))
@@ -474,6 +497,7 @@ async def relabel_one(flow: Flow, update: Update, number: int) -> None:
 
     async def again(worker: Worker[Relabeller]) -> list[Handle]:
         found = await worker.engine.relabel(asked)
+        worker.since[number] = 0
         flow.account.scored(found, scorers.say)
         return answered(found)
 
@@ -547,6 +571,7 @@ async def finish(flow: Flow, update: Update) -> None:
         begin_anew(flow, flow.buffer, why)
         numbers |= flow.buffer.metrics
     flow.learning.tokens += counts.n_tokens
+    flow.canaries.trained({group[0].header.number for group in update.groups}, update.number)
     flow.account.trained(
         update.groups, update=update.number, version=version, size=flow.sampling.group, weighed=weighed
     )

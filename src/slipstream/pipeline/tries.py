@@ -17,7 +17,7 @@ PAUSES = (1.0, 2.0, 4.0, 8.0)
 """Seconds between the tries of a call that fails."""
 TRIES = len(PAUSES) + 1
 DOWN = 3 * TRIES
-"""A stage is down when so many tries in a row were in vain: three groups, each tried again and again."""
+"""A stage is down after so many vain tries that began since its last success: three groups, each tried five times."""
 DEFECTS = (TypeError, AttributeError, NameError, AssertionError)
 """Mistakes in a program: trying again cannot help, and the traceback matters."""
 
@@ -36,23 +36,27 @@ class Tries:
     def __init__(self, stage: str, *, say: Callable[[str], None] = print) -> None:
         self.stage, self.say, self.in_vain = stage, say, 0
         """How many tries of groups that were given up, since the last that was not in vain."""
+        self.successes = 0
         self.failures, self.cause = 0, ""
         """Tries that failed since the last that did not, and why the last did."""
         self.since = 0.0
+        self.recovered = False
+        """A call succeeded after one that failed; whoever looks sets it back."""
 
     async def call(self, work: Callable[[], Awaitable[T]]) -> T:
         for pause in (*PAUSES, None):
+            before = self.successes
             try:
                 result = await work()
             except (SlipstreamError, *DEFECTS):
                 raise
             except GivenUp as error:
                 self._note(str(error))
-                raise self._failed(1, str(error)) from error
+                raise self._failed(1, str(error), before) from error
             except Exception as error:
                 self._note(f"{type(error).__name__}: {first_line(error)}")
                 if pause is None:
-                    raise self._failed(TRIES, self.cause) from error
+                    raise self._failed(TRIES, self.cause, before) from error
                 await asyncio.sleep(pause)
             else:
                 self._fine()
@@ -76,10 +80,12 @@ class Tries:
     def _fine(self) -> None:
         if self.failures >= TRIES:
             self.say(f"{self.stage} goes on after {self.failures} tries in vain")
+        self.recovered = self.recovered or self.failures > 0
         self.in_vain = self.failures = 0
+        self.successes += 1
 
-    def _failed(self, tries: int, cause: str) -> Exception:
-        self.in_vain += tries
+    def _failed(self, tries: int, cause: str, before: int) -> Exception:
+        self.in_vain += tries if before == self.successes else 0
         if self.in_vain < DOWN:
             return GivenUp(cause)
         return EngineError(f"{self.stage} failed at the last {self.in_vain} tries, and none succeeded: {cause}")

@@ -47,6 +47,12 @@ def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str])
     layers, begun = adapted(student, lora), adapter_of(student)
     if not layers:
         raise ConfigError(f"learner.lora: {student} has no linear layers beside its head: drop [learner.lora]")
+    most = max(min(part.in_features, part.out_features) for part in layers.values())
+    if lora.rank > most:
+        raise ConfigError(
+            f"learner.lora.rank = {lora.rank} is more than any of these layers of {student} has: write {most} or less, "
+            "or drop [learner.lora] to train all weights"
+        )
     if begun and (other := sorted(layers.keys() ^ begun.layers.keys())):
         raise ModelError(
             f"{student}: has an adapter for some of the layers that are called {other[0].rpartition('.')[2]}, and none "

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from slipstream.errors import ModelError
 from slipstream.metrics import episode_metrics, trust_metrics
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.pipeline.publish import load, load_teacher
+from slipstream.plan.ends import EndProbe, named, what_to_write
 from slipstream.plan.engines import EnginesPlan
 from slipstream.plan.plan import Plan
 from slipstream.records import Batch, Group, Header, Prompt
@@ -28,10 +30,14 @@ PROMPTS, TOKENS = 8, 32
 """How many prompts are tried, and how long the answers are."""
 ENOUGH, ROUNDS = 256, 8
 """Tokens by which a teacher is judged; for so many, short answers are drawn to further prompts, so often."""
+SHORT = 8
+"""Tokens of the longest answer below which probabilities hardly vary, so that a low correlation proves nothing."""
 FEW = 64
 """Tokens that are too few to find a teacher guilty."""
 CHANCE = 3.0
 """Standard deviations that are no chance: once in 700."""
+LIKELY, PREFERRED = 0.1, 100
+"""Probability at which an end token is expected, and times that of the student's at which it alone is."""
 SURE = 1e-3
 """Nats between a student's surest token and its least sure one that are nothing to compare by."""
 
@@ -72,8 +78,9 @@ async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, vers
     for teacher in plan.engines.learner.follow:
         await publish_to(engines, teacher)
     groups = await rolled(plan, engines, prompts)
-    if failed := failing(groups):
-        return [failed]
+    failed, groups = failing(groups), answered(groups)
+    if any(each.fatal for each in failed):
+        return failed
     returned = [rewarding(groups)] if plan.engines.grader.rewards and not has_agents(plan) else []
     groups = await scored(engines, groups)
     for teacher in plan.engines.scorers:
@@ -81,9 +88,38 @@ async def quick(plan: Plan, engines: Engines, prompts: Sequence[Prompt], *, vers
     headers = [handle.header for group in groups for handle in group]
     if furthest := long_prompt(plan, prompts):
         # with the others: what a long sequence does to a short one beside it is looked at too
-        groups += await rolled(plan, engines, [furthest])
+        groups += answered(await rolled(plan, engines, [furthest]))
     numbers = await engines.learner.compare(Batch(tuple(groups), version + 1))
-    return [*agreement(numbers, Limits.of(plan.engines), groups), *teachers(numbers, headers), *returned]
+    ends = [await same_end(plan, engines, teacher) for teacher in plan.ends]
+    return [
+        *agreement(numbers, Limits.of(plan.engines), groups),
+        *teachers(numbers, headers),
+        *ends,
+        *returned,
+        *failed,
+    ]
+
+
+async def same_end(plan: Plan, engines: Engines, teacher: str) -> Finding:
+    """Ask a teacher, after right answers of the data, how likely each end token is: its own, and the student's."""
+    probe, scorer = plan.ends[teacher], of_teacher(engines.scorers, teacher)[0]
+    chance = dict[int, float]()
+    for end in (*probe.stops, *probe.others):
+        scored = await scorer.score(probe.ended(end, plan.sampling, teacher=teacher))
+        chance[end] = sum(exp(-h.header.gap) for h in scored if h.header.finish != "error") / len(scored)
+    return judged_ends(teacher, probe, chance)
+
+
+def judged_ends(teacher: str, probe: EndProbe, chance: Mapping[int, float]) -> Finding:
+    """Judge by the mean probability of each end token."""
+    stop, other = max(probe.stops, key=chance.__getitem__), max(probe.others, key=chance.__getitem__)
+    its, own = named({other: probe.others[other]}), named({stop: probe.stops[stop]})
+    said = f"after {len(probe.answers)} right answers it ends with {own} at probability {chance[stop]:.2g}"
+    name = f"teacher {teacher} ends answers as the student does"
+    if chance[other] < LIKELY or chance[other] < PREFERRED * chance[stop]:
+        return Finding(name, True, said)
+    said += f", with {its}, at which the student does not stop, at {chance[other]:.2g}"
+    return Finding(name, False, said, what_to_write(its, own))
 
 
 async def until_enough(plan: Plan, engines: Engines, teacher: str, groups: Sequence[Group]) -> list[Group]:
@@ -143,7 +179,14 @@ async def compared(engines: Engines, groups: Sequence[Group], *, update: int) ->
     return await engines.learner.compare(Batch(tuple(await scored(engines, groups)), update))
 
 
+def answered(groups: Sequence[Group]) -> list[Group]:
+    """Without the episodes that were left out."""
+    there: list[Group] = [[handle for handle in group if handle.header.finish != "error"] for group in groups]
+    return [group for group in there if group]
+
+
 async def scored(engines: Engines, groups: Sequence[Group]) -> list[Group]:
+    groups = answered(groups)
     scorers = [of_teacher(engines.scorers, group[0].header.teacher)[0] for group in groups]
     return list(await asyncio.gather(*[s.score(group) for s, group in zip(scorers, groups, strict=True)]))
 
@@ -161,15 +204,17 @@ def agreement(numbers: Metrics, limits: Limits, groups: Sequence[Group]) -> list
     return [Finding("sampler and learner, one checkpoint", same, said, "" if same else cause(numbers))]
 
 
-def failing(groups: Sequence[Group]) -> Finding | None:
-    """Of environments: whatever a student says, they answer."""
+def failing(groups: Sequence[Group]) -> list[Finding]:
+    """Of environments: whatever a student says, they answer. A run may begin without some rows, but not with an
+    environment that raises, or that fails for all of them."""
     headers = [handle.header for group in groups for handle in group]
     causes = Counter(header.cause for header in headers if header.finish == "error")
     if not causes:
-        return None
+        return []
     (cause, _), *_ = causes.most_common()
     said = f"{causes.total()} of {len(headers)} episodes failed, each time it was tried: {cause}"
-    return Finding("environment", False, said, "such episodes are left out; see docs/environments.md")
+    fatal = causes.total() == len(headers) or any("failed/error" in header.outcome for header in headers)
+    return [Finding("environment", False, said, "such episodes are left out; see docs/environments.md", fatal=fatal)]
 
 
 async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
@@ -177,8 +222,9 @@ async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> l
     if plan.engines.sampler.environment is None:
         return []
     groups = await rolled(plan, engines, prompts, tokens=plan.sampling.max_tokens)
-    if failed := failing(groups):
-        return [failed]
+    failed, groups = failing(groups), answered(groups)
+    if any(each.fatal for each in failed):
+        return failed
     headers = [handle.header for group in groups for handle in group]
     seen, ends = episode_metrics(headers), Counter(header.finish for header in headers)
     said = (
@@ -187,7 +233,7 @@ async def episodes(plan: Plan, engines: Engines, prompts: Sequence[Prompt]) -> l
         + ", ".join(f"{end} {count}" for end, count in ends.most_common())
     )
     rewards = [rewarding(groups)] if plan.engines.grader.rewards else []
-    return [Finding("environment", True, said), *(replace(each, name="rewards of these") for each in rewards)]
+    return [*failed, Finding("environment", True, said), *(replace(each, name="rewards of these") for each in rewards)]
 
 
 def rewarding(groups: Sequence[Group]) -> Finding:
@@ -222,6 +268,7 @@ def teachers(numbers: Metrics, headers: Sequence[Header]) -> list[Finding]:
     for name in sorted({header.teacher for header in headers if header.teacher}):
         its = [header for header in headers if header.teacher == name]
         seen = {key.rpartition("/")[2]: value for key, value in numbers.items() if key.startswith(f"teacher/{name}/")}
+        seen |= {"longest": max(header.tokens for header in its)} if seen else {}
         found.append(usable(name, its) or below_zero(name, its) or in_place(name, seen))
     return found
 
@@ -266,8 +313,8 @@ def in_place(name: str, seen: Metrics) -> Finding:
         fix = "the rows are shifted by one token: row t must be about token t, given all before it"
     elif aligned < -chance:
         fix = "it finds likely what the student finds unlikely: are these negative log-probs, with the sign lost?"
-    elif aligned < chance and n < FEW:
-        return Finding(name, False, said, "too few different tokens to judge it by", fatal=False)
+    elif aligned < chance and (n < FEW or seen.get("longest", SHORT) < SHORT):
+        return Finding(name, False, said, "too few different tokens, or too short answers, to judge it by", fatal=False)
     elif aligned < chance:
         fix = "it has nothing to do with these tokens: another model, another tokenizer, rows of another request?"
     else:

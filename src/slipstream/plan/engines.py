@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from slipstream.config.base import at_first
@@ -50,6 +53,8 @@ class GatewayPlan:
     name: str
     """Of the model, as agents see it."""
     vocabulary: int
+    token: str = field(default_factory=partial(secrets.token_urlsafe, 32), compare=False, repr=False)
+    """What agents that are started elsewhere show to take episodes and to grade them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +254,10 @@ def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
                 words[name] = tuple(shlex.split(given))
             except ValueError as error:
                 raise ConfigError(f"environment.gateway.{name} = {given!r}: {error}") from None
-    return Agent(command=words["command"] or (), verify=words["verify"], workspace=gateway.workspace, walled=walled)
+    verify = words["verify"] and tuple(  # which begins somewhere else
+        str(Path(word).absolute()) if "/" in word and Path(word).exists() else word for word in words["verify"]
+    )
+    return Agent(command=words["command"] or (), verify=verify, workspace=gateway.workspace, walled=walled)
 
 
 def scorer_of(config: Config, name: str) -> ScorerPlan:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from slipstream.engines.gateway.judging import too_large
 from slipstream.engines.gateway.programs import Agent
 from slipstream.engines.gateway.walls import Walls
 from slipstream.engines.native.config import generation_of
@@ -14,6 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.plan.engines import EnvironmentPlan
 from slipstream.tasks.chat import Tokenizer, stop_ids
 from slipstream.tasks.environments.hosts import schemas
+from slipstream.tasks.sandbox import sandbox_of
 
 Tools = Sequence[dict[str, Any]] | None
 """Their JSON schemas; None where there is no environment."""
@@ -40,9 +42,13 @@ def check_agent(agent: Agent) -> None:
         Walls.new()
     if agent.workspace is not None and not Path(agent.workspace).is_dir():
         raise ConfigError(f"environment.gateway.workspace = {agent.workspace!r} is no directory")
+    if agent.verify and agent.workspace is not None and (why := too_large(Path(agent.workspace))):
+        raise ConfigError(f"environment.gateway.workspace = {agent.workspace!r}: {why}: leave out what is not needed")
+    if agent.verify and "judge.py" in agent.verify:
+        sandbox_of("bubblewrap")  # whose tests run the solution there, whatever sandbox the agent has
     for name, words in (("command", agent.command), ("verify", agent.verify)):
         said = words[0] if words else ""
-        inside = "/" in said and not Path(said).is_absolute()
+        inside = name == "command" and "/" in said and not Path(said).is_absolute()
         there = str(Path(agent.workspace or "/nowhere", said)) if inside else said
         if words is not None and shutil.which(there) is None:
             where = "in the workspace, where it begins (a program elsewhere has an absolute path)" if inside else "here"

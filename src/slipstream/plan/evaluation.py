@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.config.schema import DataConfig
+from slipstream.config.schema import DataConfig, name_of
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import DataError
@@ -16,9 +17,11 @@ from slipstream.records import Prompt
 from slipstream.tasks import grading
 from slipstream.tasks.chat import Tokenizer, check_ids, encode_rows
 from slipstream.tasks.data import Prompts, Row
-from slipstream.tasks.rewards import unfit
+from slipstream.tasks.rewards import Answer, unfit
 
 SLOTS = 64
+FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>")
+"""How models write an answer, for rewards to be tried on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,48 @@ def eval_prompts(
     """Prompts in the order of the rows; with `tells`, for agents."""
     prompts = Prompts(rows, encode_rows(rows, tokenizer, data, tools), seed=seed, shuffle=False, tells=tells)
     return [prompts.at(number) for number in range(len(rows))]
+
+
+def never_right(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
+    """Return warnings of rewards that give 0 to right answers of the data in each of the usual forms."""
+    asked = [row for row in rows[:3] if isinstance(row.ground_truth, str | int | float)]
+    answers = [
+        Answer(text=text, messages=[{"role": "assistant", "content": text}], tokens=[], prompt=str(row.prompt),
+               ground_truth=row.ground_truth, meta=row.meta, data_source=row.data_source, finish="eos", outcome={})
+        for row in asked
+        for text in (form.format(row.ground_truth) for form in FORMS)
+    ]  # fmt: skip
+    process = grading.GradingProcess(rewards, timeout=1.0)
+    try:
+        grades = [each for each in process.grades(answers) if isinstance(each, dict)]
+    finally:
+        process.close()
+    return [
+        f"task.reward = {reward!r} gives 0 to the right answer of {asked[0].place} and others, {answers[0].text!r}, in "
+        f"every form that was tried ({answers[3].text!r} …): is any answer ever right?"
+        for reward in rewards
+        if grades and not any(each[name_of(reward)] for each in grades)
+    ]
+
+
+def repeated(prompts: Prompts, held_out: Mapping[str, Sequence[Prompt]]) -> list[str]:
+    """Return warnings of training prompts that are mostly copies, and of held-out prompts that are trained on, too."""
+    hashes = [hash(tokens.tobytes()) for tokens in prompts.tokens]
+    times, found = Counter(hashes), list[str]()
+    most, copies = times.most_common(1)[0]
+    if copies > 1 and len(times) <= len(hashes) / 2:
+        place = prompts.rows[hashes.index(most)].place
+        found.append(
+            f"data.train: {len(hashes)} rows hold {len(times)} different prompts; that of {place} comes {copies} times"
+        )
+    for name, asked in held_out.items():
+        both = [prompt.id for prompt in asked if hash(prompt.tokens.tobytes()) in times]
+        if len(both) > len(asked) / 100:
+            found.append(
+                f"data.eval{name and '.'}{name}: {len(both)} of {len(asked)} held-out prompts are in data.train too, "
+                f"{both[0]} first: accuracy on them shows what was learned by heart"
+            )
+    return found
 
 
 def evaluation(model: str, sets: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer, asked: Asked) -> Evaluation:

@@ -23,11 +23,12 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import check_adapters, continued
+from slipstream.plan.ends import EndProbe
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of, environment_of
 from slipstream.plan.environment import Tools, tools_of
-from slipstream.plan.evaluation import eval_prompts, graded_rows
+from slipstream.plan.evaluation import eval_prompts, graded_rows, never_right, repeated
 from slipstream.plan.placement import Need, check_room, needs, size
-from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes
+from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes, sources_of
 from slipstream.plan.vllm import sampler_context, with_vllm
 from slipstream.records import Prompt
 from slipstream.runlog import check_trackers
@@ -35,6 +36,7 @@ from slipstream.tasks import grading
 from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
 from slipstream.tasks.context import check_function
 from slipstream.tasks.data import Prompts, check_there, check_told, load_rows
+from slipstream.tasks.sandbox.cgroups import in_force, writable
 from slipstream.tasks.sources import has_splits
 
 TOO_FAST = 0.1
@@ -42,8 +44,9 @@ TOO_FAST = 0.1
 
 SAMPLE = 1 << 10
 """Bytes that a sample on its way needs at the least."""
-PROCESS, OPEN_FILES = 50 << 20, 4
-"""Bytes that a process needs at the least, and files that are open for it, here or in the nursery."""
+PROCESS, OPEN_FILES, CROWD = 50 << 20, 4, 32
+"""Bytes that a process needs at the least; files that are open for it, here or in the nursery; and most
+engines, and threads of an engine, for each CPU."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Plan:
     """As it will run: with what only the files, and the engines that are installed, could tell."""
     method: Method
     tokenizer: Tokenizer
+    end_ids: tuple[int, ...]
+    """The student's end tokens."""
     prompts: Prompts
     held_out: Mapping[str, Sequence[Prompt]]
     """By set."""
@@ -63,6 +68,8 @@ class Plan:
     notes: tuple[str, ...]
     """What was decided for a person who did not say."""
     warnings: tuple[str, ...]
+    ends: Mapping[str, EndProbe]
+    """What the start check asks each teacher of end tokens; none where there is nothing to ask."""
 
     @property
     def needs(self) -> list[Need]:
@@ -89,7 +96,7 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     check_adapters(config.student, config.learner.lora, models_here(config))
     check_dropout(config)
     check_support(config)
-    scored = check_teachers(config, tokenizer, prompts)
+    scored, ends = check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer, tools, notes.append) if config.eval.every else {}
     asked = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
     longest = max(map(len, asked))
@@ -99,19 +106,25 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     notes += [f"{kind}: one at first, up to {n} as the run needs them" for kind, n in config.most_workers.items()]
     notes += [*position_notes(config), *baseline_notes(config), *clip_notes(config), *draw_notes(config)]
     notes += freshness_notes(config)
-    notes += checkpoint_notes(config)
+    notes += [*checkpoint_notes(config), *sandbox_notes(config)]
     engines = engines_of(config, method)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
+    if config.environment is None:  # in one, equal prompts may have different hidden states
+        warnings += repeated(prompts, held_out)
+        if tried := [each for each in config.task.reward if each != "exact" and config.task.sandbox is None]:
+            warnings += never_right(prompts.rows, tried)
     return Plan(
         config=config,
         method=method,
         tokenizer=tokenizer,
+        end_ids=tuple(sorted(stop_ids(tokenizer, generation_of(config.student)))),
         prompts=prompts,
         held_out=held_out,
         engines=engines,
         sampling=rollout_sampling(config),
         notes=tuple(notes),
         warnings=tuple(warnings),
+        ends=ends,
     )
 
 
@@ -133,6 +146,8 @@ def at_a_glance(config: Config) -> None:
             check_function(name, teacher.context, graded=bool(config.task.reward))
     if (config.learner.lora is not None or is_adapter(config.student)) and find_spec("peft") is None:
         raise ConfigError("learner.lora needs peft: pip install 'slipstream[lora]'")
+    if config.environment is not None and config.environment.gateway is not None and find_spec("uvicorn") is None:
+        raise ConfigError("environment.gateway needs Starlette and uvicorn: pip install 'slipstream[gateway]'")
     for model in models_here(config):
         check_model(model)
     for name, teacher in config.teachers.items():
@@ -230,9 +245,18 @@ def most(workers: SamplerConfig | TeacherConfig) -> int:
 def check_processes(config: Config) -> None:
     """More engines than this machine can hold would not fail, but make it swap for hours."""
     runtime, samplers = config.runtime, most(config.sampler)
-    if runtime.kind == "inline" or runtime.address is not None:
+    if runtime.address is not None:
         return
     engines = samplers + config.learner.ranks + sum(map(most, config.teachers.values()))
+    threads = max(runtime.threads, config.learner.threads or 1)
+    for number, what, setting in (
+        (engines, "engines", "sampler.replicas or those of a teacher"),
+        (threads, "threads of an engine", "runtime.threads or learner.threads"),
+    ):
+        if number > (room := CROWD * (os.cpu_count() or 1)):
+            raise ConfigError(f"{number} {what} are more than the {room} ({CROWD} for each CPU here): lower {setting}")
+    if runtime.kind == "inline":
+        return
     beside = runtime.graders if config.task.reward else 0
     beside += config.environment.processes if config.environment is not None else 0
     beside *= samplers
@@ -317,12 +341,14 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
     check_ids(rows, tokens, config.student, vocabulary_of(config.student))
     check_budget("learner", config.learner.token_budget, max(map(len, tokens)) + max_tokens)
+    teachers = routes(config, rows)
     return Prompts(
         rows,
         tokens,
         seed=config.seed,
         shuffle=data.shuffle,
-        teachers=routes(config, rows),
+        teachers=teachers,
+        sources=sources_of(config, rows, teachers),
         tells=has_agents(config),
     )
 
@@ -416,6 +442,14 @@ def checkpoint_notes(config: Config) -> list[str]:
     return [f"checkpoints {times} and at the end, of which {asked.keep} are kept"] if times else []
 
 
+def sandbox_notes(config: Config) -> list[str]:
+    """Say what bounds programs in a sandbox of this machine, if the config has one."""
+    there = config.environment
+    judged = there is not None and there.gateway is not None and there.gateway.verify is not None
+    named = [config.task.sandbox, there.sandbox if there is not None and there.gateway is None else None]
+    return [in_force(writable())] if judged or "bubblewrap" in named else []
+
+
 def clip_notes(config: Config) -> list[str]:
     """Ratios to what drew are 1 where every update is one step on answers of its own weights."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
@@ -476,7 +510,7 @@ def warnings_of(config: Config) -> list[str]:
     found: list[str] = []
     never = {
         "checkpoint.every": (config.checkpoint.every, "only what checkpoint.minutes asks for is saved, and the end"),
-        "eval.every": (config.eval.every, "only the student as it was at the start is evaluated"),
+        "eval.every": (config.eval.every, "only the first and the final student are evaluated"),
         "learner.warmup": (config.learner.warmup, "learner.lr is never reached"),
     }
     found += [

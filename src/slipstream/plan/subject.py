@@ -7,13 +7,13 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.config.file import load
 from slipstream.config.schema import Config
 from slipstream.durable import MANIFEST, damage
 from slipstream.errors import ConfigError, RunDirError, did_you_mean
 from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.plan.engines import environment_of
 from slipstream.plan.evaluation import Asked
+from slipstream.rundir import RunDir
 from slipstream.runlog import LEDGER, METRICS
 
 DEEPEST = 3
@@ -39,7 +39,7 @@ def subject_of(name: str) -> Subject:
     if run is None:
         check_no_run_is_meant(name)
         return Subject(name)
-    config = load(run / "config.toml", [], say=str)
+    config = RunDir(run).config
     notes: list[str] = []
     if path.absolute() == run.absolute():
         path = student_of(run, notes)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from slipstream.config.schedule import Async
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.config.teacher import routed_by
 from slipstream.engines.http.check import Wanted, check
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
 from slipstream.pipeline.silence import Silence
+from slipstream.plan.ends import EndProbe, check_same_end, end_probes, template_end
 from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints
 from slipstream.tasks.chat import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
 from slipstream.tasks.context import TemplateContext
 from slipstream.tasks.data import Prompts, Row
+from slipstream.tasks.layouts import told
 
 PROBED = 16
 """Tokens of a prompt that are sent to an endpoint, to see."""
@@ -49,14 +52,42 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> dict[str, int]:
-    """What can be known of them from here: vocabulary, context and room for the longest sequence.
+def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> list[str]:
+    """Return what updates keep the mixture of, for every row: its teacher and its value in `schedule.mixture`."""
+    column = config.schedule.mixture if isinstance(config.schedule, Async) else None
+    if column is None:
+        return list(teachers)
+    setting = f"schedule.mixture = {column!r}"
+    values = [
+        str(row.data_source if column == "data_source" else told(row.place, row.meta, column, "schedule.mixture"))
+        for row in rows
+    ]
+    if len(set(values)) == 1:
+        raise ConfigError(f"{setting} does nothing: every row has {values[0]!r} there; drop it")
+    if len(set(values)) == len(values) > config.groups_per_update:
+        raise ConfigError(
+            f"{setting}: no two rows have the same there: name a column of few values, or write "
+            'schedule.order = "submission"'
+        )
+    return [f"{teacher} {value}" for teacher, value in zip(teachers, values, strict=True)]
 
-    Returns the tokens of that sequence, for every teacher that runs here.
+
+def check_teachers(
+    config: Config, tokenizer: Tokenizer, prompts: Prompts
+) -> tuple[dict[str, int], dict[str, EndProbe]]:
+    """Check what can be known of teachers from here: vocabulary, end tokens, context and room for the longest sequence.
+
+    Returns the tokens of that sequence, for every teacher that runs here, and what teachers are asked of end tokens.
     """
-    found: dict[str, int] = {}
+    found, stops, ends = dict[str, int](), set[int](), dict[str, set[int]]()
+    plain = isinstance(prompts.rows[0].prompt, str) and not config.data.chat
+    template = None if plain else template_end(tokenizer, config.data.template_args)
     for name, teacher in config.teachers.items():
-        check_vocabulary(config, name, tokenizer)
+        theirs = check_vocabulary(config, name, tokenizer)
+        names = config.student, teacher.tokenizer or config.model_of(teacher)
+        stops, its = check_same_end(f"teachers.{name}", names=names, tokenizers=(tokenizer, theirs), template=template)
+        if teacher.context is None:
+            ends[name] = its
         if teacher.base_url is not None:
             continue
         model = config.model_of(teacher)
@@ -70,10 +101,11 @@ def check_teachers(config: Config, tokenizer: Tokenizer, prompts: Prompts) -> di
         found[name] = max(map(len, tokens)) + max_tokens
         if teacher.engine == "native":
             check_budget(f"teachers.{name}", teacher.token_budget, found[name])
-    return found
+    return found, end_probes(stops, ends, tokenizer, prompts, max_tokens=config.sampler.max_tokens)
 
 
-def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> None:
+def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> Tokenizer:
+    """Raise ModelError unless the teacher's ids mean what the student's do; returns its tokenizer."""
     teacher = config.teachers[name]
     theirs = teacher.tokenizer or config.model_of(teacher)
     try:
@@ -86,6 +118,7 @@ def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> None:
             f"uses ({error})"
         ) from None
     check_same_vocabulary(tokenizer, loaded, names=(config.student, theirs))
+    return loaded
 
 
 def check_embeddings(student: str, name: str, model: str) -> None:

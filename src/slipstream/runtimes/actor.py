@@ -26,7 +26,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from slipstream.errors import RecordsLost, WorkerDied, first_line
-from slipstream.runtimes.exchange import CANCEL, GOODBYE, PING, Answer, Body, Call, Host, RemoteWorker, swapped
+from slipstream.runtimes.exchange import CANCEL, GOODBYE, PING, Answer, Body, Call, Host, RemoteWorker, renamed
 
 TICK = 0.02
 """Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
@@ -74,7 +74,7 @@ class Actor:
             answer, place = body.index
             return bundles[body.bundle][answer][place]
 
-        self.early[turn] = swapped(calls, found)
+        self.early[turn] = renamed(calls, found)
         while self.turn in self.early:  # Ray does not promise that they arrive in order
             for call in self.early.pop(self.turn):
                 self.host.accept(call)
@@ -161,7 +161,7 @@ class RayLink:
         self.sent = loop.time()
         calls, bundles = worker.posted(), dict[Any, int]()
         try:
-            named = swapped(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
+            named = renamed(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
             returned = self.actor.exchange.remote(self.turn, named, *bundles)
         except Exception as error:  # an argument cannot be sent: nothing has left
             worker.fail([call.id for call in calls], error)
@@ -205,7 +205,7 @@ class RayLink:
 def bundles(call: Call) -> set[Any]:
     """What the bodies in a call lie in."""
     found = set[Any]()
-    swapped(call, lambda body: found.add(body.bundle))
+    renamed(call, lambda body: found.add(body.bundle))
     return found
 
 

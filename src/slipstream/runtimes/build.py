@@ -11,7 +11,6 @@ from slipstream.engines.episodes import Episodes
 from slipstream.engines.gateway.agents import Agents
 from slipstream.engines.gateway.guests import Guests
 from slipstream.engines.gateway.programs import Programs
-from slipstream.engines.gateway.server import Server
 from slipstream.engines.gateway.sessions import Bounds
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
@@ -69,12 +68,15 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
 
 def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan, tokenizer: Tokenizer) -> Agents:
     """The port is taken first: if it is not free, nothing is loaded in vain."""
-    guests, agent, seconds = Guests(), gateway.agent, there.limits.seconds
+    from slipstream.engines.gateway.server import Server  # an extra
+
+    guests, agent, seconds = Guests(gateway.token, there.limits.step_seconds / 2), gateway.agent, there.limits.seconds
     with ExitStack() as stack:
-        other, walled = guests.answer if agent is None else None, agent is not None and agent.walled
-        server = Server(gateway.name, gateway.host, gateway.port, other, walled=walled)
+        outside, walled = guests if agent is None else None, agent is not None and agent.walled
+        server = Server(gateway.name, gateway.host, gateway.port, outside, walled=walled)
         stack.callback(server.close)
-        players = guests if agent is None else Programs(agent, socket=server.walled_at, seconds=seconds)
+        times = {"seconds": seconds, "step_seconds": there.limits.step_seconds}
+        players = guests if agent is None else Programs(agent, socket=server.walled_at, **times)
         policy = build_policy(plan, tokenizer)
         stack.callback(policy.close)
         ends = stop_ids(tokenizer, generation_of(plan.model))

@@ -99,6 +99,12 @@ def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
             return value
 
 
+def renamed(value: Any, change: Callable[[Body], Any]) -> Any:
+    """Return the same calls with every reference in them changed. A record that the coordinator made itself has none:
+    it travels inside the call."""
+    return swapped(value, lambda body: change(body) if isinstance(body, Body) else body)
+
+
 def failed(id: int, error: BaseException) -> Answer:
     trace = "".join(traceback.format_exception(error))
     try:

@@ -34,7 +34,7 @@ from slipstream.engines.http.client import TAKEN
 from slipstream.errors import AllDied, EngineError
 from slipstream.plan.engines import EnginesPlan
 from slipstream.runtimes.channel import Channel, Parcel
-from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, swapped
+from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, renamed
 from slipstream.runtimes.places import Place, Say, Staff, built, engines_from, gpus_each, loading, places
 from slipstream.runtimes.worker import GPUS, Birth, nurse
 from slipstream.tasks.chat import Tokenizer
@@ -187,7 +187,7 @@ class LocalLink:
     def _send(self, worker: RemoteWorker, call: Call) -> None:
         places = dict[Parcel, int]()
         try:
-            named = swapped(call, lambda body: Body(places.setdefault(body.bundle, len(places)), body.index))
+            named = renamed(call, lambda body: Body(places.setdefault(body.bundle, len(places)), body.index))
             self.channel.send(named, list(places))
         except Exception as error:  # an argument cannot be sent, whatever its pickling raises
             worker.fail([call.id], error)

@@ -24,7 +24,7 @@ from slipstream.engines.base import (
 from slipstream.errors import ConfigError
 from slipstream.pipeline.pool import names, scorer_name
 from slipstream.plan.engines import EnginesPlan, LearnerPlan, ScorerPlan
-from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt
+from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Prompt, Rollout, Said
 from slipstream.runtimes.exchange import REMINDER, RemoteWorker
 from slipstream.runtimes.ranked import RankedLearner
 from slipstream.tasks.chat import Tokenizer
@@ -51,6 +51,10 @@ class RemoteScorer(RemoteWorker):
     async def score(self, group: Group) -> list[Handle]:
         scored: list[Handle] = await self.call("score", group)
         return scored
+
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+        said: list[Said] = await self.call("probe", list(texts), attempts)
+        return said
 
     async def relabel(self, group: Group) -> list[Handle]:
         relabelled: list[Handle] = await self.call("relabel", group)
@@ -82,8 +86,8 @@ class RemoteLearner(RemoteWorker):
         weighed: list[Weighed] = await self.call("weigh", batch)
         return weighed
 
-    async def compare(self, batch: Batch) -> Metrics:
-        metrics: Metrics = await self.call("compare", batch)
+    async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
+        metrics: Metrics = await self.call("compare", batch, teacher)
         return metrics
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:

@@ -66,8 +66,8 @@ class RankedLearner:
     async def weigh(self, batch: Batch) -> list[Weighed]:
         return (await self._all(lambda rank: self.ranks[rank].weigh(batch)))[0]
 
-    async def compare(self, batch: Batch) -> Metrics:
-        return (await self._all(lambda rank: self.ranks[rank].compare(batch)))[0]
+    async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
+        return (await self._all(lambda rank: self.ranks[rank].compare(batch, teacher)))[0]
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
         return (await self._all(lambda rank: self.ranks[rank].export(teacher)))[0]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Any
 
@@ -22,6 +24,7 @@ import ray
 from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
 
+from slipstream.durable import alone_in, held, writer
 from slipstream.engines.base import Engines
 from slipstream.errors import AllDied, ConfigError, first_line
 from slipstream.plan.engines import EnginesPlan
@@ -45,6 +48,8 @@ sweep
 test "$now" || for more in 1 2 3 4 5; do sleep 1; sweep; done
 """
 """When the coordinator has said so, or was killed: some of Ray's agents would stay for ever, and write."""
+PREFIX = "ray-"
+"""How the names of directories of Ray begin that are made here."""
 OURS = "slipstream"
 """What a Ray that was started here has: as much room as whoever comes later asks for."""
 VITAL = ("gcs_server", "raylet")
@@ -91,14 +96,29 @@ def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say:
 
 @contextmanager
 def directory() -> Iterator[str]:
-    """For sockets and logs of Ray. A process that does nothing else removes it, with all that is left of Ray."""
+    """Make a directory for sockets and logs of Ray. A process of its own removes it, with all that is left of Ray.
+
+    If that process is killed, too, the next run removes the directory: its lock is no longer held then.
+    """
     usual = tempfile.gettempdir()
-    path = tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) <= SHORT else "/tmp")
-    with Popen(["sh", "-c", JANITOR, path], stdin=PIPE, start_new_session=True) as janitor:
+    where = Path(usual if len(usual) <= SHORT else "/tmp")
+    remove_abandoned(where)
+    path = tempfile.mkdtemp(prefix=PREFIX, dir=where)
+    with (
+        alone_in(Path(path)),
+        Popen(["sh", "-c", JANITOR, path], stdin=PIPE, start_new_session=True) as janitor,
+    ):
         try:
             yield path
         finally:
             janitor.communicate(b"now\n")
+
+
+def remove_abandoned(where: Path) -> None:
+    """Remove directories of Ray whose run is gone. One without a lock is of somebody else, or is just being made."""
+    for path in where.glob(f"{PREFIX}*"):
+        if writer(path) and held(path) is False and path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def start_here(cpus: int, path: str) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 
 from slipstream.linux import LINUX, adopt_orphans, be_called, die_with_parent, wake_with_parent
 from slipstream.runtimes.channel import Channel, Mapped, Packed, Parcel
-from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, swapped
+from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, renamed
 
 GRACE = 5.0
 """Seconds in which what killed engines leave behind ends by itself: graders."""
@@ -162,7 +162,7 @@ async def serve(name: str, ours: socket) -> None:
     def heard(call: Call, parcels: list[Parcel]) -> None:
         try:
             bodies = [opened(parcel) for parcel in parcels]
-            host.accept(swapped(call, lambda body: found(bodies, body)))
+            host.accept(renamed(call, lambda body: found(bodies, body)))
         except Exception as error:  # whatever unpickling raises is the caller's to hear
             tell(failed(call.id, error), [])
 

@@ -1,5 +1,8 @@
 """Policy losses of row scope: a token's loss depends on the other tokens of its row. See `token` for the terms.
 
+A row is a whole sequence: where an episode has several branches, the trained tokens of all of them, one branch behind
+the other.
+
 Shapes: B rows, T positions. `mask` is bool.
 """
 

@@ -82,7 +82,14 @@ def fresher(config: Config) -> list[Change]:
 
 
 def slower(config: Config, factor: float = 0.5) -> Change:
-    return {"learner.lr": config.learner.lr * factor}
+    return {"learner.lr": float(f"{config.learner.lr * factor:.2g}")}
+
+
+def risen(case: Case) -> list[float]:
+    """Return the limits that the KL to the teachers has crossed: a tenth above its best, or above what it was, or twice
+    that of the first update, at which answers are short, as those are finished first."""
+    now, known = case.kl_now, ((case.kl_best, 1.1), (case.kl_then, 1.1), (case.kl_first, 2.0))
+    return [times * kl.mean for kl, times in known if now.above(kl) and now.mean > times * kl.mean]
 
 
 # --- A: engines -------------------------------------------------------------------------------------------------------
@@ -114,7 +121,7 @@ UNPUBLISHED = (
 
 def apart(known: Sequence[Line], gap: Level, limit: float, *, exact: bool) -> tuple[str, float, float] | None:
     """Which number is beyond which limit. The largest difference counts by itself: a mean would hide one expert."""
-    k3 = fmean(values_of(known, "k3_kl")) if known else 0.0
+    k3 = fmean(values_of(known, "k3_kl") or [0.0])
     if gap.over(limit) or (exact and k3 > limit):
         return "kl", max(gap.mean, k3), limit
     if k3 > ROUNDED:  # below, where all tokens are nearly certain, a correlation is one of rounding errors
@@ -167,13 +174,11 @@ def stale(case: Case) -> Found | None:
 def worse(case: Case) -> bool:
     """The KL to the teachers is above its best by a tenth, beyond chance, and no reward is better for it; or rewards
     fell, and no KL did. A teacher that moves may move away, and a loss that follows the teacher is no reverse KL."""
-    now, best, then, config = case.kl_now, case.kl_best, case.kl_then, case.config
+    config = case.config
     moving = any(teacher.follow is not None for teacher in config.teachers.values())
     other = config.loss.kind in ("forward_kl", "jsd") and case.learned_loss
-    # at the first update answers are short, as those are finished first, and their KL is less than it will be
-    least = ((best, 1.1), (then, 1.1), (case.kl_first, 2.0))
-    risen = any(now.above(kl) and now.mean > times * kl.mean for kl, times in least) and not moving and not other
-    return (risen and not case.rewarded) or (case.fall is not None and not then.above(now))
+    further = bool(risen(case)) and not moving and not other
+    return (further and not case.rewarded) or (case.fall is not None and not case.kl_then.above(case.kl_now))
 
 
 def biased(case: Case) -> Found | None:

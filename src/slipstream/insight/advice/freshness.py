@@ -1,6 +1,4 @@
-"""Rules about [freshness]: weights that leave too little of a step, and the thresholds that a pilot run suggests, as
-quantiles of what it measured at the lag that is meant.
-"""
+"""The rule about [freshness]: thresholds that a pilot run suggests, quantiles of what it measured at the lag meant."""
 
 from __future__ import annotations
 
@@ -9,27 +7,15 @@ from statistics import quantiles
 from typing import Any
 
 from slipstream.config.schedule import Async
-from slipstream.insight.advice.answer import Change, Found
-from slipstream.insight.advice.drift import fresher, worse
+from slipstream.insight.advice.answer import Found
 from slipstream.insight.advice.readings import Case, values_of
 
 MANY = 50
 """Samples, or updates, that make a tenth of them known."""
 NEAR = 0.2
 """By which share a setting may be off."""
-THIN = 0.3
-"""Mean weight below which a step is one of few samples."""
 KAPPAS = {"kappa_f": "buffer_f", "kappa_roll": "buffer_roll_coverage", "kappa_sup": "buffer_sup_coverage"}
 """Thresholds of a refresh, and what they are for."""
-
-
-def thins(case: Case) -> Found | None:
-    """Few samples make a step that is as large as one of many."""
-    fresh, weight = case.config.freshness, case.now("freshness/weight")
-    if fresh is None or fresh.weight == "equal" or not weight.under(THIN) or not worse(case):
-        return None
-    changes: list[Change] = [{"freshness.weight": "equal"}, {"freshness.weight": "equal", "freshness.anchor": 0.1}]
-    return Found(metric="freshness/weight", value=weight.mean, limit=THIN, changes=[*changes, *fresher(case.config)])
 
 
 def thresholds(case: Case) -> Found | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from math import sqrt
 from statistics import median
 
 from slipstream.insight.advice.answer import Change, Found
-from slipstream.insight.advice.drift import DRIFTED, fresher, slower, worse
+from slipstream.insight.advice.drift import DRIFTED, WATCHED, fresher, risen, slower, worse
 from slipstream.insight.advice.readings import WINDOW, Case, Level, level, values_of
 from slipstream.insight.advice.teachers import ALIKE, PATIENCE
 
@@ -24,13 +25,20 @@ GATED = 0.25
 """Share of samples that count nothing."""
 
 
+ANSWERS = 8
+"""Answers of an update of which the gradient is mostly noise."""
+COLD = 0.5
+"""Temperature below which little is drawn but what the student is sure of."""
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def too_large(case: Case) -> Found | None:
     """What one update moves is a matter of its size; what many move while a sample waits is staleness."""
     leaps, harm, steps = case.moved.over(DRIFTED), worse(case), case.steps
-    changes: list[Change] = [slower(case.config, 0.2 if leaps else 0.5)]
+    # the KL of a step grows with the square of its size; where no step was measured, a tenth is tried first
+    changes: list[Change] = [slower(case.config, sqrt(WATCHED / case.moved.mean) if leaps else 0.1)]
     if leaps:
         return Found(
             metric="drift/kl/lag_1", value=case.moved.mean, limit=DRIFTED, changes=changes,
@@ -47,8 +55,21 @@ def too_large(case: Case) -> Found | None:
         return None
     if (fall := case.fall) is not None:
         return Found(metric=fall.name, value=fall.now, limit=0.9 * fall.best, changes=changes)
-    limit = min(1.1 * case.kl_best.mean, 2 * case.kl_first.mean)
-    return Found(metric="teacher/kl", value=case.kl_now.mean, limit=limit, changes=changes)
+    return Found(metric="teacher/kl", value=case.kl_now.mean, limit=min(risen(case)), changes=changes)
+
+
+def poor_samples(case: Case) -> Found | None:
+    """Settings that are to blame only if the student has not learned."""
+    if case.gained or len(case.lines) < 2 * WINDOW:
+        return None
+    learner, sampler = case.config.learner, case.config.sampler
+    if learner.batch_size < ANSWERS:
+        more: Change = {"learner.batch_size": -(-32 // sampler.group) * sampler.group}
+        return Found(metric="samples", value=learner.batch_size, limit=ANSWERS, changes=[more])
+    if sampler.temperature < COLD:
+        warmer: Change = {"sampler.temperature": 1.0}
+        return Found(metric="sampler.temperature", value=sampler.temperature, limit=COLD, changes=[warmer])
+    return None
 
 
 def spikes(case: Case) -> Found | None:

@@ -119,7 +119,9 @@ def slow_learner(case: Case) -> Found | None:
     if not enough(case) or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
         return None
     learner = case.config.learner
-    changes: list[Change] = [{"learner.ranks": 2 * learner.ranks}, {"learner.compute_dtype": "bfloat16"}]
+    changes: list[Change] = [{"learner.ranks": 2 * learner.ranks}]
+    if case.config.runtime.device.startswith("cuda"):  # on CPUs bfloat16 is slower
+        changes.append({"learner.compute_dtype": "bfloat16"})
     if not learner.shared_prompt and case.config.sampler.group > 1:
         changes.insert(0, {"learner.shared_prompt": True})
     return Found(metric="seconds/data", value=waited, limit=RESTS, changes=changes)

@@ -28,6 +28,8 @@ SURE = 0.1
 """Nats: a student that is surer of every token leaves nothing to compare a teacher by."""
 HEAD, LOST = 4, 3.0
 """So many first tokens of an answer, which the teacher finds so many nats less likely than the student: 20 times."""
+UNLIKELY = 4.6
+"""Nats by which a teacher finds the student's end token less likely than the student: 100 times."""
 FOREIGN = 2.3
 """Nats of KL at the first updates: the teacher finds every token ten times less likely than the student does."""
 ALIKE = 0.02
@@ -67,6 +69,8 @@ def fails(case: Case) -> Found | None:
 def another_teacher(case: Case) -> Found | None:
     """Had its numbers nothing to do with these tokens, their correlation with the student's would have mean 0 and
     standard deviation 1/√(n − 1), whatever they are: over three of these is the bar, as before a run."""
+    if distance(case.lines[:WINDOW]).above(case.kl_first):  # of a student that ran away it tells nothing
+        return None
     pairs = [pair for sample in case.samples for pair in pairs_of(sample)][: 4 * ENOUGH]
     if len(pairs) < ENOUGH or min(ours for ours, _ in pairs) > -SURE:  # too few, or the student is sure of them all
         return None
@@ -105,6 +109,19 @@ def another_prompt(case: Case) -> Found | None:
     if not case.samples and start.over(FOREIGN) and case.kl_now.mean > start.mean / 2:
         return Found(metric="teacher/kl", value=start.mean, limit=FOREIGN, run=check(case))
     return None
+
+
+def other_end(case: Case) -> Found | None:
+    """Where answers of the first updates end by themselves, and only there, the teacher disagrees."""
+    first = [sample for sample in case.samples if sample["update"] <= WINDOW and sample.get("finish") == "eos"]
+    gaps = [[ours - theirs for ours, theirs in pairs_of(sample)] for sample in first]
+    ends, rest = level([each[-1] for each in gaps if each]), [gap for each in gaps for gap in each[:-1]]
+    if not ends.over(UNLIKELY) or (rest and ends.mean < fmean(rest) + UNLIKELY):
+        return None
+    return Found(
+        metric="samples.jsonl: gap of the last token", value=ends.mean, limit=UNLIKELY,
+        run=f"slipstream config {case.at}/config.toml --check",
+    )  # fmt: skip
 
 
 def wrong_lessons(case: Case) -> Found | None:

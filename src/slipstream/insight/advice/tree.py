@@ -14,7 +14,7 @@ from slipstream.insight.advice.answer import WEIGHTS, Answer, Rule, answered, wi
 from slipstream.insight.advice.readings import CHANCE, WINDOW, Case
 
 OF_AGE = ("staleness", "variance blow-up", "moderate drift", "ratio tails", "clip saturation", "gated samples")
-OF_DRIFT = ("biased draws", "thin steps", *OF_AGE)
+OF_DRIFT = ("biased draws", *OF_AGE)
 OF_WEIGHTS = (*OF_AGE, "step too large", "spikes", "length surge", "short answers", "entropy collapse", "nothing moves")
 SYMPTOMS = ("ratio tails", "clip saturation", "widened clip", "moderate drift", "spikes")
 
@@ -54,6 +54,7 @@ RULES: tuple[Rule, ...] = (
         watch="drift/kl/lag_0 near 0, mismatch/probs_pearson above 0.99",
         find=drift.engines_differ,
         hides=(
+            "wrong template",
             *OF_DRIFT,
             "step too large",
             "sequence weights",
@@ -115,6 +116,17 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="other end token",
+        reads="samples.jsonl: finish, logp, teacher_logp",
+        when=f"the end token of answers, in the first {WINDOW} updates, {teachers.UNLIKELY:g} nats less likely to the "
+        "teacher, and by so much more than the other tokens",
+        cause="The teacher ends answers with another token, so that the student unlearns to end them.",
+        change="none: a student and a teacher with one end token (docs/teachers.md)",
+        watch="truncated",
+        find=teachers.other_end,
+        hides=("wrong lessons", "step too large", *OF_DRIFT, "truncated answers", "length surge", "spikes"),
+    ),
+    Rule(
         name="wrong lessons",
         reads="teacher/kl reward/REWARD accuracy",
         when="the KL falls beyond chance, and to its best, while a reward falls by a tenth of its best",
@@ -138,14 +150,15 @@ RULES: tuple[Rule, ...] = (
         hides=OF_WEIGHTS,
     ),
     Rule(
-        name="thin steps",
-        reads="freshness/weight teacher/kl",
-        when=f"a mean weight below {freshness.THIN:g}, and the student is worse",
-        cause="Weights by age leave a step to few samples, and AdamW makes it as large as one of many.",
-        change='`freshness.weight = "equal"`, with `freshness.anchor = 0.1` where nothing else is left of it',
-        watch="teacher/kl falls",
-        find=freshness.thins,
-        hides=OF_WEIGHTS,
+        name="poor samples",
+        reads="samples sampler.temperature",
+        when=f"fewer than {learning.ANSWERS} answers an update, or a temperature below {learning.COLD:g}, and nothing "
+        f"learned in {2 * WINDOW} updates or more",
+        cause="So few answers make a gradient of noise; so cold ones show little but what the student is sure of.",
+        change="`learner.batch_size` of 32 or a little more; `sampler.temperature = 1.0`",
+        watch="teacher/kl, gradient/noise",
+        find=learning.poor_samples,
+        hides=("step too large", *OF_AGE, "nothing moves", "spikes"),
     ),
     Rule(
         name="step too large",
@@ -154,7 +167,7 @@ RULES: tuple[Rule, ...] = (
         "drift the KL to teachers is a tenth above its best or twice that of the first update, or a reward a tenth "
         "below its best, beyond chance",
         cause="Single updates undo what the ones before have learned.",
-        change="`learner.lr` × 0.5, × 0.2 where one update alone is too far; one epoch",
+        change="`learner.lr` × 0.1, or by √(0.02 / KL) where the KL of one update was measured; one epoch",
         watch="teacher/kl falls, drift/kl/lag_1 below 0.02",
         find=learning.too_large,
         hides=(

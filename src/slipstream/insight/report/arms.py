@@ -20,7 +20,7 @@ from slipstream.lab.study import CONDITION, is_number
 from slipstream.rundir import Line
 
 STRETCHED = 4.0
-"""From which ratio of the largest x to the smallest above 0 on steps are those of log2(x + 1)."""
+"""From which ratio of the largest x to the smallest above 0 on steps are those of the logarithm."""
 LABELS = 10
 """So many x are all named on their axis."""
 HEIGHT = 340
@@ -74,7 +74,7 @@ def main(sweep: Sweep, measure: str) -> Figure:
         figure.layout["barmode"] = "overlay"
         return figure
     xs = list(dict.fromkeys(row.x for row in rows))
-    place, axis = scale(xs)
+    place, axis = scale(xs, sweep.shift)
     lines = [
         Series(name, [place[repr(r.x)] for r in own], [r.mean for r in own if r.mean is not None], names.index(name),
                [r.se for r in own])
@@ -104,13 +104,14 @@ def only(name: str, value: float | None, names: Sequence[str]) -> list[float]:
     return [nan if value is None or each != name else value for each in names]
 
 
-def scale(xs: Sequence[Any]) -> tuple[dict[str, float], Json]:
-    """Where every x lies, and the axis that says so."""
+def scale(xs: Sequence[Any], shift: int = 1) -> tuple[dict[str, float], Json]:
+    """Return where every x lies, and the axis that says so: log2(x + shift) where x spans several doublings."""
     if not all(map(is_number, xs)):
         return {repr(x): float(i) for i, x in enumerate(xs)}, ticks(range(len(xs)), [written(x) for x in xs])
     above = [x for x in xs if x > 0]
     if min(xs, default=0) >= 0 and above and max(above) / min(above) >= STRETCHED:
-        return {repr(x): log2(x + 1) for x in xs}, ticks([log2(x + 1) for x in xs], [f"{x:g}" for x in xs])
+        logs = [log2(x + shift) for x in xs]
+        return dict(zip(map(repr, xs), logs, strict=True)), ticks(logs, [f"{x:g}" for x in xs])
     return {repr(x): float(x) for x in xs}, ticks(xs, [f"{x:g}" for x in xs]) if len(xs) <= LABELS else {}
 
 
@@ -207,7 +208,8 @@ def learning(
         ends = {row.series: [row.mean] for row in sweep.table(measure) if row.x == x and row.mean is not None}
         where = f" at {sweep.study.x} = {written(x)}" if sweep.study.x else ""
         share = unit == SHARE
-        title = course(f"{label}{where}", ends, share=share)
+        values = ends if len(found) > 1 else {found[0].name: found[0].y}  # of one series the title tells its course
+        title = course(f"{label}{where}", values, share=share)
         yield figures.ribbons(title, "", found, x=SECONDS if clock else "update", y=unit, share=share)
 
 

@@ -74,8 +74,8 @@ class Reading:
         """Of every held-out set: its name, updates, accuracy, and one standard error at most."""
         sets = dict.fromkeys(line.get("set", "") for line in self.evaluations)
         for each in sets:
-            lines = [line for line in self.evaluations if line.get("set", "") == each]
-            prompts = [line["samples"] / self.config.eval.n for line in lines]
+            lines = [line for line in self.evaluations if line.get("set", "") == each and "accuracy" in line]
+            prompts = [line.get("samples", 0.0) / self.config.eval.n for line in lines]
             values = [line["accuracy"] for line in lines]
             errors = [standard_error(value, count) for value, count in zip(values, prompts, strict=True)]
             yield each, [float(line["update"]) for line in lines], values, errors
@@ -84,7 +84,7 @@ class Reading:
 def seconds_at(metrics: Sequence[Line], update: float) -> float:
     """Seconds that a run had gone on when it had made so many updates."""
     place = bisect_left(metrics, update, key=lambda line: float(line["update"]))
-    return float(metrics[min(place, len(metrics) - 1)]["time"]) if update > 0 else 0.0
+    return float(metrics[min(place, len(metrics) - 1)].get("time", 0.0)) if update > 0 else 0.0
 
 
 def standard_error(mean: float, count: float) -> float | None:

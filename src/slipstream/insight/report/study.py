@@ -116,10 +116,10 @@ def paired(sweep: Sweep) -> Iterator[Part]:
 
 
 def slopes(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """By how much every measure of a series changes while x + 1 doubles: a head, and rows."""
+    """Return a head and rows: by how much every measure of a series changes while x, or x + 1 of a lag, doubles."""
     found = {(each.series, m): apart(each.found, m) for m in sweep.measures for each in sweep.slopes(m)}
     names = dict.fromkeys(name for name, _ in found)
-    head = [f"slope against log2({sweep.study.x} + 1)", *(words(m)[0] for m in sweep.measures)]
+    head = [f"slope against {sweep.doublings}", *(words(m)[0] for m in sweep.measures)]
     return head, [[name, *(found.get((name, m), "") for m in sweep.measures)] for name in names]
 
 

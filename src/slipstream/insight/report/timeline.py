@@ -53,9 +53,9 @@ class Stretch(NamedTuple):
 def slices(run: Reading) -> list[Slice]:
     """What workers did, in order of time."""
     lines = run.run.picked(TRACE, lambda _, line: line.startswith((SLICE, NAME)))
-    workers = {line["tid"]: str(line["args"]["name"]) for line in lines if line["name"] == "thread_name"}
+    workers = {line["tid"]: str(line["args"].get("name", "")) for line in lines if line["name"] == "thread_name"}
     found = [
-        Slice(workers[line["tid"]], str(line["name"]), line["ts"] / 1e6, line["dur"] / 1e6)
+        Slice(workers.get(line["tid"], f"worker {line['tid']}"), str(line["name"]), line["ts"] / 1e6, line["dur"] / 1e6)
         for line in lines
         if line["ph"] == "X"
     ]
