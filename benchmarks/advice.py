@@ -214,6 +214,9 @@ PLANTED: dict[str, Plant] = {
     "lr 2e-2, async(4)": Plant("step too large", at(2e-2)),
     "lr 2e-2, sync": Plant("step too large", {**at(2e-2), **schedule("sync")}),
     "lr 1e-2, sync": Plant("step too large", {**at(1e-2), **schedule("sync")}),
+    "lr 0.2, async(4)": Plant("step too large", at(0.2)),
+    "batch of 1": Plant("poor samples", {"learner": {"batch_size": 1}}),
+    "draws at temperature 0.2": Plant("poor samples", {"sampler": {"temperature": 0.2}, "updates": 30}),
     "reward for length": Plant(
         "length surge", {**rewarded("longer"), "sampler": {"max_tokens": 110, "group": 8}, **at(1e-3, batch_size=64)}
     ),
@@ -235,7 +238,7 @@ PLANTED: dict[str, Plant] = {
 
 def planted(plant: Plant, path: Path, *, seed: int = 7) -> Advice:
     with behind(plant) as teachers:
-        config = config_of(seed, plant.changes | teachers | {"runtime": {"kind": "inline"}})
+        config = config_of(seed, plant.changes | teachers | {"runtime": {"kind": "inline"}, "health": {"canary": 0}})
         if not path.exists():
             train_with(plant.done, config, path)
     return advise(read(path))

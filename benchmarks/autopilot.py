@@ -20,7 +20,6 @@ from statistics import fmean, median
 from typing import Any
 
 from schedules import BATCH, MAX_TOKENS, accuracy_of
-
 from slipstream.config.file import parse
 from slipstream.pipeline.run import Run
 from slipstream.plan.plan import plan

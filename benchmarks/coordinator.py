@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.schedule import Async
-from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.pipeline.run import Run
@@ -79,6 +79,7 @@ def config(*, updates: int, batch: int, group: int) -> Config:
         learner=LearnerConfig(batch_size=batch),
         schedule=Async(tau=4),
         checkpoint=CheckpointConfig(minutes=0),
+        health=HealthConfig(canary=0),
     )
 
 

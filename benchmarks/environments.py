@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from schedules import spread
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import slipstream
+from schedules import spread
 from slipstream.engines.base import Sampling
 from slipstream.engines.episodes import Episodes, Limits
 from slipstream.engines.native.model import split

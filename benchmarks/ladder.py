@@ -20,7 +20,10 @@ from slipstream.lab.statistics import estimate as over_seeds
 WINDOW = 10
 END, LOW, LASTS = 0.6, 0.9, 0.1
 """Collapsed: it ends below the first share of its best, and was below the second for the last part of all updates."""
-TEXT = """# How far freshness lets a run fall back
+TEXT = """# How far freshness lets a run fall back (superseded)
+
+**Superseded**, as the study that it reads ([this one](fopd.md)): the weighted arms were ruined by the scale of their
+gradients, and not by freshness.
 
 f-OPD tells of runs that collapse at lag 8 (three of five, for a coding agent) and of none with freshness. Of the runs
 of [this study](fopd.md): the mean reward of ten updates, at its best less at the end; and how many have collapsed, that

@@ -1,9 +1,8 @@
-"""The learner's step alone: speed and agreement against TRL, memory at a large vocabulary, FLOP utilisation of a GPU.
+"""The learner's step alone: speed and agreement against TRL, memory at a large vocabulary. FLOP utilisation: gpu.py.
 
     python3 -m venv /tmp/trl && /tmp/trl/bin/pip install torch==2.13.0 && /tmp/trl/bin/pip install trl==1.16.0
     python benchmarks/learner.py --trl-python /tmp/trl/bin/python [--case long] [--threads 1]
     python benchmarks/learner.py --memory [--trl-python /tmp/trl/bin/python]
-    python benchmarks/learner.py --mfu [--peak-tflops 989]
 
 Speed: the same 64 samples in every update, rolled out once by the native sampler; forward, loss, backward, clipping and
 AdamW in float32, without rollout. `draws` is the default loss on 16 draws, `exact` sums over the whole vocabulary and
@@ -32,10 +31,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from head import resident
-from learner_trl import Saved
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from head import resident
+from learner_trl import Saved
 from slipstream.assets import model_path
 from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import DataConfig, LearnerConfig
@@ -77,8 +76,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--mfu", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, default=989.0, help="dense bf16; an H200's by default")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -87,8 +84,6 @@ def main() -> None:
     if args.one:
         contend = remember if args.memory else contender
         print(json.dumps(contend(args.one, args)))
-    elif args.mfu:
-        utilisation(args)
     else:
         with tempfile.TemporaryDirectory() as scratch:
             args.scratch = Path(scratch)
@@ -420,58 +415,6 @@ def with_hidden(sample: Scored) -> Scored:
     hidden = np.random.default_rng(0).standard_normal((RESPONSE, HIDDEN)).astype(np.float32)
     logp = sample.teacher_logp
     return Scored(rollout=sample.rollout, teacher="teacher", teacher_logp=logp, teacher_hidden=hidden)
-
-
-# --- FLOP utilisation -------------------------------------------------------------------------------------------------
-
-
-def utilisation(args: argparse.Namespace) -> None:
-    """Qwen3-0.6B with random weights in bf16, 4k packed tokens, on a GPU; on a CPU a tiny shape, and no claim."""
-    cuda = torch.cuda.is_available()
-    device, dtype = ("cuda", "bfloat16") if cuda else ("cpu", "float32")
-    layers, hidden, heads, size, vocabulary = (28, 1024, 16, 128, 151_936) if cuda else (2, 64, 4, 64, 512)
-    lengths = (64, 448) if cuda else (8, 56)
-    kv = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
-    model = random_model(hidden, layers, vocabulary, **kv).to(device, getattr(torch, dtype))
-    samples = synthetic(8, *lengths, vocabulary, hidden)
-    learner = make_learner(split("random", model), ReverseKLMC(m=DRAWS), args.threads, dtype=dtype)
-    length = sum(lengths)
-    tokens, predicted = 8 * length, 8 * lengths[1]
-    head = vocabulary * hidden  # tied to the embedding, which costs nothing; and of prompts there are no logits
-    body = sum(p.numel() for p in model.parameters()) - head
-    flops = 6 * (body * tokens + head * predicted) + 6 * layers * heads * size * 8 * length**2  # causal: half of 12
-    marks: list[list[float]] = []
-
-    def mark() -> None:
-        if cuda:
-            torch.cuda.synchronize()
-        marks[-1].append(time.perf_counter())
-
-    async def work() -> str:
-        for update in range(1, WARM_UP + args.updates + 1):
-            marks.append([])
-            mark()
-            await one_update(learner, batch_of(samples, update), mark)
-            mark()
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA][: 1 + cuda]
-        with torch.profiler.profile(activities=activities):
-            pass  # it must begin in the main thread once
-        profile = torch.profiler.profile(activities=activities)
-        # and sees the operators of the thread that started it
-        learner.thread.submit(profile.start).result()
-        await one_update(learner, batch_of(samples, update + 1))
-        learner.thread.submit(profile.stop).result()
-        by = "self_device_time_total" if cuda else "self_cpu_time_total"
-        return str(profile.key_averages().table(sort_by=by, row_limit=10, max_name_column_width=60))
-
-    table = asyncio.run(work())
-    gradient, optimizer = np.median(np.diff(marks[WARM_UP:], axis=1), axis=0)
-    where = torch.cuda.get_device_name() if cuda else "CPU, a tiny shape"
-    print(f"{where}, {dtype}: {(body + head) / 1e6:,.1f} M parameters, {tokens:,} tokens, {flops / 1e12:.3f} TFLOP")
-    for name, took in (("forward and backward", gradient), ("with clipping and AdamW", gradient + optimizer)):
-        share = f", {flops / took / args.peak_tflops / 1e12:.1%} of {args.peak_tflops:,.0f} TFLOP/s" if cuda else ""
-        print(f"{name:24} {1e3 * took:8.2f} ms, {tokens / took:10,.0f} tokens/s{share}")
-    print(table)
 
 
 if __name__ == "__main__":

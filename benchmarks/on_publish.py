@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from schedules import BATCH, MAX_TOKENS, spread
-
 from slipstream.config.file import parse
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run

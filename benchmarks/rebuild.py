@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from schedules import spread
 
+from schedules import spread
 from slipstream.config.schema import DataConfig
 from slipstream.engines.base import Sampling, WeightsRef
 from slipstream.engines.native.model import load_model

@@ -19,9 +19,9 @@ from itertools import product
 from statistics import fmean, linear_regression
 
 import torch
-from frontier import ACTIONS, KINDS, LOST, NO_WAY_BACK, STATES, leads
 from torch import Tensor
 
+from frontier import ACTIONS, KINDS, LOST, NO_WAY_BACK, STATES, leads
 from slipstream.insight.report.findings import estimate
 from slipstream.lab.statistics import estimate as over_seeds
 

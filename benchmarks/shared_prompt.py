@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.engines.native.packing import Item, MicroBatch, pack, token_saving
+from slipstream.engines.native.packing import Item, MicroBatch, pack
 from slipstream.engines.native.rows import Rows, use_rows
 from slipstream.estimators.logprobs import logprobs_at
 from slipstream.estimators.numerics import joined
@@ -97,7 +97,7 @@ def compare(lm: LanguageModel, rollouts: Sequence[Rollout], budget: int, repeats
     ratios = [plain / shared for plain, shared in zip(seconds["plain"], seconds["shared"], strict=True)]
     print(
         f"|p| {len(rollouts[0].prompt.tokens):5}  G {len(rollouts):3}   "
-        f"tokens {tokens['plain']:7,} → {tokens['shared']:6,} (−{token_saving(items['shared']):.0%})   "
+        f"tokens {tokens['plain']:7,} → {tokens['shared']:6,} (−{1 - tokens['shared'] / tokens['plain']:.0%})   "
         f"{statistics.median(seconds['plain']):7.2f} s → {statistics.median(seconds['shared']):6.2f} s   "
         f"{statistics.median(ratios):5.2f}× [{min(ratios):.2f} … {max(ratios):.2f}]   "
         f"arithmetic {promise:5.2f}×   time / promise {statistics.median(ratios) / promise:.2f}",

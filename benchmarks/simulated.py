@@ -4,7 +4,7 @@
 
 One teacher, four rollout workers, three trainers; strictly synchronous runs share seven devices in turn between rollout
 and training. 256 responses per update in four mini-batches, cut at 16,384 tokens. What a stage costs follows from what
-the models weigh and what a B200 reads and multiplies (`slipstream/lab/roofline.py`); which part of that programs reach
+the models weigh and what a B200 reads and multiplies (`benchmarks/roofline.py`); which part of that programs reach
 is assumed, and so is how long responses are: a log-normal, of which some do not end before they are cut. Where each
 number is from, and what the ratios say of it, is in docs/planning.md. `--sensitivity` changes one assumption at a time.
 """
@@ -17,9 +17,7 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import Any
 
-from slipstream.config.schedule import Async, Periodic, StepOff, Sync
-from slipstream.lab.costs import Lengths
-from slipstream.lab.roofline import (
+from roofline import (
     B200,
     H100,
     QWEN3_1_7B,
@@ -31,6 +29,8 @@ from slipstream.lab.roofline import (
     costs_on,
     room,
 )
+from slipstream.config.schedule import Async, Periodic, StepOff, Sync
+from slipstream.lab.costs import Lengths
 from slipstream.lab.simulate import Forecast, Split, Work, forecast
 
 BATCH, MINIBATCHES, LONGEST, PROMPT, MOST_ROWS = 256, 4, 16384, 200, 512

@@ -21,9 +21,9 @@ from functools import partial
 
 import numpy as np
 import torch
-from schedules import spread
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from schedules import spread
 from slipstream.engines.base import Sampling
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler

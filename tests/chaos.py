@@ -1,10 +1,12 @@
-"""A run that cannot be lost: `python tests/chaos.py --faults 100`.
+"""Kill and stop the processes of a real run: `python tests/chaos.py --job tools --faults 100`.
 
-`slipstream train` learns arithmetic while its processes are killed and stopped, whichever it hits: engines, graders,
-the nursery, and the coordinator, after whose death `slipstream resume` goes on. At the end the laws are checked, one
-line for each; the accuracy is held against that of a run that was left in peace. It stands beside the tests because it
-proves and does not measure: `test_chaos.py` is a short one. Faults come at updates that follow from the seed, so the
-same seed tells the same story, as far as a story told to several processes can be the same.
+`slipstream train` learns while its processes are killed (SIGKILL) and stopped (SIGSTOP): engines, graders, hosts of
+environments, the nursery, and the coordinator, after whose death `slipstream resume` goes on. `--job` says what is
+trained: `arithmetic`, `tools` (the same in an environment with tools), `scale` (arithmetic while `slipstream scale`
+changes the number of workers) or `ranks` (arithmetic with two learner ranks). At the end the laws are checked and
+printed, one line for each. The accuracy is compared with that of a run without faults. `test_chaos.py` runs short
+stories of this kind; `make chaos` runs long ones. The seed decides at which update each fault comes, so the same seed
+gives the same faults. Which process has made how much progress by then differs from run to run.
 """
 
 from __future__ import annotations
@@ -18,14 +20,17 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 from coordinators import Coordinators, below, semaphores
+from slipstream.commands.scale import scale
+from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.runlog import read_lines
 
@@ -35,22 +40,33 @@ VICTIMS = {
     "ray": ("coordinator", "actor", "grader"),
 }
 HEARTBEAT, EVERY, TAU, GROUPS, PROMPTS = 5.0, 3, 2, 16, 400
+DEATHS = 10
+"""Kills of the coordinator in a whole trial, unless fewer faults are asked for."""
 TORCH = f"torchinductor_{getpass.getuser()}"
 """The cache of all programs that import torch's compiler; it is empty."""
-LATE = 300.0
+LATE = 600.0
 """Seconds in which a run must have come to its next update, whatever happened to it."""
+ARITHMETIC = {"student": "student", "teacher": "teacher", "data": "arithmetic", "tokens": 48, "environment": ""}
+TOOLS = {
+    "student": "tool_student",
+    "teacher": "tool_teacher",
+    "data": "table",
+    "tokens": 192,
+    "environment": '[environment]\nuse = "table"\ncalls = 10\nturns = 12\nprocesses = 2',
+}
 CONFIG = f"""
-student = "builtin:student"
+student = "builtin:{{student}}"
 updates = {{updates}}
 seed = {{seed}}
 output = "run"
 [data]
-train = "builtin:arithmetic"
-eval = "builtin:arithmetic"
+train = "builtin:{{data}}"
+eval = "builtin:{{data}}"
 [teachers.main]
-model = "builtin:teacher"
+model = "builtin:{{teacher}}"
+{{environment}}
 [sampler]
-max_tokens = 48
+max_tokens = {{tokens}}
 replicas = 2
 [schedule]
 kind = "async"
@@ -80,6 +96,29 @@ heartbeat = {HEARTBEAT}
 
 
 @dataclass(frozen=True)
+class Job:
+    """What a run trains, and which of its processes may be struck."""
+
+    task: dict[str, Any]
+    ranks: int = 1
+    victims: tuple[str, ...] = ()
+    """Kinds of processes that only this job has."""
+    scales: bool = False
+    """Whether the number of samplers and scorers is changed during the run."""
+
+    def struck(self, kind: str) -> tuple[str, ...]:
+        return (*VICTIMS[kind], *self.victims)
+
+
+JOBS = {
+    "arithmetic": Job(ARITHMETIC),
+    "tools": Job(TOOLS, victims=("environment",)),
+    "scale": Job(ARITHMETIC, scales=True),
+    "ranks": Job(ARITHMETIC, ranks=2),
+}
+
+
+@dataclass(frozen=True)
 class Fault:
     update: int
     victim: str
@@ -91,11 +130,35 @@ class Fault:
         return f"after update {self.update}: {self.how.name} to {self.victim}"
 
 
-def drawn(seed: int, faults: int, updates: int, victims: Sequence[str] = VICTIMS["local"]) -> list[Fault]:
-    """In the order in which they come, none before the first checkpoint."""
+@dataclass(frozen=True)
+class Change:
+    """A request of `slipstream scale`."""
+
+    update: int
+    asked: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"after update {self.update}: scale {' '.join(self.asked)}"
+
+
+def drawn(
+    seed: int, faults: int, updates: int, victims: Sequence[str] = VICTIMS["local"], deaths: int = 0
+) -> list[Fault]:
+    """Draw faults in the order in which they come, none before the first checkpoint. At least so many `deaths` are
+    kills of the coordinator."""
     r = random.Random(seed)
     when = sorted(r.randint(EVERY + 1, updates - 1) for _ in range(faults))
-    return [Fault(update, r.choice(victims), r.choice([KILL, STOP]), r.random()) for update in when]
+    found = [Fault(update, r.choice(victims), r.choice([KILL, STOP]), r.random()) for update in when]
+    for place in r.sample(range(faults), min(deaths, faults)):
+        found[place] = replace(found[place], victim="coordinator", how=KILL)
+    return found
+
+
+def changes(seed: int, updates: int) -> list[Change]:
+    """Draw another number of samplers and of scorers for every third update."""
+    r = random.Random(f"{seed} changes")
+    when = range(EVERY + 1, updates - 2, 3)
+    return [Change(at, (f"sampler={r.randint(1, 4)}", f"teacher.main={r.randint(1, 3)}")) for at in when]
 
 
 class Chaos:
@@ -108,29 +171,57 @@ class Chaos:
         say: Callable[[str], None],
         prompts: int = PROMPTS,
         kind: str = "local",
-        ranks: int = 1,
+        job: str = "arithmetic",
     ) -> None:
         """`prompts` are held out, to measure the student."""
         self.home, self.run, self.updates, self.say = home, home / "run", updates, say
         home.mkdir(parents=True, exist_ok=True)
-        made = {"updates": updates, "seed": seed, "prompts": prompts, "kind": kind, "ranks": ranks}
-        (home / "run.toml").write_text(CONFIG.format(**made))
+        self.job = JOBS[job]
+        made = {"updates": updates, "seed": seed, "prompts": prompts, "kind": kind, "ranks": self.job.ranks}
+        (home / "run.toml").write_text(CONFIG.format(**made, **self.job.task))
         self.coordinators, self.pid = Coordinators(home), 0
         self.shared, self.said, self.left = set[str](), "", list[str]()
         self.parts = 0
+        self.struck = Counter[tuple[str, str]]()
+        """Faults that hit a process, by victim and signal."""
+        self.changed, self.unchanged = 0, 0
+        """Changes of the number of workers that the run took, and that came too late for it."""
 
-    def live(self, faults: list[Fault]) -> int:
-        """To its end; returns the exit status of the last part."""
+    def live(self, story: Sequence[Fault | Change]) -> int:
+        """Run it to its end; returns the exit status of the last part."""
         try:
             self.pid = self.coordinators.train()
-            for fault in faults:
-                if self.reached(fault.update):
-                    time.sleep(fault.which / 2)
-                    self.strike(fault)
+            for event in sorted(story, key=lambda each: each.update):
+                if not self.reached(event.update):
+                    self.say(f"{event}: the run has ended")
+                elif isinstance(event, Change):
+                    self.change(event)
+                else:
+                    time.sleep(event.which / 2)
+                    self.strike(event)
             self.reached(self.updates + 1)
             return self.ended()
         finally:
             self.coordinators.close()
+
+    def change(self, change: Change) -> None:
+        """Ask until the run answers: one that was just resumed is still starting."""
+        until = time.monotonic() + LATE
+        while time.monotonic() < until and not gone(self.pid):
+            try:
+                scale(self.run, change.asked)
+            except (ConfigError, RunDirError) as error:
+                if "ending" in str(error):
+                    break
+                assert "starting" in str(error) or isinstance(error, RunDirError), error
+                time.sleep(0.1)
+            else:
+                self.changed += 1
+                self.say(str(change))
+                return
+        assert time.monotonic() < until, f"the run has not answered in {LATE:.0f} s"
+        self.unchanged += 1
+        self.say(f"{change}: the run is ending")
 
     def strike(self, fault: Fault) -> None:
         victim = self.found(fault)
@@ -139,6 +230,7 @@ class Chaos:
             return
         self.shared |= semaphores_of(self.processes())
         os.kill(victim, fault.how)
+        self.struck[fault.victim, fault.how.name] += 1
         self.say(f"{fault} (pid {victim})")
         if fault.victim == "coordinator":
             if fault.how == STOP:
@@ -219,6 +311,13 @@ class Chaos:
             (self.said[max(0, self.said.index(word) - 500) :][:3000] for word in words if word in self.said), ""
         )
         yield "nothing is said that a user need not read", not said, said or f"in {self.parts} parts"
+        if self.job.scales:
+            yield "the number of workers is changed whenever asked", self.changed > 0, f"{self.changed} times"
+
+    @property
+    def deaths(self) -> int:
+        """Kills of the coordinator. `reached` waits for a checkpoint first, so all come after the first one."""
+        return self.struck["coordinator", KILL.name]
 
     @property
     def accuracy(self) -> float:
@@ -241,14 +340,17 @@ def gone(pid: int) -> bool:
 
 
 def named(coordinator: int) -> Iterator[tuple[int, str]]:
-    """All below a coordinator: engines by the name that their processes have, what they start themselves as graders."""
+    """Yield all processes below a coordinator: engines by the names of their processes, and what samplers start as
+    graders or environments."""
 
     def children(pid: int, parent: str) -> Iterator[tuple[int, str]]:
         try:
             for child in below(pid):
                 name = Path(f"/proc/{child}/comm").read_text().strip()
                 name = "actor" if name.startswith("ray::Actor") else name
-                name = "grader" if parent.startswith(("sampler", "actor")) else name
+                if parent.startswith(("sampler", "actor")):
+                    command = Path(f"/proc/{child}/cmdline").read_text()
+                    name = "environment" if "slipstream.tasks.environments" in command else "grader"
                 yield child, name
                 yield from children(child, name)
         except OSError:  # it has ended meanwhile
@@ -281,27 +383,45 @@ def somewhere(keep: bool) -> Iterator[Path]:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--job", choices=JOBS, default="arithmetic", help="what is trained")
     options.add_argument("--faults", type=int, default=100)
+    options.add_argument(
+        "--deaths", type=int, default=DEATHS, help=f"faults that kill the coordinator, at the least: {DEATHS}"
+    )
     options.add_argument("--updates", type=int, help="of the run: three for every fault, unless told otherwise")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--ranks", type=int, default=1, help="of the learner")
     options.add_argument("--runtime", choices=VICTIMS, default="local")
-    options.add_argument("--only", nargs="+", metavar="VICTIM", help=f"who is struck: {VICTIMS}")
+    options.add_argument("--only", nargs="+", metavar="VICTIM", help="processes that are struck; all without it")
     options.add_argument("--keep", action="store_true", help="the run directories")
     given: Any = options.parse_args()
-    updates = given.updates or max(30, 3 * given.faults)
-    story = drawn(given.seed, given.faults, updates, given.only or VICTIMS[given.runtime])
-    again = f"python tests/chaos.py --faults {given.faults} --updates {updates} --seed {given.seed}"
-    again += f" --runtime {given.runtime} --ranks {given.ranks}"
+    job, updates = JOBS[given.job], given.updates or max(30, 3 * given.faults)
+    victims = given.only or job.struck(given.runtime)
+    deaths = min(given.deaths, given.faults) if "coordinator" in victims else 0
+    story = [*drawn(given.seed, given.faults, updates, victims, deaths)]
+    asked = changes(given.seed, updates) if job.scales else []
+    again = f"python tests/chaos.py --job {given.job} --faults {given.faults} --deaths {given.deaths}"
+    again += f" --updates {updates} --seed {given.seed} --runtime {given.runtime}"
     again += f" --only {' '.join(given.only)}" if given.only else ""
     try:
         with somewhere(given.keep) as place:
-            made = {"seed": given.seed, "updates": updates, "kind": given.runtime, "ranks": given.ranks}
+            made = {"seed": given.seed, "updates": updates, "kind": given.runtime, "job": given.job}
             peace = Chaos(place / "peace", **made, say=print)
             assert peace.live([]) == 0, peace.said
             began = time.monotonic()
-            chaos = Chaos(place / "chaos", **made, say=lambda line: print(f"{time.monotonic() - began:7.1f} s  {line}"))
-            laws = [*chaos.laws(chaos.live(story)), compared(chaos.accuracy, peace.accuracy)]
+            chaos = Chaos(
+                place / "chaos",
+                **made,
+                say=lambda line: print(f"{time.monotonic() - began:7.1f} s  {line}", flush=True),
+            )
+            laws = [*chaos.laws(chaos.live([*story, *asked])), compared(chaos.accuracy, peace.accuracy)]
+            took = time.monotonic() - began
+            found = f"{chaos.deaths} after the first checkpoint, at least {deaths} were asked for"
+            laws.append(("the coordinator died often enough", chaos.deaths >= deaths, found))
+            print(f"{chaos.struck.total()} faults in {took:.0f} s:")
+            for (victim, how), count in sorted(chaos.struck.items()):
+                print(f"  {count:3} {how} to {victim}")
+            if job.scales:
+                print(f"  {chaos.changed} changes of the number of workers, {chaos.unchanged} too late")
             for name, holds, said in laws:
                 print(f"{'holds' if holds else 'BROKEN'}: {name}: {said}")
             broken = [name for name, holds, _ in laws if not holds]

@@ -14,6 +14,7 @@ os.environ |= {
 
 import atexit
 import gc
+import signal
 import string
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -34,6 +35,11 @@ TEMPLATE = """{{ bos_token }}{% for message in messages %}\
 {{ "<" + message.role + ">" + message.content + eos_token }}{% endfor %}\
 {% if add_generation_prompt %}{{ "<assistant>" }}{% if quiet %}{{ "!" }}{% endif %}{% endif %}"""
 
+# a suite that was started by nohup, or in the background of a script, ignores these, and so would all that it starts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for _number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
 gc.disable()  # a quarter of what it costs to load the libraries of models: all of it stays, see below
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.load_profile("same")

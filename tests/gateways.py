@@ -97,13 +97,13 @@ class Babble:
         self.closed = True
 
 
-def post(url: str, body: Any, *, timeout: float = 20.0, method: str = "POST") -> tuple[int, Any]:
+def post(url: str, body: Any, *, timeout: float = 20.0, method: str = "POST", headers: Any = None) -> tuple[int, Any]:
     """The status and the JSON of an answer, or its text."""
     host, _, path = url.removeprefix("http://").partition("/")
     connection = http.client.HTTPConnection(host, timeout=timeout)
     try:
         sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection.request(method, f"/{path}", sent, {"content-type": "application/json"})
+        connection.request(method, f"/{path}", sent, {"content-type": "application/json"} | (headers or {}))
         answer = connection.getresponse()
         said = answer.read()
     finally:

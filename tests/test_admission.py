@@ -413,6 +413,37 @@ def test_an_update_has_of_every_source_what_it_has_of_the_prompts() -> None:
     assert update(admission) == [2, 6, 11, 1]
 
 
+@given(
+    sources=st.lists(st.sampled_from("abcd"), min_size=1, max_size=40),
+    groups=GROUPS,
+    tau=st.sampled_from([0, 0.5, 1, 3]),
+    max_lag=st.sampled_from([None, 4, 6]),
+    data=st.data(),
+)
+def test_every_update_has_of_each_source_as_many_groups_as_the_order_of_submission(
+    sources: list[str], groups: int, tau: float, max_lag: int | None, data: Any
+) -> None:
+    """Whichever groups come first: update u has the sources of the groups u·B to (u + 1)·B − 1, where none is dropped.
+    A stop in between changes nothing."""
+
+    def source(number: int) -> str:
+        return sources[number % len(sources)]
+
+    admission = Admission(asynchronous(groups, Async(tau=tau, max_lag=max_lag)), updates=6, source=source)
+    for update_number in range(6):
+        admission.submit()
+        while not admission.learnable():
+            number = data.draw(st.sampled_from(list(admission.rolling)))
+            come(admission, number)
+        if data.draw(st.booleans()):
+            admission = gone_on_with(admission, source)
+        due = [source(number) for number in range(update_number * groups, (update_number + 1) * groups)]
+        taken = [admission.live[number].source for number in admission.learn()]
+        assert Counter(taken) == Counter(due)
+        admission.train()
+        admission.publish()
+
+
 def test_who_comes_first_is_taken_whatever_the_mixture_if_that_is_asked_for() -> None:
     admission = two(asynchronous(4, Async(tau=2, order="completion")))
     admission.submit()

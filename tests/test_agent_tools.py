@@ -1,11 +1,10 @@
-"""What agents are given: a workspace that goes into the sandbox and comes back, their commands, and a verdict."""
+"""What agents are given: a workspace that goes into the sandbox and comes back, and their commands."""
 
 from __future__ import annotations
 
 import asyncio
 import io
 import os
-import signal
 import subprocess
 import sys
 import tarfile
@@ -18,7 +17,6 @@ from typing import Any
 import pytest
 
 from sandboxes import NO_BUBBLEWRAP
-from slipstream.agents import verify
 from slipstream.agents.mini import DONE, Sandboxed
 from slipstream.agents.workspace import packed, put, take, unpack, within
 from slipstream.engines.gateway.programs import Agent
@@ -199,33 +197,6 @@ def test_an_agent_without_a_workspace_is_told() -> None:
         Sandboxed(workspace="/nowhere")
 
 
-# --- verdicts -------------------------------------------------------------------------------------------------------
-
-
-@WALLED
-def test_work_is_verified_with_tests_that_nobody_has_changed(
-    workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(workspace)
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "check.sh").write_text("grep -q right answer && echo it is\n")
-    (workspace / "check.sh").write_text("exit 0\n")
-    asked = ["--restore", str(tmp_path / "tests"), "--", "sh", "check.sh"]
-    (workspace / "answer").write_text("wrong")
-    assert verify.main(["--", "sh", "check.sh"]) == 0 and verify.main(asked) == 1
-    (workspace / "answer").write_text("right")
-    assert verify.main(asked) == 0
-    assert capfd.readouterr().out == "it is\n"
-    assert (workspace / "check.sh").read_text() == "exit 0\n"
-
-
-def test_a_sandbox_that_fails_is_no_verdict(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "slipstream.agents.verify", "--sandbox", "http://127.0.0.1:9", "--", "true"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(argv, env=env, cwd=tmp_path, check=False, capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGTERM and "it keeps nothing between calls" in ended.stderr
-
-
 # --- agents ---------------------------------------------------------------------------------------------------------
 
 
@@ -258,7 +229,7 @@ def test_a_program_that_an_agent_would_not_find_where_it_begins_is_missed_before
     workspace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workspace.parent)
-    check_agent(Agent(command=("a/run.sh",), workspace="workspace", verify=("./a/run.sh",)))
+    check_agent(Agent(command=("a/run.sh",), workspace="workspace", verify=("cat",)))
     for command, place in ((("workspace/a/run.sh",), "workspace"), (("workspace/a/run.sh",), None)):
         with pytest.raises(ConfigError, match=r"no program 'workspace/a/run.sh' in the workspace, where it begins"):
             check_agent(Agent(command=command, workspace=place, verify=None))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import os
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from textwrap import dedent
@@ -24,14 +27,18 @@ import slipstream
 from gateways import VOCABULARY, Babble, post, renderer
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.cli import main
-from slipstream.config.file import parse
+from slipstream.commands.gateway import invite
+from slipstream.config.file import load, parse
 from slipstream.engines.base import Graded, Sampling
+from slipstream.engines.episodes import Limits
 from slipstream.engines.gateway.agents import Agents
 from slipstream.engines.gateway.programs import Agent, Programs, filled
 from slipstream.engines.gateway.server import Server
 from slipstream.engines.gateway.sessions import Bounds
 from slipstream.errors import ConfigError
+from slipstream.plan.engines import EnvironmentPlan, GatewayPlan
 from slipstream.plan.environment import check_agent
+from slipstream.plan.plan import at_a_glance
 from slipstream.records import Handle, Prompt, handed_over, unfinished
 from slipstream.runlog import read_lines
 
@@ -190,10 +197,11 @@ def test_what_an_agent_is_told_and_what_it_is_not(tmp_path: Path, monkeypatch: p
     told = """
         import json, os, sys
         task = json.load(open(os.environ["SLIPSTREAM_TASK"]))
-        assert task["ground_truth"] == "secret" and "ground_truth" not in json.load(open("task.json"))
-        assert not os.path.exists("reward.json") and open("bug.py").read() == "bug"
+        work = os.environ["SLIPSTREAM_WORKSPACE"]
+        assert task["ground_truth"] == "secret" and "ground_truth" not in json.load(open(work + "/task.json"))
+        assert open(work + "/bug.py").read() == "bug"
         assert "SECRET_KEY" not in os.environ and os.environ["HOME"] != os.path.expanduser("~root")
-        json.dump(1, open("reward.json", "w"))
+        json.dump(1, open(os.environ["SLIPSTREAM_VERDICT"], "w"))
     """
     with agents(tmp_path, verify=told) as made:
         (group,) = played(made, asked())
@@ -231,13 +239,22 @@ def test_time_ends_an_agent_with_all_that_it_has_started_and_what_it_said_is_lea
         assert not left(mark)
 
 
-@pytest.mark.parametrize(("exits", "reward"), [(0, 1.0), (1, 0.0), (7, 0.0)])
-def test_the_exit_status_of_what_verifies_is_the_reward_where_it_writes_none(
-    tmp_path: Path, exits: int, reward: float
-) -> None:
+def test_the_work_of_an_agent_that_ran_out_of_time_is_verified(tmp_path: Path) -> None:
+    mark = f"mark-{os.getpid()}-v"
+    judge = "import os; open(os.environ['SLIPSTREAM_VERDICT'], 'w').write('1')"
+    with agents(tmp_path, seconds=6, verify=judge) as made:
+        (group,) = played(made, asked("hangs", mark=mark))
+        assert [handle.header.finish for handle in group] == ["time", "time"]
+        assert [handle.header.outcome["reward"] for handle in group] == [1.0, 1.0] and not left(mark)
+
+
+@pytest.mark.parametrize("exits", [0, 1, 7])
+def test_the_exit_status_of_a_judge_is_no_verdict(tmp_path: Path, exits: int) -> None:
     with agents(tmp_path, verify=f"raise SystemExit({exits})") as made:
         (group,) = played(made, asked(), sampling=replace(SAMPLING, group=1))
-        assert group[0].header.outcome["reward"] == reward
+        says = f"exit status {exits}" if exits else "its verdict is missing: write rewards as JSON into the file"
+        assert group[0].header.cause.startswith(f"environment.gateway.verify: {says}")
+        assert group[0].header.outcome == {"failed/error": 1.0, "failures": 3.0}
 
 
 def test_what_verifies_and_is_killed_or_hangs_is_no_reward_of_0(tmp_path: Path) -> None:
@@ -337,11 +354,13 @@ def test_an_agent_in_a_sandbox_reaches_the_gateway_and_nothing_else(tmp_path: Pa
 
 
 @pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
-def test_what_verifies_is_in_the_same_sandbox(tmp_path: Path) -> None:
+def test_a_judge_is_in_a_sandbox_of_its_own(tmp_path: Path) -> None:
     told = """
         import json, os, sys
         assert json.load(open(os.environ["SLIPSTREAM_TASK"]))["ground_truth"] == "secret" and os.getuid() != 0
-        sys.exit(not os.path.exists("bug.py"))
+        assert [each for each in os.listdir("/tmp") if "slipstream" in each] == [os.environ["HOME"].split("/")[2]]
+        assert not os.path.exists("/root/.bashrc")
+        json.dump(1, open(os.environ["SLIPSTREAM_VERDICT"], "w"))
     """
     with agents(tmp_path, verify=told, walled=True) as made:
         (group,) = played(made, asked(), sampling=replace(SAMPLING, group=1))
@@ -390,6 +409,36 @@ def test_an_agent_that_is_not_there_is_missed_before_a_run(given: dict[str, Any]
         check_agent(replace(whole, **given))
 
 
+def test_the_server_is_an_extra_that_is_missed_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.plan.plan.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"environment.gateway needs Starlette and uvicorn: pip install 'slipstream\["
+    ):
+        at_a_glance(load(written(tmp_path)))
+
+
+def test_a_token_is_written_anew_for_its_owner_alone_and_through_no_link(tmp_path: Path) -> None:
+    other, said = tmp_path / "other", list[str]()
+    other.write_text("of somebody else's")
+    (tmp_path / "gateway.token").symlink_to(other)
+    tokens = list[str]()
+    for agent in (None, None, Agent(command=("ls",), workspace=None, verify=None)):
+        port = GatewayPlan(agent=agent, at_once=1, host="::1", port=8008, name="student", vocabulary=7)
+        limits = Limits(turns=1, calls=1, turn_tokens=None, seconds=1, step_seconds=1)
+        invite(
+            EnvironmentPlan(wanted=None, gateway=port, processes=1, limits=limits, renderer={}), tmp_path, said.append
+        )
+        tokens.append(port.token)
+        assert port.token not in repr(port)
+    found = tmp_path / "gateway.token"
+    assert found.read_text() == f"{tokens[1]}\n" and not found.is_symlink() and found.stat().st_mode & 0o777 == 0o600
+    assert other.read_text() == "of somebody else's" and len(set(tokens)) == 3
+    assert said == [
+        f"agents take episodes at http://[::1]:8008/sessions with the token {token}, which is also in {found}"
+        for token in tokens[:2]
+    ]
+
+
 def test_a_port_that_is_taken_is_told_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -425,8 +474,9 @@ with open("answer.txt", "w") as file:
 VERIFY = """
 import json, os
 task = json.load(open(os.environ["SLIPSTREAM_TASK"]))
-right = open("answer.txt").read().strip() == task["ground_truth"]
-json.dump({"reward": float(right), "told": 1.0}, open("reward.json", "w"))
+said = open(os.environ["SLIPSTREAM_WORKSPACE"] + "/answer.txt").read()
+right = said.strip() == task["ground_truth"]
+json.dump({"reward": float(right), "told": 1.0}, open(os.environ["SLIPSTREAM_VERDICT"], "w"))
 """
 RUN = """
 student = "builtin:tool_student"
@@ -486,7 +536,9 @@ def test_agents_may_have_the_student_without_a_run(tmp_path: Path, capsys: pytes
     assert "found.jsonl cannot be written: [Errno 17] File exists" in capsys.readouterr().err
 
 
-def test_agents_that_come_from_elsewhere_find_episodes_at_the_port_of_the_config(tmp_path: Path) -> None:
+def test_agents_that_come_from_elsewhere_find_episodes_at_the_port_of_the_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     there = f'listen = "127.0.0.1:{port}"'
@@ -494,19 +546,21 @@ def test_agents_that_come_from_elsewhere_find_episodes_at_the_port_of_the_config
         'sandbox = "none"', ""
     )
     (tmp_path / "run.toml").write_text(text)
-    found, offers = tmp_path / "found.jsonl", list[Any]()
+    found, offers, tokens = tmp_path / "found.jsonl", list[Any](), list[str]()
 
     def attend() -> None:
         while len(offers) < 4:
             try:
-                status, offer = post(f"http://127.0.0.1:{port}/sessions", b"")
+                tokens[:] = [(tmp_path / "gateway.token").read_text().strip()]
+                headers = {"authorization": f"Bearer {tokens[0]}"}
+                status, offer = post(f"http://127.0.0.1:{port}/sessions", b"", headers=headers)
             except OSError:
                 time.sleep(0.1)
                 continue
             assert status == 200
             body = {"messages": offer["row"]["prompt"], "max_tokens": 5}
             assert post(f"{offer['base_url']}/chat/completions", body)[0] == 200
-            post(f"http://127.0.0.1:{port}/sessions/{offer['id']}/close", {"rewards": 1})
+            post(f"http://127.0.0.1:{port}/sessions/{offer['id']}/close", {"rewards": 1}, headers=headers)
             offers.append(offer)
 
     thread = threading.Thread(target=attend)
@@ -515,6 +569,49 @@ def test_agents_that_come_from_elsewhere_find_episodes_at_the_port_of_the_config
     thread.join()
     assert [line["rewards"] for line in read_lines(found)] == [{"environment": 1.0}] * 4
     assert [len(line["tokens"]) for line in read_lines(found)] == [5] * 4
+    said = f"agents take episodes at http://127.0.0.1:{port}/sessions with the token {tokens[0]}"
+    assert len(tokens[0]) > 40 and capsys.readouterr().err.count(said) == 1
+    assert (tmp_path / "gateway.token").stat().st_mode & 0o777 == 0o600
+
+
+def test_sigterm_ends_a_gateway_that_is_sent_large_requests(tmp_path: Path) -> None:
+    """A message of 30 MB is refused as it arrives, so that nothing keeps the process from its signals."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    lines = re.sub(r"(?s)command =.*?verify = [^\n]*", f'listen = "127.0.0.1:{port}"', written(tmp_path).read_text())
+    (tmp_path / "run.toml").write_text(lines.replace('sandbox = "none"', ""))
+    cli = "import sys; from slipstream.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", cli, "gateway", "run.toml", "-n", "1"]
+    gateway = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE)
+    try:
+        assert gateway.stderr is not None
+        while b"agents take episodes at" not in (line := gateway.stderr.readline()):
+            assert line, "it ended"
+        token, offer = (tmp_path / "gateway.token").read_text().strip(), None
+        while offer is None:
+            with suppress(OSError):  # it is still loading
+                _, offer = post(f"http://127.0.0.1:{port}/sessions", b"", headers={"authorization": f"Bearer {token}"})
+        body = json.dumps({"messages": [{"role": "user", "content": "word " * 6_000_000}]}).encode()
+        found = list[int]()
+
+        def ask() -> None:
+            with suppress(OSError, http.client.HTTPException):
+                found.append(post(f"{offer['base_url']}/chat/completions", body, timeout=60)[0])
+
+        threads = [threading.Thread(target=ask) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        while not found:
+            time.sleep(0.05)
+        gateway.terminate()
+        assert gateway.wait(60) == 143
+        for thread in threads:
+            thread.join()
+        assert set(found) == {413}
+    finally:
+        gateway.kill()
+        gateway.wait()
+        gateway.stderr.close()
 
 
 @pytest.mark.parametrize("runtime", ["inline", "local"])

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+import pages
 from slipstream.cli import main
 from slipstream.config.losses import LOSSES as DISTILLATION
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
 from slipstream.estimators.advantage import ADVANTAGES
-from slipstream.estimators.catalogue import Entry, catalogue, find, markdown
+from slipstream.estimators.catalogue import Entry, catalogue, find
 from slipstream.estimators.correction import PRESETS, RS_MODES
 from slipstream.estimators.tables.policy import LOSSES
-
-
-def test_the_page_in_the_documentation_is_the_one_that_the_code_makes() -> None:
-    page = Path(__file__).parents[1] / "docs" / "estimators.md"
-    assert page.read_text("utf-8") == markdown(catalogue()), (
-        "python -m slipstream.estimators.catalogue > docs/estimators.md"
-    )
 
 
 def test_every_estimator_is_on_it_with_every_column_filled() -> None:
@@ -60,7 +53,7 @@ def choices(section: Any, setting: str) -> list[str]:
 def test_what_needs_a_critic_says_so_and_is_not_on_it(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ValueError, match="gae needs a critic, and there is none here"):
         find("gae")
-    assert "`gae`" not in markdown(catalogue())
+    assert "`gae`" not in pages.estimators(catalogue())
 
 
 def test_one_is_found_by_name_and_a_wrong_name_meets_the_nearest() -> None:

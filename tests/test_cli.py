@@ -185,12 +185,15 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown argument": (["eval", "models/student", "--fast", "1"], "unrecognized arguments: --fast 1; see slipstream"),
     "wrong type of argument": (
         ["eval", "models/student", "-n", "many"],
-        "argument -n: 'many' is no whole number of at least 1",
+        "argument -n/--eval.n: 'many' is no whole number of at least 1",
     ),
-    "negative number": (["eval", "models/student", "-n", "0"], "argument -n: '0' is no whole number of at least 1"),
+    "negative number": (
+        ["eval", "models/student", "-n", "0"],
+        "argument -n/--eval.n: '0' is no whole number of at least 1",
+    ),
     "negative temperature": (
         ["eval", "models/student", "--temperature", "-1"],
-        "argument --temperature: -1 is neither 0",
+        "argument --temperature/--eval.temperature: -1 is neither 0",
     ),
     "more tries than samples": (["eval", "models/student", "-n", "2", "-k", "3"], "pass@3 needs at least 3 samples"),
     "override without config": (["config", "--check"], "name a config file: slipstream config CONFIG"),

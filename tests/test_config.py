@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pages
 import slipstream
-from slipstream.config import page
 from slipstream.config.file import describe, fields, load, parse, to_toml
 from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.schedule import Async
@@ -94,7 +94,7 @@ trees = st.fixed_dictionaries(
         ),
     },
     optional={
-        "seed": st.integers(-(2**63), 2**63 - 1),
+        "seed": st.integers(0, 10**18 - 1),
         "output": words.filter(bool),
         "loss": reverse_kl | forward_kl,
         "data": st.fixed_dictionaries(
@@ -432,18 +432,13 @@ def test_the_package_has_a_version() -> None:
 # --- the page -------------------------------------------------------------------------------------------------
 
 
-def test_the_page_in_the_documentation_is_the_one_that_the_code_makes() -> None:
-    text = (ROOT / "docs" / "config.md").read_text("utf-8")
-    assert text == page.markdown(), "python -m slipstream.config.page > docs/config.md"
-
-
 def test_every_setting_is_on_the_page_with_its_bounds() -> None:
-    text = page.markdown()
+    text = pages.settings()
     for dotted, info, kind in fields():
         section, _, name = dotted.rpartition(".")
         part = text.partition(f"\n## [{section}]\n" if section else "\n## The run\n")[2].partition("\n## ")[0]
         if kind:
-            part = part.partition(f"### {section}.kind = {page.named(kind)}\n")[2].partition("\n### ")[0]
+            part = part.partition(f"### {section}.kind = {pages.named(kind)}\n")[2].partition("\n### ")[0]
         if not (kind and name == "kind"):
             assert f"| `{name}` | " in part, (dotted, kind)
         assert " ".join((info.description or "").split()) in part.replace("\\|", "|"), (dotted, kind)

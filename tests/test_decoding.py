@@ -28,6 +28,7 @@ from slipstream.engines.native.sampling.decoding import Decoder, Read, prove
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.errors import ModelError
 from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts, wrap
+from zoo import families
 
 
 def model_of(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -90,6 +91,48 @@ def test_the_proof_sees_a_cache_that_forgets(dtype: torch.dtype, monkeypatch: py
     monkeypatch.setattr(kv, "Layer", Forgetful)
     with pytest.raises(ModelError, match="a token that continues a sequence differs by"):
         prove(lm)
+
+
+class Distracted(kv.Layer):
+    """Loses the states of its slots once, at the thirtieth token that continues a sequence."""
+
+    steps = 0
+
+    def begin(self, step: Any) -> None:
+        if step.goes_on:
+            self.steps += 1
+            if self.steps == 30:
+                for state in self.states.values():
+                    state.zero_()
+        super().begin(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", [LFM2, JAMBA], ids=["convolutions", "state spaces"])
+def test_the_proof_sees_a_state_that_goes_wrong_late(
+    config: Callable[[], PreTrainedConfig], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = split("tiny", model_of(config(), dtype))
+    prove(lm)
+    monkeypatch.setattr(kv, "Layer", Distracted)
+    with pytest.raises(
+        ModelError, match="after 30 tokens one at a time its recurrent layers differ by .* rounding exp"
+    ):
+        prove(lm)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cached_step_of_hf_that_drops_a_limit_is_found(seed: int) -> None:
+    """Nemotron-H clamps time steps from below when it reads, and not when it continues: wrong by 1e-4 to 1e-2."""
+    with pytest.raises(ModelError, match="cannot generate with NemotronHForCausalLM: a"):
+        prove(split("tiny", families.make("nemotron_h", seed=seed)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_5_moe_text", "zaya", "mamba2"])
+def test_rounding_that_recurrent_layers_enlarge_is_no_fault(name: str, dtype: torch.dtype) -> None:
+    """Of the first one the error of a token reaches 2e-4 in float32, and a router turns at one position."""
+    prove(split("tiny", families.make(name, dtype=torch.float64).to(dtype)))
 
 
 @pytest.mark.parametrize("config", [LFM2, JAMBA], ids=["convolutions", "state spaces"])

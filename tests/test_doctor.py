@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from sandboxes import NO_BUBBLEWRAP
 from slipstream.assets import DEMO, model_path
 from slipstream.cli import main
 from slipstream.commands import train as launch
@@ -25,7 +26,7 @@ from slipstream.config.schema import Config
 from slipstream.engines.base import Engines, Loaded, Sampling
 from slipstream.engines.trust import scored
 from slipstream.errors import ConfigError, ModelError
-from slipstream.plan.checks import ENOUGH, FEW, PROMPTS, CheckFailed, Finding, in_place, quick, raised
+from slipstream.plan.checks import ENOUGH, FEW, PROMPTS, CheckFailed, Finding, failing, in_place, quick, raised
 from slipstream.plan.plan import Plan, plan
 from slipstream.records import Handle
 from slipstream.runtimes import inline
@@ -187,6 +188,9 @@ SEEN = {
         ({"aligned": 0.3, "tokens": 60.0}, False, False),  # 0.39: too few to find anybody guilty
         ({"aligned": 0.3, "tokens": 65.0}, False, True),  # 0.375
         ({"aligned": 0.0, "spread": 0.0}, False, True),
+        ({"aligned": 0.1, "longest": 4}, False, False),  # a healthy teacher whose short answers hardly vary
+        ({"aligned": 0.1, "longest": 8}, False, True),
+        ({"aligned": 0.1, "shifted": 0.5, "longest": 4}, False, True),
         ({"student_spread": 0.0, "aligned": 0.0}, False, False),
     ],
     ids=str,
@@ -297,6 +301,25 @@ def _header(index: int) -> Any:
     )
 
 
+@pytest.mark.parametrize(
+    ("kinds", "fatal"),
+    [
+        (["crash", "", "timeout", ""], False),
+        (["crash", "crash", "timeout", "crash"], True),
+        (["error", "", "", ""], True),
+        ([""], None),
+    ],
+)
+def test_a_run_may_begin_without_some_rows_but_not_with_an_environment_that_raises(
+    kinds: list[str], fatal: bool | None
+) -> None:
+    ended = [replace(_header(0), finish="error", outcome={f"failed/{kind}": 1.0}, cause="why") for kind in kinds]
+    headers = [header if kind else _header(0) for header, kind in zip(ended, kinds, strict=True)]
+    found = failing([[Handle(header, None)] for header in headers])
+    assert [finding.fatal for finding in found] == ([] if fatal is None else [fatal])
+    assert all(not finding.ok and "episodes failed, each time it was tried: why" in finding.said for finding in found)
+
+
 def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +329,11 @@ def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
 
     monkeypatch.setattr(inline, "open_engines", wrong)
     settings = config(("updates", "1"), ("learner.batch_size", "8"), ("output", str(tmp_path / "run")))
-    settings = settings.model_copy(update={"eval": settings.eval.model_copy(update={"every": 0})})
+    off = {
+        "eval": settings.eval.model_copy(update={"every": 0}),
+        "health": settings.health.model_copy(update={"canary": 0}),
+    }
+    settings = settings.model_copy(update=off)
     with pytest.raises(CheckFailed):
         launch.train(settings, QUIET, name="x")
     assert not (tmp_path / "run").exists()
@@ -363,7 +390,8 @@ def test_the_doctor_plays_whole_episodes_and_says_why_an_environment_fails(
 ) -> None:
     (tmp_path / "broken.py").write_text(
         "from slipstream.tasks.environments.builtin import Table\n\n\n"
-        "class Broken(Table):\n    def close(self):\n        raise OSError('the shop is shut')\n"
+        "class Broken(Table):\n    def start(self, meta, sandbox):\n        super().start(meta)\n\n"
+        "    def close(self):\n        raise OSError('the shop is shut')\n"
     )
     tools = str(Path(__file__).parents[1] / "configs" / "tools.toml")
     asked = ["doctor", tools, "--runtime.kind", "inline", "--runtime.device", "cpu"]
@@ -371,8 +399,11 @@ def test_the_doctor_plays_whole_episodes_and_says_why_an_environment_fails(
     said = capsys.readouterr().out
     assert re.search(r"ok   environment: 8 whole episodes: \d\.\d turns, .* for tools; ended by eos \d", said)
     assert "ok   rewards of these: exact " in said
-    assert main([*asked, "--environment.use", f"{tmp_path}/broken.py:Broken"]) == 1
+    assert "limits of programs" not in said
+    where = "none" if NO_BUBBLEWRAP else "bubblewrap"
+    assert main([*asked, "--environment.use", f"{tmp_path}/broken.py:Broken", "--environment.sandbox", where]) == 1
     said = capsys.readouterr().out
+    assert ("ok   limits of programs: sandbox: " in said) is (not NO_BUBBLEWRAP)
     assert (
         "FAIL environment: 8 of 8 episodes failed, each time it was tried: close raised OSError: the shop is shut"
         in said

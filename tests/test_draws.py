@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from slipstream.engines.base import Sampling
 from slipstream.engines.draws import draw, process, uniforms
+from slipstream.errors import NonFiniteError
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]], dtype=torch.float64)
 
@@ -103,6 +104,20 @@ def test_processed_distribution_matches_its_definition(
     sampling = Sampling(max_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     expected = reference(Sampling(1, temperature=temperature, top_p=top_p, top_k=top_k_known, min_p=min_p))
     np.testing.assert_allclose(process(LOGITS, sampling).exp()[0].numpy(), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("row", [[float("nan"), 1.0, 0.0], [-torch.inf] * 3, [1.0, torch.inf, 0.0]], ids=str)
+def test_logits_that_are_not_finite_are_an_error_however_a_token_is_drawn(row: list[float], temperature: float) -> None:
+    logits = torch.tensor([[0.5, 2.0, -torch.inf], row])
+    with pytest.raises(NonFiniteError, match="the student's logits are not finite: has training diverged"):
+        draw(process(logits, Sampling(max_tokens=1, temperature=temperature)), torch.full((2, 1), 0.5))
+
+
+def test_a_greedy_token_is_drawn_where_others_are_cut() -> None:
+    logp = process(torch.tensor([[-torch.inf, 2.0, -torch.inf]]), Sampling(max_tokens=1, temperature=0))
+    ids, found = draw(logp, torch.full((1, 1), 0.5))
+    assert ids.tolist() == [[1]] and found.tolist() == [[0.0]]
 
 
 def test_temperature_zero_is_greedy_with_certainty() -> None:

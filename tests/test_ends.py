@@ -133,7 +133,7 @@ def test_workers_come_and_go_while_a_run_goes_on(
     assert "1 starting (sampler-1)" in scale("sampler=+1", "teacher.main=2")
     until("sampler: 2 working (sampler, sampler-1)\nteacher.main: 2 working (scorer, scorer-1)\n")
     assert scale("sampler=+1", "teacher.main=-2") == "error: teacher.main=-2: there are 2, and one must stay\n"
-    assert scale("sampler=99999").startswith("error: 100002 engines and 99999 processes beside them need ")
+    assert scale("sampler=99999").startswith("error: 100002 engines are more than the ")
     scale("sampler=-1", "teacher.main=1")
     until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
     names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in below(pids["nursery"])]

@@ -181,6 +181,14 @@ def test_it_says_what_is_of_the_run_and_what_is_given(home: Path, capsys: pytest
     assert (line["n"], line["dtype"], line["data"], "set" in line) == (2, "float64", "math.jsonl", False)
 
 
+def test_options_have_the_names_of_settings_too(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`train --sampler.max_tokens` and `eval --max-tokens` were two spellings of one thing."""
+    given = {"--sampler.max_tokens": "3", "--eval.n": "2", "--eval.prompts": "2", "--sampler.dtype": "float64"}
+    assert main(["eval", "runs/first", "--json", *(word for pair in given.items() for word in pair)]) == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (line["max_tokens"], line["n"], line["limit"], line["dtype"]) == (3, 2, 2, "float64")
+
+
 def test_sets_and_columns_may_be_given_too(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("runs/first", "--data", "a=math.jsonl", "b=train.jsonl", "--reward", "exact", "--limit", "2", "-n", "1")
     got, _ = found(capsys, *words, "--data.prompt", "question", "--temperature", "0")
@@ -234,8 +242,8 @@ def test_a_damaged_run_is_one_line_or_said(home: Path, capsys: pytest.CaptureFix
     (run / "config.toml").write_text("student = ")
     assert "runs/first/config.toml: not valid TOML" in refused(capsys, "runs/first")
     (run / "config.toml").unlink()
-    assert refused(capsys, "runs/first") == "runs/first/config.toml: no such file"
-    assert refused(capsys, "runs/first/final") == "runs/first/config.toml: no such file"
+    assert refused(capsys, "runs/first") == "runs/first holds no run: there is no config.toml in it"
+    assert refused(capsys, "runs/first/final") == "runs/first holds no run: there is no config.toml in it"
 
 
 def test_a_run_that_is_not_there_is_no_model_of_the_hub(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +299,9 @@ def test_given_words_that_mean_nothing_are_refused(home: Path, capsys: pytest.Ca
     assert "give each of several sets a name" in refused(capsys, "runs/first", "--data", "math.jsonl", "code.csv")
     assert "write -n 4" in refused(capsys, "runs/first", "-k", "4")
     assert "data.answer does nothing" in refused(capsys, "builtin:student", "--data.answer", "solution")
-    assert "argument --dtype: invalid choice: 'half'" in refused(capsys, "runs/first", "--dtype", "half")
+    assert "argument --dtype/--sampler.dtype: invalid choice: 'half'" in refused(
+        capsys, "runs/first", "--dtype", "half"
+    )
 
 
 def test_a_terminal_shows_how_far_it_is() -> None:

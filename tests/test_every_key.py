@@ -100,6 +100,7 @@ WITH = {
     "task.reward": "task.reward=none eval.every=0 eval.prompts=200 data.eval=none",
     "runtime.device": "runtime.device=auto",
     "schedule.on_old": "schedule.max_lag=4",
+    "schedule.mixture": "data.train=rows.jsonl",
     "schedule.tau_max": "schedule.tau=auto",
     "schedule.publish_max": "schedule.tau=auto schedule.publish_every=auto eval.every=4",
 }
@@ -176,6 +177,7 @@ OTHER = {
     "learner.lora.targets": '["q_proj"]',
     "learner.threads": "2",
     "schedule.max_lag": "6",
+    "schedule.mixture": "level",
     "schedule.publish_every": "2 eval.every=2",
     "schedule.publish_max": "2",
     "runtime.device": "cpu",
@@ -221,6 +223,7 @@ READ_BY = {
     "health.window": "pipeline/health.py",
     "health.kl": "pipeline/health.py",
     "health.invalid": "pipeline/health.py",
+    "health.canary": "pipeline/canary_rounds.py",
     "health.grad_norm": "pipeline/health.py",
     "health.collapse": "pipeline/health.py",
     "health.rise": "pipeline/health.py",
@@ -320,6 +323,7 @@ def seen(made: Plan) -> list[Any]:
         eval_sampling(config),
         schedule_of(config.schedule, config.groups_per_update),
         [(p.tokens.tolist(), p.seed, p.teacher, p.ground_truth) for p in chain(prompts, *made.held_out.values())],
+        [made.prompts.source(number) for number in range(30)],
         list(map(str, made.needs)),
     ]
 

@@ -112,6 +112,7 @@ def narrower(path: Path, size: int) -> None:
 
 
 DAMAGED = "its weights are damaged: 1 of them hold what is no finite number, " + FIRST + " first"
+T5 = '{"model_type": "t5", "is_encoder_decoder": true, "vocab_size": 39, "d_model": 32, "num_layers": 1}'
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a number that is none": (planted(float("nan")), DAMAGED),
     "an infinite number": (planted(float("inf")), DAMAGED),
@@ -127,6 +128,18 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another width": (
         lambda path: with_config(path, intermediate_size=128),
         f"{FIRST} has the shape [64, 192], and its config says [64, 128]",
+    ),
+    "a negative width": (
+        lambda path: with_config(path, hidden_size=-4),
+        "model: hidden_size = -4 in its config.json, which must be 1 or more: write what the model was trained with",
+    ),
+    "an activation that nobody knows": (
+        lambda path: with_config(path, hidden_act="spline"),
+        "model: no causal LM is as its config.json says: ",
+    ),
+    "an encoder beside the decoder": (
+        lambda path: (path / "config.json").write_text(T5),
+        "model: t5 has an encoder and a decoder, and only causal LMs are trained or asked here: name a decoder-only",
     ),
     "a file that was cut off": (cut, f"{SINGLE} is damaged: "),
     "a part is missing": (without_part, f"part-1.safetensors is missing, and {INDEX} says that it holds weights"),

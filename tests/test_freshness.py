@@ -13,7 +13,6 @@ from torch import Tensor
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.freshness import (
     aligned_mean,
-    fopd_loss,
     rollout_kl_from_cache,
     score,
     weight,
@@ -77,11 +76,6 @@ def test_scores_and_weights_carry_no_gradient_and_rounding_below_zero_is_zero() 
 def test_shapes_that_differ_are_named() -> None:
     with pytest.raises(ValueError, match=r"lag \(3,\), rollout_kl \(2,\)"):
         score(torch.zeros(3), torch.zeros(2), 0.0)
-    x = torch.zeros(2, 3)
-    with pytest.raises(ValueError, match=r"weight \(3,\) must be \[B\] with B = 2"):
-        fopd_loss(x, x, x, x, torch.zeros(3))
-    with pytest.raises(ValueError, match="replayed"):
-        fopd_loss(x, x, x, x[:1], torch.zeros(2))
 
 
 # --- rollout drift from the cache -------------------------------------------------------------------------------------
@@ -127,42 +121,3 @@ def test_rollout_drift_is_never_negative(pairs: list[tuple[float, float]], nudge
         drift = rollout_kl_from_cache(leaf, old[None].to(dtype))
         assert drift.isfinite().all() and (drift >= 0).all()
         assert torch.autograd.grad(drift.sum(), leaf)[0].isfinite().all()
-
-
-# --- the loss ---------------------------------------------------------------------------------------------------------
-
-LOSS = double([2, 4, torch.nan], [8, 8, 8], [1, 1, 1], [torch.nan] * 3)
-DRIFT = double([10, torch.nan, 30], [5, 5, 5], [7, 7, 7], [torch.nan] * 3)
-SUPERVISED = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [0, 0, 0]])
-REPLAYED = torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 1], [0, 0, 0]])
-WEIGHT = double(0.5, 0, 1, 0)
-
-
-def test_the_loss_by_hand_keeps_gated_samples_in_the_denominator() -> None:
-    """ℓ = (3, 8, 1), D = (20, 5, 7), w = (½, 0, 1): (½·3 + 1·1)/3 + 0.1·(½·20 + 1·7)/3; the empty row is no sample."""
-    loss, drift = LOSS.clone().requires_grad_(), DRIFT.clone().requires_grad_()
-    total, metrics = fopd_loss(loss, SUPERVISED, drift, REPLAYED, WEIGHT)
-    assert total.item() == pytest.approx(2.5 / 3 + 0.1 * 17 / 3)
-    wanted = {"distill": 2.5 / 3, "anchor": 1.7 / 3, "weight": 1.5 / 3, "gated_fraction": 1 / 3}
-    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(wanted)
-    by_loss, by_drift = torch.autograd.grad(total, (loss, drift))
-    slopes = double([0.25, 0.25, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]) / 3
-    torch.testing.assert_close(by_loss, slopes)
-    slopes = double([0.25, 0, 0.25], [0, 0, 0], [1 / 3, 1 / 3, 1 / 3], [0, 0, 0]) * 0.1 / 3
-    torch.testing.assert_close(by_drift, slopes)
-    assert fopd_loss(LOSS, SUPERVISED, DRIFT, REPLAYED, WEIGHT, anchor=0.0)[0].item() == pytest.approx(2.5 / 3)
-
-
-@settings(deadline=None, derandomize=True, max_examples=20)
-@given(st.permutations(range(4)), st.integers(0, 4))
-def test_rows_may_come_in_any_order_and_in_any_parts(order: list[int], cut: int) -> None:
-    """Row scope: whole rows, and the count of the global batch."""
-    whole, _ = fopd_loss(LOSS, SUPERVISED, DRIFT, REPLAYED, WEIGHT)
-    tensors = [x[order] for x in (LOSS, SUPERVISED, DRIFT, REPLAYED, WEIGHT)]
-    parts = [fopd_loss(*(x[at] for x in tensors), n_sequences=3)[0] for at in (slice(0, cut), slice(cut, 4))]
-    torch.testing.assert_close(sum(parts), whole)
-
-
-def test_a_batch_in_which_nothing_is_aligned_is_zero() -> None:
-    total, metrics = fopd_loss(LOSS, 0 * SUPERVISED, DRIFT, 0 * REPLAYED, WEIGHT)
-    assert total.item() == 0 and all(value.isfinite() for value in metrics.values())

@@ -26,7 +26,7 @@ from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.estimators.freshness import rollout_kl_from_cache, score
 from slipstream.objective.method import Method
 from slipstream.pipeline.freshness import DRIFT, Buffer, Curve, Level
-from slipstream.records import Batch, Handle, Scored, header_of, total
+from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
 from slipstream.runlog import read_lines
 from test_losses import (
     CHOSEN,
@@ -103,7 +103,7 @@ def learner_of(model: PreTrainedModel, loss: LossConfig, fresh: FreshnessConfig 
 def written_out(
     loss_N: Tensor, kl_N: Tensor, samples: Sequence[Scored], fresh: FreshnessConfig
 ) -> tuple[Tensor, list[float]]:
-    """1/|M| Σ_i w_i (ℓ_i + λ D_i), from what every token has; and the weights."""
+    """1/(w̄ |M|) Σ_i w_i (ℓ_i + λ D_i), from what every token has, w̄ the mean weight; and the weights."""
     parts, weights, n = [], list[float](), [sample.rollout.trained_tokens for sample in samples]
     for sample, loss_T, kl_T in zip(samples, loss_N.split(n), kl_N.split(n), strict=True):
         lag, sup, known_T = (
@@ -121,7 +121,15 @@ def written_out(
         mean = torch.sum if fresh.over == "tokens" else torch.mean
         parts.append(w * (mean(loss_T) + fresh.anchor * mean(kl_T)))
         weights.append(w)
-    return torch.stack(parts).sum() / (sum(n) if fresh.over == "tokens" else len(samples)), weights
+    mean_weight = sum(weights) / len(weights)
+    return torch.stack(parts).sum() / mean_weight / (sum(n) if fresh.over == "tokens" else len(samples)), weights
+
+
+def gradients_of_steps(learner: NativeLearner) -> list[Tensor]:
+    """A list to which every optimizer step of this learner adds the gradient that it is made with."""
+    found = list[Tensor]()
+    learner.optimizer.register_step_pre_hook(lambda *_: found.append(grads_of(learner.lm.model).clone()))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -141,12 +149,11 @@ def test_the_gradient_of_every_arm_and_loss_is_that_of_its_formula(kind: str, ar
         learner = learner_of(moved(), loss, fresh)
         batch = Batch(tuple(groups), UPDATE)
         counts = await learner.prepare(batch)
-        grads, models, weighed = list[Tensor](), list[PreTrainedModel](), list[Weighed]()
+        grads, models, weighed = gradients_of_steps(learner), list[PreTrainedModel](), list[Weighed]()
         for half in (slice(0, 2), slice(2, 4)):
             models.append(make_model("phi", dtype=torch.float64))
             models[-1].load_state_dict(learner.lm.model.state_dict())
             weighed += await learner.accumulate(Batch(tuple(groups[half]), UPDATE), total(counts[half]))
-            grads.append(grads_of(learner.lm.model).clone())
             await learner.step()
         learner.close()
         return grads, models, weighed
@@ -186,43 +193,102 @@ def _draws(sample: Scored) -> Tensor:
     return torch.from_numpy(sample.rollout.actions).long()
 
 
-def test_a_policy_loss_is_weighed_where_it_is_asked_for() -> None:
-    """All of one lag: half of everything."""
-    loss = ReverseKLMC(m=3, weight=0.0)
-    groups = [[_of_lag(handle, 1) for handle in group] for group in groups_for(loss, "phi", torch.float64)]
-    half = FreshnessConfig(weight="lag", anchor=0.0, also="policy", refresh="never")
+def step_gradient(
+    groups: Sequence[Sequence[Handle]],
+    fresh: FreshnessConfig | None,
+    *,
+    loss: LossConfig | None = None,
+    parts: bool = False,
+    config: dict[str, Any] | None = None,
+    **method: Any,
+) -> Tensor:
+    """The gradient of one optimizer step over these groups; in parts, group by group and scaled at the step."""
 
-    async def grad(fresh: FreshnessConfig | None, policy: str) -> Tensor:
-        how = PolicyConfig(loss=policy, advantage="rloo")
-        learner = learner_of(moved(), loss, fresh, policy=how, rewards={"exact": 1.0})
-        batch = Batch(tuple(groups), UPDATE)
-        await learner.accumulate(batch, total(await learner.prepare(batch)))
+    async def work() -> Tensor:
+        learner = learner_of(moved(), loss or ReverseKLMC(m=3), fresh, **method)
+        learner.config = learner.passes.config = learner.config.model_copy(update=config or {})
+        found, batch = gradients_of_steps(learner), Batch(tuple(groups), UPDATE)
+        counts = total(await learner.prepare(batch))
+        for part in [Batch((group,), UPDATE) for group in groups] if parts else [batch]:
+            await learner.accumulate(part, ONE if parts else counts)
+        await learner.step(counts if parts else ONE)
         learner.close()
-        return grads_of(learner.lm.model)
+        return found[0]
 
-    for policy in ("reinforce", "gspo"):
-        plain, weighed = asyncio.run(grad(None, policy)), asyncio.run(grad(half, policy))
-        assert plain.abs().max() > 0
-        torch.testing.assert_close(weighed, plain / 2, rtol=1e-6, atol=1e-12)
+    return asyncio.run(work())
 
 
-def test_the_limit_of_the_gradient_norm_is_smaller_by_what_samples_count() -> None:
-    """All of one lag: half of it. Else outliers of small gradients would be left, and AdamW makes those large."""
-    groups = [[_of_lag(handle, 1) for handle in group] for group in groups_for(ReverseKLMC(m=3), "phi", torch.float64)]
+BY_LAG = FreshnessConfig(weight="lag", anchor=0.0, refresh="never")
+RL = {"policy": PolicyConfig(loss="reinforce", advantage="rloo"), "rewards": {"exact": 1.0}}
 
-    async def first_moment(fresh: FreshnessConfig | None) -> float:
-        learner = learner_of(moved(), ReverseKLMC(m=3), fresh)
-        learner.config = learner.config.model_copy(update={"clip_norm": 1e-3})
-        batch = Batch(tuple(groups), UPDATE)
-        await learner.accumulate(batch, total(await learner.prepare(batch)))
-        await learner.step()
-        learner.close()
-        return math.hypot(*(float(state["exp_avg"].norm()) for state in learner.optimizer.state.values()))
 
-    plain, half = (
-        asyncio.run(first_moment(fresh)) for fresh in (None, FreshnessConfig(weight="lag", anchor=0.0, refresh="never"))
+@pytest.mark.parametrize("over", ["tokens", "samples"])
+def test_how_a_batch_is_cut_changes_no_weight(over: str) -> None:
+    """Micro-batches of one sample, or groups that come one after the other and are scaled at the step."""
+    groups, fresh = stale(groups_for(ReverseKLMC(m=3), "phi", torch.float64)), FreshnessConfig(over=over)
+    whole = step_gradient(groups, fresh, config={"token_budget": 4096})
+    assert whole.abs().max() > 0
+    for found in (
+        step_gradient(groups, fresh, config={"token_budget": 1, "packing": False}),
+        step_gradient(groups, fresh, parts=True),
+    ):
+        torch.testing.assert_close(found, whole, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("lag", [1, 4])
+def test_equal_weights_leave_the_gradient_and_its_limit_as_they_are(lag: int) -> None:
+    """All of one lag: every weight is 1/(lag + 1), and no step is smaller for it."""
+    groups = [[_of_lag(h, lag) for h in group] for group in groups_for(ReverseKLMC(m=3), "phi", torch.float64)]
+    for clip_norm in (1e9, 1e-3):
+        plain, weighed = (step_gradient(groups, f, config={"clip_norm": clip_norm}) for f in (None, BY_LAG))
+        torch.testing.assert_close(weighed, plain, rtol=1e-9, atol=1e-15)
+    assert float(weighed.norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize("policy", ["reinforce", "gspo"])
+def test_a_policy_loss_is_weighed_where_it_is_asked_for(policy: str) -> None:
+    loss, how = ReverseKLMC(m=3, weight=0.0), PolicyConfig(loss=policy, advantage="rloo")
+    groups = stale(groups_for(loss, "phi", torch.float64))
+    also = BY_LAG.model_copy(update={"also": ("policy",)})
+    plain, unmoved, weighed = (
+        step_gradient(groups, fresh, loss=loss, policy=how, rewards={"exact": 1.0}) for fresh in (None, BY_LAG, also)
     )
-    assert plain == pytest.approx(1e-4, rel=1e-3) and half == pytest.approx(plain / 2, rel=1e-3)
+    torch.testing.assert_close(unmoved, plain, rtol=1e-9, atol=1e-15)
+    assert not torch.allclose(weighed, plain, rtol=1e-2)
+    alike = [[_of_lag(handle, 3) for handle in group] for group in groups]
+    plain, weighed = (
+        step_gradient(alike, fresh, loss=loss, policy=how, rewards={"exact": 1.0}) for fresh in (None, also)
+    )
+    torch.testing.assert_close(weighed, plain, rtol=1e-9, atol=1e-15)
+
+
+def test_a_part_of_the_loss_that_is_not_weighed_is_not_scaled() -> None:
+    """The gradient of both is the sum of the gradients of each: the mean weight divides distillation alone."""
+    groups, fresh = stale(groups_for(ReverseKLMC(m=3), "phi", torch.float64)), FreshnessConfig()
+    both = step_gradient(groups, fresh, **RL)
+    distilled = step_gradient(groups, fresh)
+    rewarded = step_gradient(groups, None, loss=ReverseKLMC(m=3, weight=0.0), **RL)
+    assert rewarded.abs().max() > 0
+    torch.testing.assert_close(both, distilled + rewarded, rtol=1e-6, atol=1e-12)
+
+
+def test_where_every_weight_is_zero_nothing_is_learned_and_nothing_is_nan() -> None:
+    groups = [[_of_lag(h, 5) for h in group] for group in groups_for(ReverseKLMC(m=3), "phi", torch.float64)]
+    for method in ({}, RL | {"loss": ReverseKLMC(m=3)}):
+        fresh = FreshnessConfig(threshold=0.9, also="policy" if method else ())
+
+        async def work(fresh: FreshnessConfig = fresh, method: dict[str, Any] = method) -> None:
+            learner = learner_of(moved(), fresh=fresh, **{"loss": ReverseKLMC(m=3)} | method)
+            before = {name: p.clone() for name, p in learner.lm.model.named_parameters()}
+            batch = Batch(tuple(groups), UPDATE)
+            weighed = await learner.accumulate(batch, total(await learner.prepare(batch)))
+            assert all(each.w == 0 for each in weighed)
+            metrics = await learner.step()
+            assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
+            assert all(torch.equal(p, before[name]) for name, p in learner.lm.model.named_parameters())
+            learner.close()
+
+        asyncio.run(work())
 
 
 def _of_lag(handle: Handle, lag: int) -> Handle:

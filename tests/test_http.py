@@ -527,6 +527,7 @@ def train(path: Path, fake: FakeEndpoint, *, patience: float | None = None, said
             "sampler": {"max_tokens": 6, "group": 2},
             "learner": {"batch_size": 8},
             "schedule": {"kind": "async", "tau": 1},
+            "health": {"canary": 0},  # what the endpoint is told to do is for the run's own questions
         },
         say=lambda _: None,
     )

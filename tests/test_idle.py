@@ -76,7 +76,9 @@ REFUSED = {
     "student=": "'' names no model: write an HF directory or a hub name",
     "teachers.main.model=": "'' names no model: write an HF directory or a hub name",
     "sampler.slots=1000000000": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
-    "loss.m=1000000000": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
+    "loss.m=100000": "loss.m: input should be less than or equal to 10000, got 100000",
+    "learner.lora.rank=100000": "learner.lora.rank = 100000 is more than any of these layers of builtin:student has: w",
+    "runtime.device=cpu:7": "runtime.device = 'cpu:7': all CPUs are one device: write \"cpu\"",
     "learner.batch_size=1000000000": "samples on their way, which need 4,768.4 GiB at the least; this machine has",
     "freshness.every=5": 'every is for refresh = "fixed": write that, or drop it',
     "freshness.refresh=never freshness.kappa_f=0.2": 'kappa_f is for refresh = "adaptive": write that, or drop it',
@@ -93,13 +95,14 @@ REFUSED = {
         'freshness.m does nothing: drift = "snapshots" is exact, and anchor = 0: drop it'
     ),
     "loss.kind=forward_kl freshness.anchor=0.2 sampler.top_p=0.9": "[freshness] estimates the KL by the ratio of a",
-    "policy.loss=vanilla task.reward=exact sampler.group=2 freshness.over=samples schedule.kind=periodic": (
+    "policy.loss=vanilla task.reward=exact sampler.group=2 "
+    "freshness.over=samples freshness.also=policy schedule.kind=periodic": (
         "the policy loss is divided by tokens and distillation by sequences, and schedule.kind = 'periodic' divides"
     ),
 }
 WARNED = {
     "checkpoint.every=3": "checkpoint.every = 3 is more than updates = 2: only what checkpoint.minutes asks for is",
-    f"eval.every=3 {HELD_OUT}": "eval.every = 3 is more than updates = 2: only the student as it was at the start is",
+    f"eval.every=3 {HELD_OUT}": "eval.every = 3 is more than updates = 2: only the first and the final student are",
     "learner.warmup=3": "learner.warmup = 3 is more than updates = 2: learner.lr is never reached",
     f"{RL} reference.weight=0.1 reference.host=true": "reference.host = true does nothing on a CPU",
     "learner.token_budget=100000000000": "its device has",
@@ -139,7 +142,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models_dir: Path) ->
     rows = {
         "rows.jsonl": [{"prompt": "A1="}],
         "talks.jsonl": talks,
-        "routed.jsonl": [{"prompt": "A1=", "data_source": name} for name in ("main", "other")],
+        "routed.jsonl": [{"prompt": f"A{len(name)}=", "data_source": name} for name in ("main", "other")],
     }
     for name, lines in rows.items():
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -179,6 +179,8 @@ import os, signal
 from pathlib import Path
 
 def score(text, ground_truth):
+    if ground_truth in text:  # right answers, which every check of the config tries, too
+        return 1.0
     done = Path(__file__).with_name("done")
     times = len(done.read_text()) if done.exists() else 0
     done.write_text("x" * (times + 1))
@@ -188,7 +190,7 @@ def score(text, ground_truth):
         os.kill(SWEEP, signal.SIGINT)
     return 1.0
 """
-"""Kills its run when it is called first, and stops the study the next time."""
+"""Kills its run at the first wrong answer, and stops the study at the next one."""
 
 
 @pytest.mark.processes

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schema import LearnerConfig, LoraConfig
+from slipstream.engines.native.adapters import linear_layers
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel
@@ -132,3 +133,10 @@ def test_a_target_that_is_not_there_is_refused_with_what_is() -> None:
         student(LoraConfig(targets=("qproj",)))
     with pytest.raises(ConfigError, match="'lm_head' is no linear layer .*; known: down_proj, gate_proj"):
         student(LoraConfig(targets=("q_proj", "lm_head")))
+
+
+def test_layers_that_share_a_weight_have_no_adapter() -> None:
+    """Each would add its own to the one weight, and the merged student would be another model."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    layers[2].weight = layers[0].weight
+    assert list(linear_layers(layers)) == ["1"]

@@ -203,6 +203,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         },
         "distillation is divided by tokens and the policy loss by sequences, and schedule.kind = 'periodic'",
     ),
+    "a mean weight that only a part has, in parts": (
+        {
+            "loss": {"weight": 1.0},
+            "teachers": {"main": {"model": "t"}},
+            "freshness": {},
+            "schedule": {"kind": "periodic"},
+        },
+        "a part of the loss is not weighed, and schedule.kind = 'periodic' divides once, at the end: write "
+        'freshness.also = "policy"',
+    ),
 }
 
 

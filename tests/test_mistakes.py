@@ -66,6 +66,9 @@ train pipe.toml/x | pipe.toml/x: cannot be read: Not a directory
 train latin.toml | latin.toml: not valid TOML: 'utf-8' codec can't decode byte 0xe9
 train broken.toml | broken.toml: not valid TOML: Expected '=' after a key in a key/value pair (at line 2, column 9)
 train twice.toml | twice.toml: not valid TOML: Cannot overwrite a value (at line 2
+train deep.toml | deep.toml: nested too deeply: no setting is more than a few tables or lists deep; take the brackets
+config deep.toml --check | deep.toml: nested too deeply: no setting is more than a few tables or lists deep; take the
+train dotted.toml | dotted.toml: nested too deeply: no setting is more than a few tables or lists deep; take the brack
 train data.json | data.json: not valid TOML: Invalid statement (at line 1, column 1)
 train empty.toml | empty.toml: 'student' is missing: 
 config --check | name a config file: slipstream config CONFIG
@@ -110,22 +113,22 @@ estimators k1 k2 | unrecognized arguments: k2
 estimators --all | unrecognized arguments: --all
 eval | the following arguments are required: model
 eval builtin:student again | unrecognized arguments: again
-eval builtin:student -n | argument -n: expected one argument
-eval builtin:student -n 0 | argument -n: '0' is no whole number of at least 1
-eval builtin:student -n 1.5 | argument -n: '1.5' is no whole number of at least 1
+eval builtin:student -n | argument -n/--eval.n: expected one argument
+eval builtin:student -n 0 | argument -n/--eval.n: '0' is no whole number of at least 1
+eval builtin:student -n 1.5 | argument -n/--eval.n: '1.5' is no whole number of at least 1
 eval builtin:student -k 0 | argument -k: '0' is no whole number of at least 1
 eval builtin:student -k | argument -k: expected at least one argument
-eval builtin:student --limit all | argument --limit: 'all' is no whole number of at least 1
-eval builtin:student --max-tokens -5 | argument --max-tokens: '-5' is no whole number of at least 1
-eval builtin:student --temperature -1 | argument --temperature: -1 is neither 0, which is greedy, nor from 0.001 to 100
-eval builtin:student --temperature 1e-300 | argument --temperature: 1e-300 is neither 0, which is greedy
-eval builtin:student --temperature 1e300 | argument --temperature: 1e300 is neither 0, which is greedy
-eval builtin:student --temperature nan | argument --temperature: nan is neither 0, which is greedy
-eval builtin:student --temperature hot | argument --temperature: invalid temperature value: 'hot'
+eval builtin:student --limit all | argument --limit/--eval.prompts: 'all' is no whole number of at least 1
+eval builtin:student --max-tokens -5 | argument --max-tokens/--sampler.max_tokens: '-5' is no whole number of at least 1
+eval builtin:student --temperature -1 | argument --temperature/--eval.temperature: -1 is neither 0, which is
+eval builtin:student --temperature 1e-300 | argument --temperature/--eval.temperature: 1e-300 is neither 0, which
+eval builtin:student --temperature 1e300 | argument --temperature/--eval.temperature: 1e300 is neither 0, which
+eval builtin:student --temperature nan | argument --temperature/--eval.temperature: nan is neither 0, which is greedy
+eval builtin:student --temperature hot | argument --temperature/--eval.temperature: invalid temperature value: 'hot'
 eval builtin:student --seed x | argument --seed: invalid int value: 'x'
-eval builtin:student --dtype float8 | argument --dtype: invalid choice: 'float8' (choose from 'float32', 'bfloat16'
-eval builtin:student --reward vibes | argument --reward: 'vibes' is no reward; known: environment, exact, math
-eval builtin:student --reward ./own.py | argument --reward: './own.py' is no reward; known: environment, exact, math
+eval builtin:student --dtype float8 | argument --dtype/--sampler.dtype: invalid choice: 'float8' (choose
+eval builtin:student --reward vibes | argument --reward/--task.reward: 'vibes' is no reward; known: 
+eval builtin:student --reward ./own.py | argument --reward/--task.reward: './own.py' is no reward; known:
 eval builtin:student --learner.lr 1 | unrecognized arguments: --learner.lr 1
 """)
 
@@ -156,6 +159,14 @@ CONFIG = table("""
 --log.to mlflow | log.to = ['mlflow'] needs mlflow: pip install 'slipstream[mlflow]'
 --sampler.slots 0 | run.toml: sampler.slots: input should be greater than or equal to 1, got 0
 --sampler.temperature 1e-9 | run.toml: sampler.temperature: input should be greater than or equal to 0.001, got 1e-09
+--sampler.replicas 1000000 | 1000002 engines are more than the 
+--runtime.threads 100000 | run.toml: runtime.threads: input should be less than or equal to 1024, got 100000
+--loss.m 100000 | run.toml: loss.m: input should be less than or equal to 10000, got 100000
+--updates 100000000000000000000000 | run.toml: updates: input should be less than or equal to 1000000000, got 1000000
+--seed -1 | run.toml: seed: input should be greater than or equal to 0, got -1
+--eval.every 1 --eval.n 65000000 | run.toml: eval.n = 65000000 needs sampler.slots of at least 65000000
+--task.reward ./constant.py:score | task.reward = './constant.py:score': it asks for nothing, so every answer would
+--data.train pipe.jsonl | pipe.jsonl: is a pipe or a device, where a file is expected
 --runtime.kind slurm | run.toml: runtime.kind: input should be 'local', 'ray' or 'inline', got 'slurm'
 --student '' | '' names no model: write an HF directory or a hub name
 --student builtin:studnet | no built-in model 'studnet'; did you mean 'student'?
@@ -200,6 +211,9 @@ GLANCE = {
 BESIDE: Mapping[str, File] = {
     "run.toml": test_plan.BASE,
     "broken.toml": 'student = "x"\nupdates 3\n',
+    "deep.toml": "x = " + "[" * 20_000 + "]" * 20_000,
+    "dotted.toml": f"[{'.'.join('a' * 3000)}]",
+    "constant.py": "def score():\n    return 1.0\n",
     "twice.toml": "updates = 3\nupdates = 4\n",
     "latin.toml": 'student = "é"\n'.encode("latin-1"),
     "data.json": '{"prompt": "a"}',
@@ -207,6 +221,7 @@ BESIDE: Mapping[str, File] = {
     "pipe.toml": "",
     "taken/config.toml": "precious",
     "pipe": os.mkfifo,
+    "pipe.jsonl": os.mkfifo,
 }
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -379,6 +394,11 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "finished": (as_it_is, "resume run", "run is finished: the student is in run/final; --updates with more than 2"),
     "no more updates": (as_it_is, "resume run --updates 2", "--updates with more than 2 goes on"),
     "fewer updates": (as_it_is, "resume run --updates 1", "--updates with more than 2 goes on"),
+    "too many updates": (
+        as_it_is,
+        "resume run --updates 100000000000000000000000",
+        "run/config.toml: updates: input should be less than or equal to 1000000000, got 1000000",
+    ),
     "no such checkpoint": (as_it_is, "resume run --from 7", "run has no checkpoint 7: write --from with one of 1, 2"),
     "nothing changed": (as_it_is, "resume run --updates 3 --change learner.lr", "does not change that; edit it there"),
     "no checkpoint": (
@@ -445,7 +465,7 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "eval run",
         "run has no student to evaluate, neither",
     ),
-    "evaluated without a config": (lost("config.toml"), "eval run", "run/config.toml: no such file"),
+    "evaluated without a config": (lost("config.toml"), "eval run", "run holds no run: there is no config.toml in it"),
     "a misspelt run": (as_it_is, "eval ./rum --reward exact", "./rum: no such directory"),
 }
 

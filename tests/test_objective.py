@@ -439,11 +439,10 @@ def in_branches(group: list[Handle], cuts: list[int]) -> list[Handle]:
 IN_BRANCHES = [
     name
     for name, each in METHODS.items()
-    if each.policy is None or (policy.LOSSES[each.policy.loss].scope != "row" and each.policy.loss != "clip_cov")
+    if each.policy is None or each.policy.loss != "clip_cov"
     if name not in ("weights by turn, bypass", "OTB by position")
 ]
-"""A ratio of a whole row is that of its lineage, and a branch is a call of its own; what is drawn for a place, or
-compared at one, is drawn for another."""
+"""Not weights by turn, since a branch is a call of its own; nor what is drawn for a place, or compared at one."""
 
 
 @pytest.mark.parametrize("name", IN_BRANCHES)

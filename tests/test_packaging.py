@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +52,21 @@ def pins(file: str) -> dict[str, str]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()]
     required = [Requirement(line) for line in lines if line]
     return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in required}
+
+
+def test_the_lowest_versions_that_are_tested_are_those_that_are_allowed() -> None:
+    """But for torch, whose pin is the oldest that can be installed for a CPU wherever the tests run."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = {canonicalize_name(each.name): str(each.specifier) for each in map(Requirement, project["dependencies"])}
+    lowest = {name: f">={release}" for name, release in pins("requirements-lowest.txt").items() if name in allowed}
+    assert lowest.keys() == allowed.keys()
+    for name, said in allowed.items():
+        assert name == "torch" or SpecifierSet(lowest[name]) == SpecifierSet(padded(said, lowest[name])), name
+
+
+def padded(said: str, like: str) -> str:
+    """A version with as many numbers as another."""
+    return said + ".0" * (like.count(".") - said.count("."))
 
 
 def brought(name: str) -> set[str]:

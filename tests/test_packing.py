@@ -28,7 +28,7 @@ from transformers import (
 from slipstream.engines.native import rows as rows_module
 from slipstream.engines.native.attention import Reach
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.engines.native.packing import Item, MicroBatch, best_fit, cost, pack, spread, token_saving
+from slipstream.engines.native.packing import Item, MicroBatch, best_fit, cost, pack, spread
 from slipstream.engines.native.rows import Rows, attend, by_flex, reading, reread, use_rows
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError
@@ -142,12 +142,6 @@ def test_a_branch_that_begins_with_other_tokens_shares_no_prompt() -> None:
     (batch,) = pack(rollouts, budget=100, hidden=32, shared_prompt=True)
     items = [item for row in batch.rows for item in row]
     assert {(item.prompt, item.members) for item in items} == {(4, (0, 2)), (3, (1,))}
-
-
-def test_token_saving_is_the_share_of_prompts_that_are_not_computed_again() -> None:
-    assert token_saving([Item(6, (2, 4), (0, 1))]) == pytest.approx(1 - 12 / 18)
-    assert token_saving([Item(6, (2, 4), (0, 1)), Item(5, (3,), (2,))]) == pytest.approx(1 - 20 / 26)
-    assert token_saving([Item(5, (3,), (0,))]) == 0
 
 
 def test_rows_begin_every_response_anew_after_its_prompt() -> None:

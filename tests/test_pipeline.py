@@ -43,6 +43,7 @@ def config(**changes: Any) -> Config:
         schedule=changes.pop("schedule", Sync()),
         sampler=SamplerConfig(max_tokens=10, group=2),
         learner=changes.pop("learner", LearnerConfig(batch_size=8)),
+        health={"canary": 0} | changes.pop("health", {}),
         **changes,
     )
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from slipstream.cli import main
 from slipstream.commands import train as command
 from slipstream.config.file import fields, load
 from slipstream.engines.http import client
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plan.plan import plan
+from slipstream.runlog import read_lines
 
 BASE = """
 student = "builtin:student"
@@ -88,6 +91,8 @@ schedule.on_publish=restart
 schedule.on_publish=drain
 schedule.order=submission
 schedule.order=completion
+data.train=levels.jsonl schedule.mixture=level
+data.train=levels.jsonl schedule.mixture=about.level schedule.max_lag=6
 schedule.max_lag=4
 schedule.max_lag=1 schedule.on_old=drop
 schedule.max_lag=2 schedule.on_old=restart
@@ -407,6 +412,12 @@ data.template_args={{enable_thinking=false}}
 seed=one
 updates=0
 nonsense=1
+data.train=levels.jsonl schedule.mixture=level schedule.order=completion
+data.train=levels.jsonl schedule.mixture=levle
+data.train=levels.jsonl schedule.mixture=same
+data.train=levels.jsonl schedule.mixture=number
+schedule.mixture=level
+schedule.kind=sync schedule.mixture=level
 learner.learning_rate=1
 output=taken
 """.strip().splitlines()
@@ -435,6 +446,11 @@ SCHEMA = [
     and name not in ("policy.options", "data.template_args", "sampler.engine_args")
 ]
 
+LEVELS = "".join(
+    json.dumps({"prompt": f"A{i % 10}=", "level": i % 3, "about": {"level": i % 2}, "same": "x", "number": i}) + "\n"
+    for i in range(24)
+)
+
 
 def words(line: str) -> list[str]:
     return [word for pair in line.split() for word in (f"--{pair.partition('=')[0]}", pair.partition("=")[2])]
@@ -449,6 +465,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "taken" / "config.toml").write_text("")
     (tmp_path / "table.csv").write_text("question,solution\nB1=,1\nC2=,2\n")
     (tmp_path / "ragged.csv").write_text("prompt,answer\nB1=,1\nC2=\n")
+    (tmp_path / "levels.jsonl").write_text(LEVELS)
     os.mkfifo(tmp_path / "pipe.jsonl")
     return "run.toml"
 
@@ -493,6 +510,31 @@ def test_a_plan_says_what_a_greedy_baseline_costs(config: str) -> None:
     assert not any("are trained on" in note for note in plan(load(config)).notes)
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("schedule.mixture=levle", "levels.jsonl:1: has no 'levle' (schedule.mixture); did you mean 'level'?"),
+        ("schedule.mixture=same", "schedule.mixture = 'same' does nothing: every row has 'x' there; drop it"),
+        ("schedule.mixture=number", "no two rows have the same there: name a column of few values, or write schedule."),
+        ("schedule.mixture=level schedule.order=submission", 'mixture does nothing with order = "submission": write'),
+    ],
+)
+def test_a_mixture_that_follows_no_column_is_refused(config: str, settings: str, line: str) -> None:
+    pairs = [
+        ("data.train", "levels.jsonl"),
+        *((key, value) for key, _, value in (pair.partition("=") for pair in settings.split())),
+    ]
+    with pytest.raises(SlipstreamError, match=re.escape(line)):
+        plan(load(config, pairs))
+
+
+def test_a_mixture_follows_the_teacher_and_the_column(config: str) -> None:
+    pairs = [("data.train", "levels.jsonl"), ("schedule.mixture", "level")]
+    prompts = plan(load(config, pairs)).prompts
+    found = [(prompts.source(number), prompts.at(number).meta["level"]) for number in range(24)]
+    assert all(source == f"main {level}" for source, level in found) and len(set(found)) == 3
+
+
 def test_a_plan_says_when_checkpoints_come(config: str) -> None:
     def said(*changes: tuple[str, str]) -> list[str]:
         made = plan(load(config, changes))
@@ -518,6 +560,54 @@ def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
     assert not any("clips the steps of an update" in warning for warning in plan(load(config, several)).warnings)
 
 
+def test_prompts_that_are_copies_and_held_out_ones_that_are_trained_on_are_warned_of(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(name: str, prompts: Iterable[str]) -> None:
+        rows = [{"prompt": prompt, "answer": "1", "number": number} for number, prompt in enumerate(prompts)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def warned(*changes: tuple[str, str]) -> list[str]:
+        made = plan(load(config, [("data.limit", "1000"), *changes]))
+        return [warning for warning in made.warnings if warning.startswith("data.")]
+
+    letters = [f"{letter}1=" for letter in "ABCDEFGH"]
+    write("equal.jsonl", ["A1="] * 24)
+    write("copies.jsonl", letters[:4] * 50)
+    write("different.jsonl", [*letters, *letters[:4]])
+    write("other.jsonl", [f"{letter}2=" for letter in "ABCD"])
+    write("some.jsonl", ["A2=", "B1="])
+    assert warned(("data.train", "equal.jsonl")) == [
+        "data.train: 24 rows hold 1 different prompts; that of equal.jsonl:1 comes 24 times"
+    ]
+    assert warned(("data.train", "copies.jsonl")) == [
+        "data.train: 200 rows hold 4 different prompts; that of copies.jsonl:1 comes 50 times"
+    ]
+    assert warned(("data.train", "different.jsonl")) == []
+    evaluated = ("data.train", "different.jsonl"), ("eval.every", "1"), ("task.reward", "exact")
+    assert warned(*evaluated, ("data.eval", "other.jsonl")) == []
+    (leak,) = warned(*evaluated, ("data.eval", "some.jsonl"))
+    assert leak.startswith("data.eval: 1 of 2 held-out prompts are in data.train too, ")
+    assert main(["config", config, "--check", "--data.limit", "1000", "--data.train", "equal.jsonl"]) == 0
+    told = capsys.readouterr()
+    assert "24 rows hold 1 different prompts" in told.out + told.err
+
+
+def test_a_reward_that_gives_nothing_to_right_answers_is_warned_of(config: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def boxed(text, ground_truth): return float(text == r'\\boxed{' + ground_truth + '}')\n"
+        "def other_column(text, meta): return float(text == meta.get('solution'))\n"
+        "def fails(text): raise ValueError\n"
+        "def slow(text):\n    while True: pass\n"
+    )
+    for name in ("boxed", "fails", "slow"):
+        made = plan(load(config, [("task.reward", f"./own.py:{name}")]))
+        assert not any("gives 0" in warning for warning in made.warnings), name
+    (told,) = [w for w in plan(load(config, [("task.reward", "./own.py:other_column")])).warnings if "gives 0" in w]
+    assert told.startswith("task.reward = './own.py:other_column' gives 0 to the right answer of train:0 and others")
+    assert not any("gives 0" in warning for warning in plan(load(config, [("task.reward", "math")])).warnings)
+
+
 def test_an_evaluation_that_cannot_be_is_refused_before_a_weight_is_loaded(
     models_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -533,3 +623,35 @@ def test_a_ray_that_is_not_installed_is_one_line(config: str, monkeypatch: pytes
     monkeypatch.setattr("slipstream.plan.plan.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^runtime.kind = 'ray' needs Ray: pip install 'slipstream\[ray\]'$"):
         plan(load(config, [("runtime.kind", "ray")]))
+
+
+def test_slow_rows_are_held_to_their_share_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to rows of ten letters are ten times as long as those to rows of one, and every fourth row is such."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"prompt": "".join(f"{chr(65 + (i + j) % 10)}{(i * j) % 9 + 1}" for j in range(10 if i % 4 == 0 else 1)) + "="}
+        | {"size": "long" if i % 4 == 0 else "short"}
+        for i in range(40)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(BASE)
+    words = [
+        "train",
+        "run.toml",
+        "--skip-checks",
+        "--updates",
+        "6",
+        "--data.train",
+        "rows.jsonl",
+        "--data.limit",
+        "none",
+    ]
+    words += ["--sampler.max_tokens", "64", "--sampler.slots", "8", "--schedule.tau", "4", "--schedule.mixture", "size"]
+    assert main(words) == 0
+    prompts = plan(load("run/config.toml", say=str)).prompts
+    due = [prompts.at(number).meta["size"] for number in range(48)]
+    ledger = read_lines(tmp_path / "run" / "ledger.jsonl")
+    for update in range(1, 7):
+        trained = [prompts.at(line["number"]).meta["size"] for line in ledger if line["update"] == update]
+        assert sorted(trained) == sorted(due[8 * (update - 1) : 8 * update])
+    assert {*due} == {"long", "short"}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roofline import B200, QWEN3_4B, QWEN3_30B_A3B, Reached, costs_on, room
 from slipstream.cli import main
 from slipstream.config.file import parse as parse_config
 from slipstream.config.file import to_toml
@@ -22,7 +23,6 @@ from slipstream.lab.costs import Costs, load, parse, quantiles
 from slipstream.lab.derive import costs_of
 from slipstream.lab.fit import Paid, fitted, least_disturbed
 from slipstream.lab.planner import Split, Stage, Subject, name_of, numbers, outlook, sensible
-from slipstream.lab.roofline import B200, QWEN3_4B, QWEN3_30B_A3B, Reached, costs_on, room
 from slipstream.lab.simulate import Work, engines, forecast, prompts
 from slipstream.pipeline.run import Run
 from slipstream.rundir import RunDir

@@ -280,13 +280,13 @@ def trained(
         (Spec(options={"lora": LoraConfig(rank=2), "optimizer_dtype": "float32"}), 3, False, (3,)),
         (Spec(method=STEERED), 3, True, (3,)),
         (Spec(method=OPOB), 3, False, (3,)),
-        (Spec(method=FRESH), 3, False, (3,)),
+        (Spec(method=FRESH, options={"minibatches": 2}), 3, False, (3,)),
         (Spec(method=REPLAYED), 3, True, (3,)),
         (Spec(cosine_every=1), 3, False, (3,)),
     ],
     ids=[
         *("opd", "opd in parts, padded", "by row", "by row in parts", "by batch, twice", "lora", "steered", "energy"),
-        *("by freshness", "by freshness, replayed, in parts", "ages"),
+        *("by freshness, twice", "by freshness, replayed, in parts", "ages"),
     ],
 )
 def test_any_number_of_ranks_learns_the_same(

@@ -200,6 +200,13 @@ def test_turns_number_the_calls_that_sampled(turn: list[int], named: str) -> Non
     assert Rollout(**rollout_fields(mask=observed) | {"turn": np.array([turn[0], -1, -1, -1])})
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_no_number_is_refused_by_name(value: float) -> None:
+    fields = rollout_fields(mask=np.ones(4, np.bool_)) | {"rewards": {"exact": 1.0, "math": value}}
+    with pytest.raises(ValueError, match=f"^{ROLLOUT}: reward 'math' is {value}: a reward must be a finite number$"):
+        Rollout(**fields)
+
+
 def test_a_response_of_one_call_is_an_episode_of_one_turn() -> None:
     fields = rollout_fields(mask=np.ones(4, np.bool_))
     asked = {name: fields[name] for name in ("prompt", "index", "actions", "action_logp", "versions", "finish")}

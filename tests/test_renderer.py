@@ -469,7 +469,8 @@ def test_calls_are_read_however_they_are_spaced() -> None:
 
 FAULTS = {
     '<tool_call>{"name": "look", "arguments": {"what": }}</tool_call>': "a call is no JSON: Expecting value at char",
-    '<tool_call>{"name": "look", "arguments": {"n": NaN}}</tool_call>': "a call is no JSON: 'NaN is no JSON'",
+    '<tool_call>{"name": "look", "arguments": {"n": NaN}}</tool_call>': "a call is no JSON: 'NaN is no finite number'",
+    '<tool_call>{"name": "look", "arguments": {"n": 1e400}}</tool_call>': "a call is no JSON: '1e400 is no finite n",
     '<tool_call>{"arguments": {}}</tool_call>': 'a call has no "name"',
     '<tool_call>{"name": 3, "arguments": {}}</tool_call>': 'a call has no "name"',
     '<tool_call>{"name": "look"}</tool_call>': 'a call has no "arguments"',

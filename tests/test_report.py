@@ -19,7 +19,8 @@ from slipstream.insight.report import arms, chapters, page, quotes, sections
 from slipstream.insight.report.figures import Figure
 from slipstream.insight.report.page import Html, Page, Section, as_json, document
 from slipstream.lab.results import Sweep
-from written import QUOTE, STUDY, write_run, write_study
+from slipstream.runlog import read_lines
+from written import QUOTE, STUDY, write_lines, write_run, write_study
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\u202e\u2028\x00\x1b[31m\ud800\"'"
 
@@ -325,6 +326,35 @@ def test_many_arms_are_points_below_one_another_and_claims_go_by_what_became_of_
     assert figure.layout["yaxis"]["categoryarray"] == [f"arm {k}" for k in range(6, 0, -1)]
     assert [trace["x"].index(0.52) for trace in figure.data] == list(range(6))
     assert figure.title == "Does not hold: claim 6. Holds: claim 1; claim 2; claim 3; claim 4. And 1 more."
+
+
+def test_a_study_over_learning_rates_has_steps_of_their_doublings(tmp_path: Path) -> None:
+    tree: dict[str, Any] = copy.deepcopy(STUDY)
+    rates = [1e-4, 2e-4, 4e-4]
+    tree["schedule"] = {"kind": "sync"}
+    tree["sweep"] |= {"x": "learner.lr", "grid": {"learner.lr": rates}, "claims": []}
+    sweep = Sweep(write_study(tmp_path / "study", tree))
+    assert sweep.doublings == "log2(learner.lr)"
+    first, *_, last = arms.main(sweep, "reward/exact").data[0]["x"]
+    assert last - first == pytest.approx(2)
+    lags = Sweep(write_study(tmp_path / "lags"))
+    assert lags.doublings == "log2(schedule.k + 1)"
+
+
+def test_the_title_of_one_learning_curve_says_that_it_fell(tmp_path: Path) -> None:
+    """The only series ends at one value, which is not where it was all the time."""
+    tree: dict[str, Any] = copy.deepcopy(STUDY)
+    tree["schedule"] = {"kind": "sync"}
+    tree["sweep"] = {key: value for key, value in tree["sweep"].items() if key not in ("x", "grid", "claims")}
+    tree["sweep"]["arms"] = {"reverse": {"loss.kind": "reverse_kl_mc"}}
+    path = write_study(tmp_path / "study", tree)
+    for cell in Sweep(path).finished:
+        lines = read_lines(cell.path / "metrics.jsonl")
+        for line in lines:
+            line["reward/exact"] = 0.65 - 0.02 * line["update"]
+        write_lines(cell.path / "metrics.jsonl", lines)
+    titles = [figure.title for figure in arms.curves(Sweep(path))]
+    assert titles[0] == "Reward exact fell from 54 % to 14 %"
 
 
 @pytest.mark.parametrize(

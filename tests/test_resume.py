@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from coordinators import Coordinators
 from slipstream.cli import main
@@ -323,3 +326,16 @@ def test_a_stall_report_can_be_asked_for_and_stops_nothing(
     assert coordinators.end() == 143
     for part in ("after the last move, at version", "credits in use", "sampler ", "scorer ", "learner "):
         assert part in coordinators.output()
+
+
+@given(updates=st.integers(1, 9), evals=st.integers(1, 4), further=st.integers(1, 4), tau=st.integers(0, 2))
+def test_a_run_that_evaluates_ends_with_an_evaluation_of_its_last_student(
+    updates: int, evals: int, further: int, tau: int
+) -> None:
+    """Also where its updates are no multiple of eval.every, and when `resume --updates` extends it."""
+    ends = updates, updates + further
+    with tempfile.TemporaryDirectory() as place:
+        for end in ends:
+            go(Path(place), Async(tau=tau), updates=end, evals=evals)
+        found = [line["update"] for line in read_lines(Path(place) / "metrics.jsonl") if line["kind"] == "eval"]
+    assert found == sorted({*range(0, ends[1] + 1, evals), *ends})

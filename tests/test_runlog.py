@@ -71,7 +71,9 @@ def test_a_new_run_directory_says_what_runs_and_where(tmp_path: Path) -> None:
         ]
     assert parse(tomllib.loads((path / "config.toml").read_text("utf-8"))) == config
     meta = json.loads((path / "meta.json").read_text())
-    assert meta.keys() == {"started", "command", "python", "packages", "platform", "cpus", "git", "config", "prompts"}
+    assert meta.keys() == {
+        "format", "started", "command", "python", "packages", "platform", "cpus", "git", "config", "prompts"
+    }  # fmt: skip
     assert meta["packages"].keys() == {"slipstream", "torch", "transformers", "numpy"}
     assert all(meta["packages"].values())
 
@@ -166,12 +168,16 @@ def test_the_machine_is_described_without_git_and_outside_a_repository(tmp_path:
 def quote_of(update: int) -> dict[str, Any]:
     return {
         "update": update,
+        "prompt_id": "p",
         "prompt": "2+2=\n<assistant>",
         "response": "4\n",
         "finish": "eos",
         "rewards": {"exact": 1.0},
         "versions": [[max(0, update - 3), 1], [update - 1, 1]],
         "tokens": ["4", "\n"],
+        "logp": [-0.1, -0.2],
+        "teacher": "main",
+        "teacher_logp": [-0.1, None],
     }
 
 

@@ -51,6 +51,7 @@ from plain_engines import (
 from slipstream.commands.planned import planned as planned_there
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
+from slipstream.durable import LOCK, alone_in
 from slipstream.engines.base import Engines, Loaded, Sampling
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
 from slipstream.objective.method import method_of
@@ -204,6 +205,21 @@ def test_what_cannot_start_takes_all_with_it(runtime: Any, tokenizer: PreTrained
         with pytest.raises(Exception, match="nowhere/there"):
             runtime.open_engines(plan, tokenizer, say=silent)
         assert children() == before
+
+
+def test_what_a_killed_run_left_of_ray_is_removed_by_the_next_and_what_is_in_use_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(on_ray, "SHORT", 1000)
+    for name in ("ray-killed", "ray-used", "ray-of-somebody-else"):
+        (tmp_path / name / "session_1").mkdir(parents=True)
+    (tmp_path / "ray-killed" / LOCK).write_text("1 on here")
+    with alone_in(tmp_path / "ray-used"), on_ray.directory() as path:
+        assert {each.name for each in tmp_path.iterdir()} == {"ray-used", "ray-of-somebody-else", Path(path).name}
+    assert {each.name for each in tmp_path.iterdir()} == {"ray-used", "ray-of-somebody-else"}, (
+        "nor does a run leave any"
+    )
 
 
 # --- one nursery and one Ray for the rest -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,10 @@ from pathlib import Path
 import pytest
 
 from sandboxes import NO_BUBBLEWRAP
+from slipstream.config.file import parse
 from slipstream.errors import ConfigError, SandboxError
-from slipstream.tasks.sandbox import bubblewrap, sandbox_of, seccomp
+from slipstream.plan.plan import sandbox_notes
+from slipstream.tasks.sandbox import bubblewrap, cgroups, sandbox_of, seccomp
 from slipstream.tasks.sandbox.base import PYTHON, USUAL, Limits, MiB, Ran, Sandbox, Session, run_python
 
 pytestmark = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
@@ -265,7 +268,7 @@ for how in (os.O_RDWR, os.O_WRONLY):
 def test_the_filter_of_each_machine_is_whole() -> None:
     for machine in seccomp.REFUSED:
         program = seccomp.program(machine)
-        assert len(program) % 8 == 0 and len(program) // 8 == 2 * len(seccomp.REFUSED[machine]) + 24
+        assert len(program) % 8 == 0 and len(program) // 8 == 2 * len(seccomp.REFUSED[machine]) + 31
         assert len(set(seccomp.REFUSED[machine].values())) == len(seccomp.REFUSED[machine])
     assert seccomp.REFUSED["x86_64"].keys() == seccomp.REFUSED["aarch64"].keys()
     with pytest.raises(SandboxError, match="no list of system calls for riscv64 here"):
@@ -334,6 +337,204 @@ def test_memory_of_one_process_is_bounded_by_itself() -> None:
 def test_memory_of_all_together_is_bounded(code: str) -> None:
     ran = python(code, limits=Limits(memory=100 * MiB, seconds=15))
     assert (ran.status, ran.code) == ("memory", None)
+
+
+TABLES = """
+import mmap, os, time
+for _ in range(8):
+    if os.fork() == 0:
+        break
+pages = mmap.mmap(-1, 15 << 30, mmap.MAP_PRIVATE, mmap.PROT_READ)
+for at in range(0, len(pages), 2 << 20):
+    pages[at]
+time.sleep(60)
+"""
+SOCKETS = """
+import os, socket, time
+for _ in range(8):
+    if os.fork() == 0:
+        break
+pairs = []
+for _ in range(55):
+    pair = socket.socketpair()
+    pair[0].setblocking(False)
+    pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+    pairs.append(pair)
+    try:
+        while pair[0].send(bytes(1 << 14)):
+            pass
+    except BlockingIOError:
+        pass
+time.sleep(60)
+"""
+TCP = """
+import socket, time
+server = socket.create_server(("127.0.0.1", 0), backlog=100)
+clients = []
+for _ in range(50):
+    clients.append((socket.create_connection(server.getsockname()), server.accept()))
+    clients[-1][0].setblocking(False)
+    try:
+        while clients[-1][0].send(bytes(1 << 16)):
+            pass
+    except BlockingIOError:
+        pass
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("code", [TABLES, SOCKETS, TCP], ids=["tables", "sockets", "TCP"])
+def test_memory_of_the_kernel_counts_as_a_programs_own(code: str, place: str) -> None:
+    ran = python(code, place, limits=Limits(memory=100 * MiB, seconds=60))
+    assert (ran.status, ran.code) == ("memory", None), ran
+
+
+def test_addresses_are_bounded_and_with_them_page_tables() -> None:
+    code = "import mmap\nmmap.mmap(-1, {}, mmap.MAP_PRIVATE, mmap.PROT_READ)"
+    assert python(code.format(15 << 30)).status == "ok"
+    ran = python(code.format(17 << 30))
+    assert ran.status == "failed" and "Cannot allocate memory" in ran.err
+
+
+def test_a_buffer_for_sending_cannot_be_enlarged() -> None:
+    code = """
+import socket
+one = socket.socket(socket.AF_UNIX)
+before = one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+print(before == one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+print(one.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF))
+"""
+    assert python(code).out == f"True\n{2 << 16}\n"
+
+
+# --- cgroups ----------------------------------------------------------------------------------------------------------
+
+
+def delegated(path: Path, controllers: str = "cpu memory pids") -> Path:
+    """A directory tree as a cgroup file system has it, in which this process's own cgroup is a/b."""
+    (path / "cgroups" / "a" / "b").mkdir(parents=True)
+    for each, on in (("a", controllers), ("a/b", "")):
+        (path / "cgroups" / each / "cgroup.subtree_control").write_text(on + "\n")
+        (path / "cgroups" / each / "cgroup.procs").write_text("")
+    (path / "own").write_text("4:memory:/old\n0::/a/b\n")
+    return path / "cgroups" / "a"
+
+
+def test_a_cgroup_is_made_where_memory_and_pids_are_switched_on(tmp_path: Path) -> None:
+    parent = delegated(tmp_path)
+    found = cgroups.writable(tmp_path / "cgroups", tmp_path / "own")
+    assert found == parent and f"by a cgroup for each program, below {parent}" in cgroups.in_force(found)
+    (parent / "b" / "cgroup.subtree_control").write_text("memory pids")
+    assert cgroups.writable(tmp_path / "cgroups", tmp_path / "own") == parent / "b"
+
+
+@pytest.mark.parametrize("lacks", ["memory", "pids", "version 2", "the tree"])
+def test_without_a_cgroup_the_other_bounds_are_said(tmp_path: Path, lacks: str) -> None:
+    delegated(tmp_path, {"memory": "pids", "pids": "memory"}.get(lacks, "memory pids"))
+    if lacks == "version 2":
+        (tmp_path / "own").write_text("4:memory:/a/b\n")
+    found = cgroups.writable(tmp_path / ("nowhere" if lacks == "the tree" else "cgroups"), tmp_path / "own")
+    assert found is None and "measured every 0.1 s" in cgroups.in_force(found)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_every_process_of_a_call_is_in_its_cgroup_before_the_program_begins(tmp_path: Path, place: str) -> None:
+    parent = delegated(tmp_path)
+
+    async def go() -> Ran:
+        sandbox = bubblewrap.Bubblewrap()
+        sandbox.cgroups = parent
+        where = await sandbox.session() if place == "session" else sandbox
+        ran = await run_python(where, "import resource; print(resource.getrlimit(resource.RLIMIT_AS)[0])")
+        if place == "session":
+            await where.close()
+        return ran
+
+    before = set(parent.iterdir())
+    ran = asyncio.run(go())
+    assert (ran.status, ran.out) == ("ok", "-1\n"), ran
+    made = sorted(set(parent.iterdir()) - before)
+    assert made
+    limits = Limits()
+    for each in made:
+        assert (each / "memory.max").read_text() == str(limits.memory + 2 * limits.disk + 32 * MiB)
+        assert (each / "pids.max").read_text() == str(limits.processes + 8)
+        assert int((each / "cgroup.procs").read_text()) > 0
+
+
+def test_a_cgroup_that_cannot_be_had_is_no_fault_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = delegated(tmp_path)
+    number, mark = next(cgroups.NUMBERS) + 2, f"37.{os.getpid()}"
+    (parent / f"slipstream-{os.getpid()}-{number}").mkdir()
+
+    async def go(where: Path) -> None:
+        sandbox = bubblewrap.Bubblewrap()
+        sandbox.cgroups = where
+        await sandbox.run(["sleep", mark])
+
+    with pytest.raises(SandboxError, match="no cgroup can be made: .*No such file or directory"):
+        asyncio.run(go(tmp_path / "nowhere"))
+    with pytest.raises(SandboxError, match="no cgroup can be made: .*File exists"):
+        asyncio.run(go(parent))
+
+    def refused(made: Path, pid: int) -> None:
+        raise PermissionError(13, "Permission denied", str(made / "cgroup.procs"))
+
+    monkeypatch.setattr(cgroups, "enter", refused)
+    with pytest.raises(SandboxError, match=r"no process can be put into .*/slipstream-.*Permission denied"):
+        asyncio.run(go(parent))
+    assert gone(mark)
+
+
+def test_what_linux_ends_for_its_memory_is_out_of_memory(tmp_path: Path) -> None:
+    parent = delegated(tmp_path)
+    with cgroups.group(parent, Limits()) as made:
+        assert not cgroups.out_of_memory(made)
+        for count, out in ((0, False), (2, True)):
+            (made / "memory.events").write_text(f"low 0\nmax 7\noom 1\noom_kill {count}\n")
+            assert cgroups.out_of_memory(made) is out
+        for each in made.iterdir():
+            each.unlink()  # as Linux does with a cgroup that is removed
+    assert not made.exists()
+
+
+RUNS = """
+student = "builtin:tool_student"
+[data]
+train = "builtin:table"
+[teachers.main]
+model = "builtin:tool_teacher"
+"""
+JUDGED = 'gateway = {command = "cat", verify = "cat"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ('[environment]\nuse = "python"\nsandbox = "bubblewrap"', True),
+        ('[environment]\nuse = "python"\nsandbox = "none"', False),
+        (f'[environment]\nsandbox = "none"\n{JUDGED}', True),
+        ('[environment]\nsandbox = "bubblewrap"\ngateway = {command = "cat"}', False),
+        ('[task]\nreward = "./x.py:f"\nsandbox = "bubblewrap"', True),
+        ("", False),
+    ],
+)
+def test_what_is_in_force_is_said_where_programs_run_in_a_sandbox_here(lines: str, said: bool) -> None:
+    notes = sandbox_notes(parse(tomllib.loads(RUNS + lines)))
+    assert notes == ([cgroups.in_force(cgroups.writable())] if said else [])
+
+
+REAL = cgroups.writable()
+
+
+@pytest.mark.skipif(REAL is None, reason="NO CGROUP IS TESTED HERE: " + cgroups.in_force(REAL))
+def test_linux_ends_what_takes_more_than_its_cgroup_has() -> None:
+    ran = python(TABLES.replace("15 << 30", "200 << 30"), limits=Limits(memory=100 * MiB, disk=MiB, seconds=60))
+    assert (ran.status, ran.code) == ("memory", None)
+    assert REAL is not None and not list(REAL.glob(f"slipstream-{os.getpid()}-*"))
 
 
 def test_memory_that_processes_share_counts_once() -> None:

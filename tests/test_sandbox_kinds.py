@@ -145,10 +145,48 @@ def test_without_isolation_what_a_program_starts_ends_with_it(how: str) -> None:
     assert not running(mark)
 
 
-def test_without_isolation_what_gets_away_does_not_keep_us() -> None:
-    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(8)\nelse: print('done')"
-    ran = python("none", code)
-    assert (ran.status, ran.out) == ("ok", "done\n") and ran.seconds < 6
+@pytest.mark.parametrize("place", ["call", "session"])
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        "(sleep {mark}) & sleep 0.2",
+        "setsid sleep {mark} & sleep 0.2",
+        "setsid sh -c 'nohup sleep {mark} & sleep 60' & sleep 0.5",
+        "setsid sh -c 'trap : HUP TERM; (setsid sleep {mark}) & exit' & sleep 0.5; exit 3",
+    ],
+)
+def test_without_isolation_what_leaves_its_session_ends_with_the_call(place: str, leaves: str) -> None:
+    mark = f"42.{os.getpid()}{len(leaves)}{len(place)}"
+
+    async def go() -> Ran:
+        sandbox = none.Unconfined()
+        where = sandbox if place == "call" else await sandbox.session()
+        other = asyncio.create_task(sandbox.run(["sleep", "600"], limits=Limits(seconds=600)))
+        ran = await where.run(["sh", "-c", leaves.format(mark=mark)])
+        assert not other.done()  # only a program's own processes are ended
+        other.cancel()
+        await asyncio.wait([other])
+        if isinstance(where, none.UnconfinedSession):
+            await where.close()
+        return ran
+
+    ran = asyncio.run(go())
+    assert ran.code == (3 if "exit 3" in leaves else 0) and not running(mark)
+
+
+def test_without_isolation_page_tables_count_as_memory() -> None:
+    code = """
+import mmap, os, time
+for _ in range(8):
+    if os.fork() == 0:
+        break
+pages = mmap.mmap(-1, 15 << 30, mmap.MAP_PRIVATE, mmap.PROT_READ)
+for at in range(0, len(pages), 2 << 20):
+    pages[at]
+time.sleep(60)
+"""
+    ran = python("none", code, limits=Limits(memory=100 * MiB, seconds=60))
+    assert (ran.status, ran.code) == ("memory", None)
 
 
 def test_without_isolation_memory_of_all_together_is_bounded_and_nothing_is_left_on_disk() -> None:

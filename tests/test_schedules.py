@@ -17,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
-from slipstream.config.schema import Config, EvalConfig, LearnerConfig, SamplerConfig, TaskConfig, TeacherConfig
+from slipstream.config.schema import (
+    Config,
+    EvalConfig,
+    HealthConfig,
+    LearnerConfig,
+    SamplerConfig,
+    TaskConfig,
+    TeacherConfig,
+)
 from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.errors import Stalled, WorkerDied
@@ -38,6 +46,14 @@ TWO = Prompts(
     teachers=TEACHERS,
 )
 """Half of them each teacher's, in a random order."""
+RARE = Prompts(
+    [Row(id=str(i), prompt="x") for i in range(20)],
+    [np.array([1 + (i % 5 == 0)], np.int32) for i in range(20)],
+    seed=0,
+    shuffle=True,
+    sources=["slow" if i % 5 == 0 else "quick" for i in range(20)],
+)
+"""One teacher; a fifth of the rows have long answers, and a column says which: their token is 2."""
 
 
 def config(schedule: Any, *, updates: int = 8, groups: int = 4, group: int = 1) -> Config:
@@ -48,6 +64,7 @@ def config(schedule: Any, *, updates: int = 8, groups: int = 4, group: int = 1) 
         sampler=SamplerConfig(max_tokens=100_000, group=group),
         learner=LearnerConfig(batch_size=groups * group),
         schedule=schedule,
+        health=HealthConfig(canary=0),  # which takes time
     )
 
 
@@ -390,7 +407,7 @@ def uneven(prompt: Prompt, index: int) -> int:
 
 def mixtures(run: Simulated, groups: int) -> list[int]:
     """How many groups of every update are of the quick teacher."""
-    taken = [TWO.teacher(number) for number in run.trained()]
+    taken = [TWO.source(number) for number in run.trained()]
     return [taken[i : i + groups].count("quick") for i in range(0, len(taken), groups)]
 
 
@@ -405,7 +422,7 @@ def mixtures(run: Simulated, groups: int) -> list[int]:
 )
 def test_updates_keep_the_mixture_of_the_prompts_however_uneven_answers_are(tmp_path: Path, schedule: Any) -> None:
     run = Simulated(tmp_path, schedule, engines(uneven), prompts=TWO, updates=30, groups=8)
-    due = [TWO.teacher(number) for number in range(30 * 8)]
+    due = [TWO.source(number) for number in range(30 * 8)]
     assert mixtures(run, 8) == [due[i : i + 8].count("quick") for i in range(0, 240, 8)]
 
 
@@ -419,6 +436,32 @@ def test_in_the_order_of_completion_updates_are_of_one_teacher_or_the_other(tmp_
         if order == "completion":
             assert [quick in (0, 8) for quick in mixtures(run, 8)].count(True) >= 5
     assert seconds["completion"] < seconds["mixture"] < seconds["submission"]
+
+
+def rare(prompt: Prompt, index: int) -> int:
+    """Answers to slow rows are twenty times as long."""
+    return (20 if prompt.tokens[0] == 2 else 1) * long_tailed(3)(prompt, index)
+
+
+def slow_rows(run: Simulated) -> list[int]:
+    """How many slow rows each of 33 updates of 32 groups has."""
+    taken = [RARE.source(number) for number in run.trained()]
+    return [taken[i : i + 32].count("slow") for i in range(0, 33 * 32, 32)]
+
+
+def test_slow_rows_of_one_teacher_are_held_to_their_share_where_the_mixture_follows_their_column(
+    tmp_path: Path,
+) -> None:
+    """Without a column all rows are of one source: the first updates have no slow row, and the last nothing else."""
+    due = [[RARE.source(32 * u + i) for i in range(32)].count("slow") for u in range(33)]
+    followed = Simulated(tmp_path / "followed", Async(tau=4), engines(rare), prompts=RARE, updates=33, groups=32)
+    assert slow_rows(followed) == due and 4 <= min(due) <= max(due) <= 9
+
+    unknown = Prompts(RARE.rows, [RARE.tokens[i] for i in range(20)], seed=0, shuffle=True)
+    left = Simulated(tmp_path / "left", Async(tau=4), engines(rare), prompts=unknown, updates=33, groups=32)
+    found = slow_rows(left)
+    assert sum(found) == sum(due) and found[:3] == [0, 0, 0] and found[-1] == 32
+    assert followed.seconds < 1.1 * left.seconds, "it waits for slow rows, and for no slow row in particular"
 
 
 def test_a_stop_in_between_changes_no_mixture(tmp_path: Path) -> None:
@@ -442,8 +485,8 @@ def test_a_stop_in_between_changes_no_mixture(tmp_path: Path) -> None:
 
             virtual.run(main())
     ledger = read_lines(tmp_path / "ledger.jsonl")
-    taken = [TWO.teacher(entry["number"]) for entry in ledger if entry["end"] == "trained"]
-    due = [TWO.teacher(number) for number in range(160)]
+    taken = [TWO.source(entry["number"]) for entry in ledger if entry["end"] == "trained"]
+    due = [TWO.source(number) for number in range(160)]
     counts = [[each[i : i + 8].count("slow") for i in range(0, 160, 8)] for each in (taken, due)]
     assert len(taken) == 160 and counts[0] == counts[1]
 
@@ -602,7 +645,7 @@ def schedules() -> st.SearchStrategy[Any]:
     score=st.sampled_from([0.0, 0.1, 2.0]),
     learn=st.sampled_from([0.0, 0.5, 5.0]),
     load=st.sampled_from([0.0, 0.7]),
-    prompts=st.sampled_from([PROMPTS, TWO]),
+    prompts=st.sampled_from([PROMPTS, TWO, RARE]),
 )
 def test_whatever_happens_a_run_ends_and_keeps_its_promises(
     schedule: Any, seed: int, rate: float, groups: int, group: int, samplers: int, prompts: Prompts, **times: float
@@ -627,6 +670,10 @@ def test_whatever_happens_a_run_ends_and_keeps_its_promises(
     assert admission.version == 5 and ends["dropped"] == admission.dropped.total()
     assert ends["trained"] == 5 * groups or (schedule.kind in ("sync", "step_off", "replay") and ends["dropped"])
     assert admission.in_use == 0 and not admission.gated
+    if admission.schedule.order != "completion" and not ends["dropped"]:
+        trained_of = [prompts.source(number) for number in run.trained()]
+        for i in range(0, 5 * groups, groups):
+            assert sorted(trained_of[i : i + groups]) == sorted(prompts.source(i + j) for j in range(groups))
     assert max(line["credits"] for line in run.lines) <= admission.schedule.credits
     length = long_tailed(seed)
     trained = [entry for entry in run.ledger if entry["end"] == "trained"]

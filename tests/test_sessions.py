@@ -44,11 +44,13 @@ def session_of(policy: Any, *, bounds: Bounds = WIDE, sampling: Sampling = MUCH,
     return Session(policy, qwen(), prompt_of(seed=seed), sampling, 1, bounds)
 
 
-async def asked(session: Session, messages: Sequence[Message], tools: Any = (), **rest: Any) -> Answer:
+async def asked(
+    session: Session, messages: Sequence[Message], tools: Any = (), again: bool = False, **rest: Any
+) -> Answer:
     """As a server does: everything goes through JSON."""
     body = dumped({"messages": list(messages), "tools": list(tools), **rest})
     chat = chat_of(body)
-    return await session.answered(body, lambda: session.chat(chat.messages, chat.tools, chat.most))
+    return await session.answered(body, again, lambda: session.chat(chat.messages, chat.tools, chat.most))
 
 
 def told(answer: Answer) -> Message:
@@ -228,12 +230,45 @@ def test_the_same_conversation_asked_otherwise_is_drawn_anew() -> None:
 # --- retries and ends -------------------------------------------------------------------------------------------------
 
 
-def test_a_request_that_comes_again_has_the_first_answer_even_while_that_is_being_written() -> None:
+def test_a_retry_has_the_first_answer_even_while_that_is_being_written() -> None:
     async def main() -> None:
         policy = Babble(gap=1e-3)
         session = session_of(policy)
-        first, again = await asyncio.gather(*(asked(session, [user("And?")]) for _ in range(2)))
-        assert first is again and await asked(session, [user("And?")]) is first and len(policy.calls) == 1
+        first, again = await asyncio.gather(*(asked(session, [user("And?")], again=n > 0) for n in range(2)))
+        assert first is again and await asked(session, [user("And?")], again=True) is first
+        assert len(policy.calls) == 1
+
+    ran(main())
+
+
+def test_equal_requests_are_branches_with_draws_of_their_own() -> None:
+    """At once, one after the other, at the beginning of a conversation and in its middle."""
+
+    async def main() -> None:
+        policy = Babble(gap=1e-3)
+        session = session_of(policy)
+        messages = [user("And?")]
+        for turn in range(2):
+            found = await asyncio.gather(*(asked(session, messages) for _ in range(3)))
+            found.append(await asked(session, messages))
+            assert len({answer.number for answer in found}) == 4
+            messages += [told(found[0]), user(f"{turn}")]
+        rows = session.rollouts("eos", 4, {})
+        assert len(policy.calls) == 8 and len(rows) == 7
+        assert len({(prompt.seed, prompt.offset) for prompt, _ in policy.asked}) == 8
+        check(policy, rows)
+
+    ran(main())
+
+
+def test_a_request_that_failed_is_tried_anew_when_it_comes_again() -> None:
+    async def main() -> None:
+        session = session_of(Babble(), bounds=Bounds(turns=0, turn_tokens=None, vocabulary=VOCABULARY))
+        for _ in range(2):
+            with pytest.raises(Refused, match="all of its 0 calls"):
+                await asked(session, [user("And?")], again=True)
+        session.bounds = WIDE
+        assert (await asked(session, [user("And?")], again=True)).number == 0
 
     ran(main())
 

@@ -281,6 +281,8 @@ def test_a_slope_is_against_the_logarithm() -> None:
     assert slope(xs, [5, 3, 1, -1]) == pytest.approx(-2)
     # 1, 0, 2, 3 against 0 … 3: Σ (x − 1.5)(y − 1.5) = 0.75 + 0.75 + 0.25 + 2.25 = 4, Σ (x − 1.5)² = 5
     assert slope(xs, [1, 0, 2, 3]) == pytest.approx(4 / 5)
+    rates = [1e-4, 2e-4, 4e-4]  # of doublings; log2(1e-4 + 1) and log2(4e-4 + 1) are nearly equal
+    assert slope(rates, [0.1, 0.3, 0.5], shift=0) == pytest.approx(0.2)
     ys = [0.3, 0.1, 0.7]
     assert slope([0, 4, 16], ys) == pytest.approx(-slope([0, 4, 16], [1 - y for y in ys]))
 

@@ -622,6 +622,15 @@ def test_a_reward_that_cannot_be_had_is_told_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_reward_that_takes_whatever_there_is_wants_no_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`**kwargs` is how rewards elsewhere are written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "anyhow.py").write_text("def score(text, ground_truth, **kwargs): return float('sandbox' in kwargs)")
+    assert needs(("./anyhow.py:score",)) == {"./anyhow.py:score": ("text", "ground_truth")}
+
+
 def group_of(texts: list[str], truth: Any) -> list[Handle]:
     prompt = Prompt(id="p", number=0, tokens=np.array([1]), ground_truth=truth)
     group = []
@@ -794,7 +803,7 @@ signal.pause()
 def test_grading_processes_do_not_outlive_a_parent_that_is_killed(busy: bool, tmp_path: Path) -> None:
     """All its processes hold the other end of the pipe that is read here: it ends when the last of them has ended."""
     script = tmp_path / "killed.py"
-    reward = own(tmp_path, "stuck", "def stuck():\n    while True:\n        pass")
+    reward = own(tmp_path, "stuck", "def stuck(text):\n    while True:\n        pass")
     script.write_text(KILLED.format(busy=busy, reward=reward))
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as parent:
         assert parent.stdout is not None

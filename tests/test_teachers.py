@@ -268,6 +268,7 @@ def run_with(path: Path, *scorers: Named, replicas: int = 1, said: list[str] | N
         sampler={"max_tokens": 6, "group": 2},
         learner={"batch_size": 8},
         schedule={"kind": "async", "tau": 1},
+        health={"canary": 0},
     )
     rows = [row(i, scorers[i % len(scorers)].name) for i in range(10)]
     tokens = [np.array([1 + i % (TOY - 1)], np.int32) for i in range(10)]

@@ -14,9 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from build_tools import PIECES, POSITIONS, RECIPES, ROLES, build_tokenizer, example, plays
 from slipstream.assets import model_path
-from slipstream.assets.build_tools import PIECES, POSITIONS, RECIPES, ROLES, build_tokenizer, example, plays
-from slipstream.assets.scripts import OTHER, WRONG, act, call, episode, kind, opened
 from slipstream.errors import DataError
 from slipstream.tasks.chat import check_same_vocabulary, load_tokenizer
 from slipstream.tasks.data import Row, load_rows
@@ -24,6 +23,7 @@ from slipstream.tasks.environments import Call
 from slipstream.tasks.environments.builtin import Lookup, Table
 from slipstream.tasks.hidden import TASKS, numbered
 from slipstream.tasks.renderer import Renderer
+from tool_episodes import OTHER, WRONG, act, call, episode, kind, opened
 
 MODELS = ("builtin:tool_student", "builtin:tool_teacher")
 ASKED = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from slipstream.commands.train import say_how_to_go_on
 from slipstream.config.file import parse
 from slipstream.config.schema import HealthConfig
 from slipstream.config.teacher import TeacherConfig
@@ -19,10 +22,12 @@ from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded, Scorer
 from slipstream.engines.trust import FLOOR, apart, scored
 from slipstream.errors import EngineError, NonFiniteError, RunDirError, SlipstreamError, Unhealthy
+from slipstream.insight.watch import Watched
 from slipstream.metrics import trust_metrics
 from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.health import (
+    Health,
     History,
     Line,
     Trouble,
@@ -38,6 +43,8 @@ from slipstream.pipeline.run import Run
 from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import Recheck
 from slipstream.records import Group, Handle, Scored, header_of
+from slipstream.rundir import RunDir
+from slipstream.runfiles import resumable
 from slipstream.runlog import RunLog, read_lines
 from slipstream.runtimes import virtual
 from slipstream.tasks.data import Prompts, Row
@@ -239,6 +246,31 @@ def test_a_sound_run_is_found_sound_however_short(length: int) -> None:
     assert list(examined(run_of(lambda n: {}, sound=length, then=0), HEALTH)) == []
 
 
+def test_a_run_that_goes_on_is_compared_with_its_own_beginning() -> None:
+    """And not with how it was when it was resumed: nearly dead, which looks like a baseline to who saw nothing else."""
+    sound = list(run_of(lambda n: {}, sound=10, then=0).recent)
+    dying = [SOUND | {"student/entropy": 0.2, "length/mean": 30.0, "teacher/kl": 2.0}] * 4
+    dead_now = SOUND | {"student/entropy": 0.04, "teacher/kl": 2.0}
+    health = Health(HEALTH, say=lambda _: None)
+    health.recall([*sound, *dying])
+    with pytest.raises(Unhealthy, match=r"the entropy fell from 1 to 0\.04"):
+        for _ in range(HEALTH.updates):
+            health.look(dead_now)
+    assert list(health.first) == sound[: HEALTH.updates]
+
+
+def test_a_finding_that_stopped_a_run_does_not_stop_it_again_by_the_same_updates() -> None:
+    """Scores that could not be used, and a teacher that was mended before the run went on."""
+    failing = run_of(lambda n: {"teacher/invalid": 8.0})
+    again = Health(HEALTH, say=lambda _: None)
+    again.recall(failing.recent)
+    again.look(SOUND)
+    assert list(again.first) == list(failing.first) and len(again.recent) == 1
+    with pytest.raises(Unhealthy, match="scores could not be used"):
+        for _ in range(10):
+            again.look(SOUND | {"teacher/invalid": 8.0})
+
+
 # --- in a run ---------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +302,7 @@ def train(path: Path, *scorers: Scorer, said: list[str] | None = None, learner: 
             "learner": {"batch_size": 16},
             "schedule": {"kind": "sync"},
             **tree,
+            "health": {"canary": 0} | tree.get("health", {}),  # tests/test_canary.py has those
         },
         say=lambda _: None,
     )
@@ -306,6 +339,34 @@ def test_a_teacher_that_begins_to_say_zero_stops_the_run_and_the_last_good_check
     assert str(told.value).endswith(f", and sound ones in {tmp_path / 'checkpoints' / '9'}"), "the first lie came later"
     reasons = [entry.get("reason") for entry in read_lines(tmp_path / "ledger.jsonl")]
     assert set(reasons) == {None} and len(reasons) == 8 * stopped, "a synchronous run has nothing in flight then"
+    proof = HealthConfig().updates
+    assert newest(tmp_path, proof=proof).standing.version == 9, "resume agrees with the line that stopped the run"
+    said = io.StringIO()
+    say_how_to_go_on(tmp_path, RunDir(tmp_path).config, Console(file=said, width=200))
+    assert said.getvalue() == f"stopped; saved after update 9; go on with: slipstream resume {tmp_path}\n"
+    assert Watched(tmp_path).state().doing == f"after update 12; slipstream resume {tmp_path} goes on after update 9"
+
+
+def test_a_run_that_has_gone_on_and_saves_is_no_longer_of_one_that_went_wrong(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, every=1, keep=9, proof=3)
+    learner = toy.ToyLearner(toy.random_table(V, seed=0))
+
+    async def save(update: int, *, suspect: bool = False) -> None:
+        standing = Standing(version=update, submitted=0, dropped={}, restarted=0, in_flight={})
+        await checkpoints.save(learner, standing, (), {"time": 0.0}, stopping=suspect, suspect=suspect)
+
+    async def all_of_it() -> None:
+        for update in (5, 6, 7, 8):
+            await save(update)
+        await save(9, suspect=True)
+        assert resumable(tmp_path, 3) == [5, 6], "7 and 8 have not proven sound"
+        assert resumable(tmp_path, 9) == [5, 6, 7, 8], "without any that has, all that are earlier"
+        checkpoints.forget_after(6)
+        assert [path.name for path in checkpoints.suspects()] == ["9.suspect"]
+        await save(7)
+        assert checkpoints.suspects() == [] and resumable(tmp_path, 3) == [5, 6, 7]
+
+    asyncio.run(all_of_it())
 
 
 def test_it_is_only_said_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -127,7 +127,8 @@ def test_limits_end_an_episode_and_say_so() -> None:
     slow = World(turns=9, seconds=lambda rng: 4.0)
     for rollout in played(slow, limits=replace(WIDE, turns=9, seconds=10.0)):
         assert rollout.finish == "time" and rollout.outcome["turns"] == 3 and rollout.outcome["seconds"] == 10.0
-    assert slow.dropped == 3
+        assert rollout.outcome["reward"] == 3.0 and rollout.outcome["failures"] == 0.0
+    assert slow.closed == 3 and slow.dropped == 0
 
 
 @pytest.mark.parametrize("faults", [0.1, 0.5, 1.0])
@@ -151,11 +152,9 @@ def test_an_environment_that_fails_is_begun_again_and_told_what_was_said(faults:
 @pytest.mark.parametrize("where", ["start", "close"])
 def test_an_environment_that_hangs_as_it_starts_or_closes_is_left_out(where: str) -> None:
     class Hanging(World):
-        async def open(self, given: dict[str, Any]) -> Any:
-            room = await super().open(given)
-            if where == "start":
-                await asyncio.Event().wait()
-            room.close = asyncio.Event().wait  # type: ignore[method-assign,assignment]
+        def place(self, *, alone: bool = False) -> Any:
+            room = super().place(alone=alone)
+            setattr(room, where, lambda *given: asyncio.Event().wait())
             return room
 
     world = Hanging()
@@ -163,6 +162,24 @@ def test_an_environment_that_hangs_as_it_starts_or_closes_is_left_out(where: str
     assert {handle.header.cause for handle in group} == {f"the environment took more than 1000 s to {where}"}
     assert world.opened == 9 and seconds == 3000.0
     assert all(handle.header.outcome == {"failed/timeout": 1.0, "failures": 3.0} for handle in group)
+
+
+def test_an_environment_that_cannot_be_closed_when_time_is_up_has_failed_and_says_so() -> None:
+    """It has what is left of its step, and then as long as any other to close."""
+
+    class Stuck(World):
+        def place(self, *, alone: bool = False) -> Any:
+            room = super().place(alone=alone)
+            room.close = lambda: asyncio.Event().wait()  # type: ignore[method-assign,assignment,return-value]
+            return room
+
+    world = Stuck(turns=9, seconds=lambda rng: 4.0)
+    sampler = world.sampler(toy.ToySampler(TABLE), replace(WIDE, turns=9, seconds=10.0, step_seconds=20.0))
+    group, seconds = virtual.run(sampler.generate(PROMPT, replace(FULL, group=2)))
+    why = "the environment took more than 40 s to close after the 10 s of its episode (environment.seconds)"
+    assert [handle.header.cause for handle in group] == [why] * 2
+    assert all(handle.header.outcome == {"failed/timeout": 1.0, "failures": 3.0} for handle in group)
+    assert seconds == 3 * (10 + 40) and world.dropped == 6
 
 
 # --- handing over ---------------------------------------------------------------------------------------------------

@@ -250,11 +250,6 @@ def test_every_term_says_what_it_means_and_where_it_is_from() -> None:
         assert (ROOT / "src" / "slipstream" / term.source).is_file(), term
 
 
-def test_the_page_in_the_documentation_is_the_one_that_the_code_makes() -> None:
-    page = ROOT / "docs" / "metrics.md"
-    assert page.read_text("utf-8") == vocabulary.markdown(), "python -m slipstream.vocabulary > docs/metrics.md"
-
-
 def test_labels_are_for_names_that_are_known() -> None:
     assert (vocabulary.label("loss"), vocabulary.label("reward/math")) == ("loss", "math")
     with pytest.raises(ValueError, match="not enough values"):

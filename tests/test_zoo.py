@@ -18,6 +18,7 @@ WALK = [
     "cohere, norms",  # scaled logits
     "falcon_h1",  # attention and state space in one layer
     "lfm2",
+    "gemma4",  # a text model under a config of images and sounds
 ]
 
 

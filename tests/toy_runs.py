@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.freshness import FreshnessConfig
-from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.config.schema import (
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    HealthConfig,
+    LearnerConfig,
+    SamplerConfig,
+    TaskConfig,
+    TeacherConfig,
+)
 from slipstream.engines import toy
 from slipstream.engines.base import Engines, Graded
 from slipstream.pipeline.checkpoint import Checkpoints, newest
@@ -25,10 +34,15 @@ PROMPTS = Prompts(
     seed=0,
     shuffle=True,
 )
+HELD_OUT = {"": [PROMPTS.at(1000), PROMPTS.at(1001)]}
 
 
-def config(schedule: Any, *, updates: int = 8, freshness: FreshnessConfig | None = None, **checkpoint: float) -> Config:
-    return Config(
+def config(
+    schedule: Any, *, updates: int = 8, freshness: FreshnessConfig | None = None, evals: int = 0, **checkpoint: float
+) -> Config:
+    """`evals` is how many updates are between two evaluations."""
+    evaluated = {"eval": EvalConfig(every=evals), "task": TaskConfig(reward=("./own.py:ended",))} if evals else {}
+    made = Config(
         student="toy",
         teachers={"main": TeacherConfig(model="toy")},
         updates=updates,
@@ -37,7 +51,9 @@ def config(schedule: Any, *, updates: int = 8, freshness: FreshnessConfig | None
         schedule=schedule,
         freshness=freshness,
         checkpoint=CheckpointConfig(**{"every": 2, "keep": 9} | checkpoint),
+        health=HealthConfig(canary=0),  # which takes time
     )
+    return made.model_copy(update=evaluated)
 
 
 def engines(*, score: float = 0.5, freshness: FreshnessConfig | None = None) -> Engines:
@@ -73,7 +89,8 @@ def go(
         else:
             standing, groups, log = None, [], RunLog.create(settings, path)
         with log:
-            task = asyncio.create_task(Run(settings, made, PROMPTS, log, standing=standing, groups=groups).train())
+            run = Run(settings, made, PROMPTS, log, held_out=HELD_OUT, standing=standing, groups=groups)
+            task = asyncio.create_task(run.train())
             await asyncio.wait([task], timeout=until)
             if not task.done():
                 task.cancel()

@@ -56,10 +56,10 @@ class World:
     said: list[list[Reply]] = field(default_factory=list)
     """Of every environment."""
 
-    async def open(self, given: dict[str, Any]) -> Room:
+    def place(self, *, alone: bool = False) -> Room:
         self.opened += 1
         self.said.append([])
-        return Room(self, self.opened - 1, given["seed"])
+        return Room(self, self.opened - 1)
 
     def close(self) -> None:
         self.ended = True
@@ -72,7 +72,13 @@ class World:
 class Room:
     world: World
     number: int
-    seed: int
+    seed: int = 0
+
+    async def ready(self) -> None:
+        pass
+
+    async def start(self, given: dict[str, Any]) -> None:
+        self.seed = given["seed"]
 
     async def step(self, reply: Reply) -> Step:
         said = self.world.said[self.number]

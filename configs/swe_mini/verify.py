@@ -1,4 +1,8 @@
-"""Whether a patch resolves its issue, by SWE-bench's own evaluation in the issue's container."""
+"""Judge a patch by SWE-bench's own evaluation in the issue's container.
+
+That evaluation reads the log of tests which ran beside the patched code. The patch cannot reach this program or its
+verdict, but code that prints what a passing test prints can deceive SWE-bench.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ from pathlib import Path
 
 def main() -> None:
     row = json.loads(Path(os.environ["SLIPSTREAM_TASK"]).read_text("utf-8"))
-    issue, patch = row["meta"]["instance_id"], Path("patch.diff")
-    submitted = patch.read_text("utf-8") if patch.exists() else ""  # it may have been out of time
+    issue, patch = row["meta"]["instance_id"], Path(os.environ["SLIPSTREAM_WORKSPACE"], "patch.diff")
+    submitted = patch.read_text("utf-8", "replace") if patch.is_file() else ""  # it may have been out of time
     asked = {"problem_statement": Path(sys.argv[1]).read_text("utf-8"), "patch": row["ground_truth"]}
     said = {"instance_id": issue, "model_name_or_path": "student", "model_patch": submitted}
     Path("issue.json").write_text(json.dumps([row["meta"] | asked]), "utf-8")
@@ -24,7 +28,7 @@ def main() -> None:
     if not report.exists():
         os.abort()  # it could not be evaluated, which is no reward of 0
     resolved = issue in json.loads(report.read_text("utf-8"))["resolved_ids"]
-    Path("reward.json").write_text(json.dumps(float(resolved)), "utf-8")
+    Path(os.environ["SLIPSTREAM_VERDICT"]).write_text(json.dumps(float(resolved)), "utf-8")
 
 
 if __name__ == "__main__":

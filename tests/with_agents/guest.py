@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
@@ -53,18 +54,20 @@ class Question(vf.Task[Data, vf.State]):
         return float(trace.assistant_messages[-1].content == self.data.answer)
 
 
-def post(url: str, body: Any) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+def post(url: str, body: Any, token: Path) -> Any:
+    """With the token of the run, which is in a file of its directory."""
+    headers = {"content-type": "application/json", "authorization": f"Bearer {token.read_text().strip()}"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
 
 
-def next_episode(gateway: str) -> Any:
+def next_episode(gateway: str, token: Path) -> Any:
     """Nobody may be there yet, or have one."""
     while True:
         try:
-            return post(f"{gateway}/sessions", {})
-        except (urllib.error.URLError, ConnectionError):
+            return post(f"{gateway}/sessions", {}, token)
+        except (urllib.error.URLError, ConnectionError, FileNotFoundError):
             time.sleep(0.2)
 
 
@@ -79,12 +82,12 @@ async def play(episode: Any) -> float:
     return trace.reward
 
 
-def main(gateway: str, episodes: int) -> None:
+def main(gateway: str, episodes: int, token: Path) -> None:
     for _ in range(episodes):
-        episode = next_episode(gateway)
+        episode = next_episode(gateway, token)
         reward = asyncio.run(play(episode))
-        post(f"{gateway}/sessions/{episode['id']}/close", {"rewards": {"right": reward}})
+        post(f"{gateway}/sessions/{episode['id']}/close", {"rewards": {"right": reward}}, token)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,6 @@ MINI = (
 )
 APART = f"{MINI} --environment-class slipstream.agents.mini.Sandboxed"
 """Its commands are in a sandbox, and it is not."""
-VERIFY = f"env {OURS} {sys.executable} -m slipstream.agents.verify"
 
 
 @dataclass

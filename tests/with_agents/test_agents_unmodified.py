@@ -13,12 +13,21 @@ from pathlib import Path
 
 import pytest
 from dictation import PYTHON, ROOT, TOKENIZER, bash, save_models
-from runs import APART, MINI, VERIFY, check_calls, check_laws, trained
+from runs import APART, MINI, check_calls, check_laws, trained
 from transformers import AutoModelForCausalLM
 
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.records import Prompt
 
+JUDGED = """import unittest
+
+from judge import call
+
+
+class Mean(unittest.TestCase):
+    def test_mean(self):
+        self.assertEqual(call("mean:mean", [1, 2, 6]), 3)
+"""
 BUG = "def mean(values):\n    return sum(values) / (len(values) - 1)\n"
 TEST = """import unittest
 
@@ -71,15 +80,27 @@ def repository(tmp_path: Path) -> Path:
 
 
 def agent(repository: Path) -> dict[str, object]:
-    """mini-swe-agent on a copy of a repository; its tests are laid over what it made of them."""
-    verify = f"{VERIFY} --restore {repository / 'tests'} -- python3 -m unittest -q"
-    return {"sandbox": "none", "gateway": {"command": APART, "workspace": str(repository), "verify": verify}}
+    """mini-swe-agent on a copy of a repository; only its commands are in a sandbox."""
+    return {
+        "sandbox": "none",
+        "gateway": {"command": APART, "workspace": str(repository), "verify": verify(repository)},
+    }
 
 
 def walled(repository: Path) -> dict[str, object]:
     """The same, all of it in the gateway's sandbox."""
-    verify = f"""sh -c 'cp -R "$1"/. . && exec python3 -m unittest -q' sh {repository / "tests"}"""
-    return {"sandbox": "bubblewrap", "gateway": {"command": MINI, "workspace": str(repository), "verify": verify}}
+    return {
+        "sandbox": "bubblewrap",
+        "gateway": {"command": MINI, "workspace": str(repository), "verify": verify(repository)},
+    }
+
+
+def verify(repository: Path) -> str:
+    """Tests beside the repository, which the agent does not see."""
+    tests = repository.with_name("judged")
+    tests.mkdir()
+    (tests / "test_mean.py").write_text(JUDGED)
+    return f"{PYTHON} -I judge.py {tests}"
 
 
 @pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
@@ -168,6 +189,7 @@ def test_issues_are_worked_on_in_containers_as_the_recipe_says(
         environment["gateway"][name] = told + environment["gateway"][name].replace(
             "/opt/agents/bin/python", str(PYTHON)
         )
+    environment["gateway"]["verify"] = environment["gateway"]["verify"].replace("configs/", f"{ROOT}/configs/")
     environment["gateway"]["workspace"] = str(ROOT / "configs" / "swe_mini")
     said = [
         bash(
@@ -198,7 +220,7 @@ def test_an_environment_of_verifiers_is_learned_from(
     said = {0: ["seven.", "7"], 1: ["7", "eight."]}
     row = {"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "answer": "7"}
     guest = subprocess.Popen(
-        [PYTHON, Path(__file__).with_name("guest.py"), f"http://127.0.0.1:{port}", "4"],
+        [PYTHON, Path(__file__).with_name("guest.py"), f"http://127.0.0.1:{port}", "4", tmp_path / "run/gateway.token"],
         env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)},
     )
     try:

@@ -40,7 +40,7 @@ def try_out(name: str) -> Row:
     try:
         model = families.make(name)
     except Exception as error:  # a config that the shrinking does not fit
-        row.refused["built"] = f"not built here: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+        row.refused["built"] = f"not built here: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
         return row
     row.kind = type(model).__name__
     for trial in TRIALS:

@@ -186,11 +186,11 @@ def names() -> list[str]:
 
 
 def others_than_text(name: str) -> bool:
-    """Images, sounds, or an encoder of its own; but several are text models under a config of more."""
+    """Images, sounds, or an encoder of its own, and no text part that is a family by itself."""
     more = any(
         word in part for part in CONFIG_MAPPING[name].sub_configs for word in ("vision", "audio", "vq", "encoder")
     )
-    return more and not ("CausalLM" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name] and text_of(name))
+    return more and not text_of(name)
 
 
 def text_of(name: str) -> str | None:
@@ -203,7 +203,19 @@ def config_of(name: str) -> Any:
     family, changes = VARIANTS.get(name, (name, {}))
     kind = CONFIG_MAPPING[family]
     if (text := text_of(family)) is not None:
-        return kind(text_config=config_of(text).to_dict())
+        others = {part: _small(of) for part, of in kind.sub_configs.items() if part != "text_config"}
+        return kind(text_config=config_of(text).to_dict(), **others)
+    usual, settings = kind(), _small(kind)
+    if "kv_lora_rank" in settings:  # latent attention: every head has its key
+        settings["num_key_value_heads"] = 4
+    for key in KINDS:
+        if key in _fields(usual) and isinstance(found := getattr(usual, key, None), list | tuple):
+            settings[key] = list(_each_kind(found))
+    return kind(**settings | OWN.get(family, {}) | changes)
+
+
+def _small(kind: Any) -> dict[str, Any]:
+    """The settings of SMALL that this config has."""
     usual, settings = kind(), {}
     for key, value in SMALL.items():
         held = inspect.getattr_static(usual, key, None)
@@ -212,12 +224,7 @@ def config_of(name: str) -> Any:
             if held is None and key in ("sliding_window", "attention_chunk_size", "num_kv_shared_layers"):
                 continue
             settings[key] = value
-    if "kv_lora_rank" in settings:  # latent attention: every head has its key
-        settings["num_key_value_heads"] = 4
-    for key in KINDS:
-        if key in _fields(usual) and isinstance(found := getattr(usual, key, None), list | tuple):
-            settings[key] = list(_each_kind(found))
-    return kind(**settings | OWN.get(family, {}) | changes)
+    return settings
 
 
 def _fields(config: Any) -> set[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +26,7 @@ from slipstream.engines.native.adapters import merge
 from slipstream.engines.native.learning.passes import Passes
 from slipstream.engines.native.learning.storage import save
 from slipstream.engines.native.lora import with_adapters
-from slipstream.engines.native.model import LanguageModel, split
+from slipstream.engines.native.model import LanguageModel, is_recurrent, split
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import Rows
@@ -37,13 +38,18 @@ from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
 from tiny import random_rollouts
 from zoo.families import EOS, VOCAB
 
-LONGEST = 40
-"""Prompt and response: past windows, chunks, and the original context of scaled positions."""
+LONGEST, LONGEST_RECURRENT = 40, 96
+"""Prompt and response: past windows, chunks, and the original context of scaled positions; with recurrent layers, more,
+because an error in a state adds up token by token."""
+
+
+def longest_of(model: PreTrainedModel) -> int:
+    return LONGEST_RECURRENT if is_recurrent(model.config) else LONGEST
 
 
 def apart(model: PreTrainedModel) -> LanguageModel:
     """A copy, so that an engine's changes stay its own."""
-    return split("tiny", copy.deepcopy(model), longest=LONGEST)
+    return split("tiny", copy.deepcopy(model), longest=longest_of(model))
 
 
 def nudged(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -81,6 +87,9 @@ def sampler(model: PreTrainedModel) -> float:
         Sampling(max_tokens=min(9 + 2 * i, LONGEST - n), group=1 + i % 3, draws=1 + i % 4, **options[i])
         for i, n in enumerate(lengths)
     ]
+    samplings[-1] = replace(
+        samplings[-1], max_tokens=longest_of(model) - lengths[-1] if is_recurrent(model.config) else 19
+    )
     engine = NativeSampler(apart(model), slots=6, stop_ids={EOS})
     found: list[Rollout] = []
 
@@ -217,7 +226,7 @@ def difference(one: LanguageModel, other: LanguageModel) -> float:
 def half(model: PreTrainedModel) -> float:
     """Sampling in bfloat16 against HF in bfloat16: the mean difference of log-probs, over HF's own rounding error."""
     lower = copy.deepcopy(model).to(torch.bfloat16)
-    engine = NativeSampler(split("tiny", copy.deepcopy(lower), longest=LONGEST), slots=6, stop_ids={EOS})
+    engine = NativeSampler(split("tiny", copy.deepcopy(lower), longest=longest_of(lower)), slots=6, stop_ids={EOS})
     rng = np.random.default_rng(1)
     prompts = [
         Prompt(id=f"p{i}", number=i, tokens=rng.integers(2, VOCAB, 2 + i).astype(np.int32), seed=derive_seed(0, i))
@@ -230,7 +239,7 @@ def half(model: PreTrainedModel) -> float:
 
     rollouts = [handle.body for group in asyncio.run(main()) for handle in group]
     engine.close()
-    hf, exact = split("tiny", lower, longest=LONGEST), apart(copy.deepcopy(lower).double())
+    hf, exact = split("tiny", lower, longest=longest_of(lower)), apart(copy.deepcopy(lower).double())
     ours = np.concatenate([rollout.logp for rollout in rollouts])
     theirs, right = (
         np.concatenate([taken(plain(lm, rollout), rollout).float().numpy() for rollout in rollouts])
