@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import SlipstreamError
-from slipstream.insight.advice.read import read
-from slipstream.insight.advice.tree import Advice, advise
-from slipstream.lab.results import Sweep
+from slipstream.reporting.advice.read import read
+from slipstream.reporting.advice.tree import Advice, advise
+from slipstream.studies.results import Sweep
 
 HERE = Path(__file__).resolve()
 Config = dict[str, Any]
@@ -249,7 +249,7 @@ def behind(plant: Plant) -> Iterator[Config]:
     if not plant.endpoint:
         yield {}
         return
-    from slipstream.engines.http.fake import FakeEndpoint, model
+    from slipstream.testing.endpoint import FakeEndpoint, model
 
     with FakeEndpoint(model("builtin:teacher")) as fake:
         fake.always, fake.seconds = "slow", 0.5
@@ -262,7 +262,7 @@ def train_with(done: Callable[[Any], Any], config: Config, path: Path) -> None:
     from slipstream.config.file import parse
     from slipstream.pipeline.run import Run
     from slipstream.plan.plan import plan
-    from slipstream.runlog import RunLog
+    from slipstream.run_dir.writing import RunLog
     from slipstream.runtimes import inline
 
     made = plan(parse(config, say=str))

@@ -23,7 +23,7 @@ from schedules import BATCH, MAX_TOKENS, accuracy_of
 from slipstream.config.file import parse
 from slipstream.pipeline.run import Run
 from slipstream.plan.plan import plan
-from slipstream.runlog import RunLog, read_lines
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import local
 
 FOUND = 40

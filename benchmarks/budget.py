@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.insight.report.findings import estimate
-from slipstream.lab.results import Sweep
-from slipstream.lab.statistics import CLEAR, Estimate, difference
-from slipstream.lab.statistics import estimate as over_seeds
+from slipstream.reporting.report.findings import estimate
+from slipstream.studies.results import Sweep
+from slipstream.studies.statistics import CLEAR, Estimate, difference
+from slipstream.studies.statistics import estimate as over_seeds
 
 PLAIN = "draws, not weighed"
 REJECTING, REJECTED = "draws, responses rejected", "correction/rollout_rs_masked_fraction"

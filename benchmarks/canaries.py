@@ -2,7 +2,7 @@
 
     python benchmarks/canaries.py [runs]
 
-Engines are tabular (`engines/toy`) on a virtual clock: 25 updates, two or three copies of the teacher, two samplers,
+Engines are tabular (`simulation/toy`) on a virtual clock: 25 updates, two or three copies of the teacher, two samplers,
 every schedule in turn. Log-probs of teachers are rounded or noisy, by 0 to 0.1 nats, and teachers with much noise are
 configured as what has it, an endpoint.
 """
@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.file import parse
-from slipstream.engines import toy
-from slipstream.engines.base import Engines, Graded
-from slipstream.engines.trust import scored
+from slipstream.data.prompts import Prompts, Row
+from slipstream.engines.score_checks import scored
 from slipstream.errors import Unhealthy
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Graded
 from slipstream.records import Group, Handle
-from slipstream.runlog import RunLog
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
 
 VOCAB, EOS, ROWS = 6, 0, 10
 NOISE = (0.0, 1e-6, 1e-3, 0.02, 0.1)

@@ -22,8 +22,8 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from slipstream.lab.results import Sweep, SweepCell
-from slipstream.rundir import Line
+from slipstream.run_dir.reading import Line
+from slipstream.studies.results import Sweep, SweepCell
 
 CLIPPED = "policy/clip_fraction"
 FEW = ("drift/chi2_row_p95", "drift/ess_seq", CLIPPED, "length/mean")

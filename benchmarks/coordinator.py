@@ -22,13 +22,13 @@ import numpy as np
 
 from slipstream.config.schedule import Async
 from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.data.prompts import Prompts, Row
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Header, Prompt
-from slipstream.runlog import RunLog
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
 
 PROMPTS = Prompts([Row(id="p", prompt="x")], [np.array([1], np.int32)], seed=0, shuffle=False)
 

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 
 from slipstream.config.schema import DataConfig
-from slipstream.engines.base import Sampler, Sampling
+from slipstream.data.prompts import Prompts, load_rows
+from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Prompt
-from slipstream.tasks.chat import encode_rows, load_tokenizer, stop_ids
-from slipstream.tasks.data import Prompts, load_rows
 
 CONCURRENT, MAX_TOKENS, STUDENT, MANY = 64, 80, "builtin:student", 16
 ENGINES = ("native", "vllm")
@@ -191,7 +191,7 @@ def trained(engine: str, *, updates: int, seed: int) -> dict[str, float]:
     from slipstream.metrics import throughput
     from slipstream.pipeline.run import Run
     from slipstream.plan.plan import plan
-    from slipstream.runlog import RunLog, read_lines
+    from slipstream.run_dir.writing import RunLog, read_lines
     from slipstream.runtimes import local
 
     config = parse(

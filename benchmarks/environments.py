@@ -26,15 +26,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import slipstream
 from schedules import spread
-from slipstream.engines.base import Sampling
-from slipstream.engines.episodes import Episodes, Limits
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.episodes import Episodes, Limits
+from slipstream.environments.hosts import Hosts, Wanted
 from slipstream.metrics import throughput
+from slipstream.protocols import Sampling
 from slipstream.records import Prompt
-from slipstream.tasks.chat import load_tokenizer
-from slipstream.tasks.environments.hosts import Hosts, Wanted
-from slipstream.tasks.renderer import Renderer
 
 HERE = Path(__file__).parent
 STUDENT = "builtin:tool_student"

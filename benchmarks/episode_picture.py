@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from slipstream.config.schema import DataConfig
-from slipstream.engines.base import Sampling
-from slipstream.engines.episodes import Episodes, Limits
+from slipstream.data.prompts import Prompts, load_rows
+from slipstream.data.tokenizers import encode_rows, load_tokenizer
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.requests import Publish
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.episodes import Episodes, Limits
+from slipstream.environments.hosts import Hosts, Wanted
+from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
-from slipstream.tasks.chat import encode_rows, load_tokenizer
-from slipstream.tasks.data import Prompts, load_rows
-from slipstream.tasks.environments.hosts import Hosts, Wanted
-from slipstream.tasks.renderer import Renderer
 
 MODEL, QUESTION, AT = "builtin:tool_teacher", 4, 12
 ROW, WIDTH, HEIGHT, TOP, LEFT, SHOWN = 9, 100, 58, 62, 12, 13

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from slipstream.assets import DEMO
+from slipstream.models.resolve import DEMO
 
 SLIPSTREAM = Path(sys.executable).parent / "slipstream"
 

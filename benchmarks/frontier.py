@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from slipstream.estimators.ratio import importance_ratio, truncate
-from slipstream.insight.report.findings import estimate
-from slipstream.lab.statistics import Verdict, verdict
-from slipstream.lab.statistics import estimate as over_seeds
+from slipstream.reporting.report.findings import estimate
+from slipstream.studies.statistics import Verdict, verdict
+from slipstream.studies.statistics import estimate as over_seeds
 
 STATES = ACTIONS = 8
 LENGTHS, LAGS = (64, 128, 256, 512, 1024), (0.02, 0.1)

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.gateway.server import Server
-from slipstream.engines.gateway.sessions import Bounds, Session
+from slipstream.data.tokenizers import load_tokenizer, stop_ids
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.gateway.server import Server
+from slipstream.environments.gateway.sessions import Bounds, Session
+from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt, header_of, one_turn
-from slipstream.tasks.chat import load_tokenizer, stop_ids
-from slipstream.tasks.renderer import Renderer
 
 SAID = '<tool_call>{"name": "look", "arguments": {"key": "a"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]

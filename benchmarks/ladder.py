@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from slipstream.insight.report.findings import estimate
-from slipstream.lab.results import Sweep
-from slipstream.lab.statistics import estimate as over_seeds
+from slipstream.reporting.report.findings import estimate
+from slipstream.studies.results import Sweep
+from slipstream.studies.statistics import estimate as over_seeds
 
 WINDOW = 10
 END, LOW, LASTS = 0.6, 0.9, 0.1

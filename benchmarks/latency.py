@@ -23,9 +23,9 @@ from rich.console import Console
 
 from slipstream.commands.train import train
 from slipstream.config.file import parse
-from slipstream.engines.http.fake import FakeEndpoint, table
 from slipstream.metrics import throughput
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
+from slipstream.testing.endpoint import FakeEndpoint, table
 
 VOCABULARY = 39
 ARMS: dict[str, dict[str, Any]] = {

@@ -35,19 +35,19 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from head import resident
 from learner_trl import Saved
-from slipstream.assets import model_path
 from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import DataConfig, LearnerConfig
-from slipstream.engines.base import Metrics, Sampling
+from slipstream.data.prompts import Prompts, load_rows
+from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.estimators.logprobs import HELD
+from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method
+from slipstream.protocols import Metrics, Sampling
 from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, one_turn, total
-from slipstream.tasks.chat import encode_rows, load_tokenizer, stop_ids
-from slipstream.tasks.data import Prompts, load_rows
 
 BATCH, DRAWS, WARM_UP, LR = 64, 16, 1, 1e-3
 UPDATES = {"arithmetic": 8, "long": 2}

@@ -22,7 +22,7 @@ from slipstream.config.file import parse
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.plan.plan import plan
-from slipstream.runlog import RunLog, read_lines
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import local
 
 WARMUP = 5

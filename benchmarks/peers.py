@@ -21,9 +21,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from slipstream.assets import model_path
-from slipstream.runlog import read_lines
-from slipstream.tasks.data import load_rows
+from slipstream.data.prompts import load_rows
+from slipstream.models.resolve import model_path
+from slipstream.run_dir.writing import read_lines
 
 BATCH, MAX_TOKENS, WARM_UP = 64, 80, 3
 HERE = Path(__file__).parent

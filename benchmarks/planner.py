@@ -31,11 +31,11 @@ from rich.console import Console
 from slipstream.commands.train import nursery, opened, planned_on
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
-from slipstream.lab.costs import Costs
-from slipstream.lab.measure import measured
-from slipstream.lab.simulate import WARMUP, Forecast, Split, Work, ahead, forecast, told
 from slipstream.pipeline.run import Run
-from slipstream.runlog import RunLog, read_lines
+from slipstream.planning.costs import Costs
+from slipstream.planning.measure import measured
+from slipstream.planning.simulate import WARMUP, Forecast, Split, Work, ahead, forecast, told
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes.places import cpu_seconds
 
 ARMS: dict[str, dict[str, Any]] = {

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from slipstream.engines.base import Fingerprint, Loaded, Sampler, Sampling, WeightsRef
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights, fingerprint
+from slipstream.protocols import Fingerprint, Loaded, Sampler, Sampling, WeightsRef
 from slipstream.records import Prompt
 
 CONTEXT, VOCABULARY, HIDDEN = 4096, 8192, 512

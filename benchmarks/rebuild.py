@@ -18,14 +18,14 @@ import torch
 
 from schedules import spread
 from slipstream.config.schema import DataConfig
-from slipstream.engines.base import Sampling, WeightsRef
+from slipstream.data.prompts import Prompts, load_rows
+from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.requests import Told
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights
+from slipstream.protocols import Sampling, WeightsRef
 from slipstream.records import Prompt
-from slipstream.tasks.chat import encode_rows, load_tokenizer, stop_ids
-from slipstream.tasks.data import Prompts, load_rows
 
 MODEL, SAMPLES, SLOTS, BATCH, AHEAD = "builtin:student", 512, 64, 64, 256
 

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 
 from slipstream.config.schema import DataConfig
-from slipstream.engines.base import Sampling
+from slipstream.data.prompts import Prompts, load_rows
+from slipstream.data.tokenizers import encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
-from slipstream.tasks.chat import encode_rows, load_tokenizer, stop_ids
-from slipstream.tasks.data import Prompts, load_rows
 
 CONCURRENT, MAX_TOKENS = 64, 80
 

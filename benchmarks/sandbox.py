@@ -11,9 +11,9 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 
-from slipstream.tasks.sandbox import sandbox_of
-from slipstream.tasks.sandbox.base import Ran, Sandbox, Session, run_python
-from slipstream.tasks.sandbox.fake import FakeSandboxFusion
+from slipstream.sandbox import sandbox_of
+from slipstream.sandbox.base import Ran, Sandbox, Session, run_python
+from slipstream.testing.sandbox_server import FakeSandboxFusion
 
 
 async def measured(name: str, call: Callable[[], Awaitable[Ran]], repeats: int) -> None:

@@ -28,16 +28,16 @@ from typing import Any
 
 from slipstream.commands.evaluate import measure
 from slipstream.config.file import parse
+from slipstream.data.prompts import load_rows
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import GraderPlan
 from slipstream.plan.evaluation import Asked, eval_prompts, evaluation
 from slipstream.plan.plan import plan
-from slipstream.runlog import RunLog, read_lines
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import inline, local, ray
 from slipstream.runtimes.build import build_grader
 from slipstream.runtimes.places import cpu_seconds
-from slipstream.tasks.data import load_rows
 
 CORES, BATCH, MAX_TOKENS = 2, 64, 80
 RUNTIMES = {"inline": inline, "local": local, "ray": ray}

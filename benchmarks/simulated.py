@@ -30,8 +30,8 @@ from roofline import (
     room,
 )
 from slipstream.config.schedule import Async, Periodic, StepOff, Sync
-from slipstream.lab.costs import Lengths
-from slipstream.lab.simulate import Forecast, Split, Work, forecast
+from slipstream.planning.costs import Lengths
+from slipstream.planning.simulate import Forecast, Split, Work, forecast
 
 BATCH, MINIBATCHES, LONGEST, PROMPT, MOST_ROWS = 256, 4, 16384, 200, 512
 STUDENTS = {"1.7B": QWEN3_1_7B, "4B": QWEN3_4B, "8B": QWEN3_8B}

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 
-from slipstream.tasks.environments.builtin import Table
+from slipstream.environments.builtin import Table
 
 SECONDS = float(os.environ.get("SECONDS", "0.1"))
 

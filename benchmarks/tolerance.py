@@ -18,7 +18,7 @@ from math import exp, inf, log
 from pathlib import Path
 from statistics import fmean
 
-from slipstream.lab.results import Sweep, SweepCell
+from slipstream.studies.results import Sweep, SweepCell
 
 FALL, AGED = 0.7, 0.9
 ALPHAS = [i / 4 for i in range(17)]

@@ -24,9 +24,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from schedules import spread
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt
 
 GROUP, VOCAB = 8, 512

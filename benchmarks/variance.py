@@ -33,12 +33,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import slipstream
-from slipstream.assets import model_path
+from slipstream.data.arithmetic import problems
 from slipstream.estimators.divergence import dense, reverse_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
-from slipstream.insight.report.findings import estimate
-from slipstream.lab.statistics import estimate as over_seeds
-from slipstream.tasks.arithmetic import problems
+from slipstream.models.resolve import model_path
+from slipstream.reporting.report.findings import estimate
+from slipstream.studies.statistics import estimate as over_seeds
 
 AGES, DRAWS = (0, 16, 64), (1, 4, 16, 64)
 ANSWERS, REDRAWN, BATCH, LONGEST = 512, 200, 32, 80

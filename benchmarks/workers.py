@@ -26,14 +26,14 @@ from slipstream.commands.train import train
 from slipstream.config.file import load
 from slipstream.config.schedule import Periodic
 from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.engines.base import Engines
-from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.data.prompts import Prompts, Row
 from slipstream.metrics import throughput
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines
 from slipstream.records import Prompt
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
 
 DEMO = Path(__file__).parent.parent / "configs" / "arithmetic.toml"
 FEW, MANY, SLOTS = 8, 64, 64

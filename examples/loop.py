@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from slipstream.assets import model_path
 from slipstream.config.schema import DataConfig
+from slipstream.data.prompts import Prompts, load_rows
+from slipstream.data.tokenizers import encode_rows
 from slipstream.engines.draws import uniforms
 from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.models.resolve import model_path
 from slipstream.records import Prompt, derive_seed
-from slipstream.tasks.chat import encode_rows
-from slipstream.tasks.data import Prompts, load_rows
 
 
 @dataclass

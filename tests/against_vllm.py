@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.engines.base import Sampling, WeightsRef
 from slipstream.engines.draws import process
 from slipstream.engines.vllm.sampler import VllmSampler
+from slipstream.protocols import Sampling, WeightsRef
 from slipstream.records import Prompt, Rollout
 
 

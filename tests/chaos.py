@@ -32,7 +32,7 @@ from coordinators import Coordinators, below, semaphores
 from slipstream.commands.scale import scale
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 VICTIMS = {
@@ -350,7 +350,7 @@ def named(coordinator: int) -> Iterator[tuple[int, str]]:
                 name = "actor" if name.startswith("ray::Actor") else name
                 if parent.startswith(("sampler", "actor")):
                     command = Path(f"/proc/{child}/cmdline").read_text()
-                    name = "environment" if "slipstream.tasks.environments" in command else "grader"
+                    name = "environment" if "slipstream.environments" in command else "grader"
                 yield child, name
                 yield from children(child, name)
         except OSError:  # it has ended meanwhile

@@ -26,17 +26,17 @@ from typing import Any
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import CheckpointConfig, Config, LogConfig
-from slipstream.engines.base import Engines
-from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.errors import ConfigError, EngineError, RecordsLost, RunDirError, Stalled, WorkerDied
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.pool import names
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, in_time
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
+from slipstream.protocols import Engines
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes.exchange import NOBODY, Answer, Call, Host, RemoteWorker
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, started
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
 from test_schedules import PROMPTS, TWO, config, long_tailed
 
 UPDATES, HEARTBEAT, PATIENCE = 5, 5.0, 300.0

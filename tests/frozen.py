@@ -19,7 +19,7 @@ from rich.console import Console
 from conftest import build_tokenizer, save_model
 from slipstream.commands.train import Caller, train
 from slipstream.config.file import load
-from slipstream.runfiles import FORMAT
+from slipstream.run_dir.formats import FORMAT
 
 DATA = Path(__file__).parent / "data"
 CONFIG = """

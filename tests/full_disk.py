@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slipstream.config.schedule import Sync
-from slipstream.durable import alone_in
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import newest
-from slipstream.runlog import RunLog, read_lines
+from slipstream.run_dir.atomic_files import alone_in
+from slipstream.run_dir.writing import RunLog, read_lines
 from toy_runs import ends, go
 
 PAGE = 4096

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Ints, Prompt, derive_seed, header_of, one_turn
-from slipstream.tasks.renderer import Renderer
 from templates import TEMPLATES, backend, tokenizer_with
 
 INNER = backend()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelError
-from slipstream.lab.cells import Event, Job, run
+from slipstream.studies.cells import Event, Job, run
 
 
 def counts(to: int, tell: Any) -> int:

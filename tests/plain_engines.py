@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines import toy
-from slipstream.engines.base import Fingerprint, Graded, Loaded, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.errors import ConfigError, NonFiniteError
+from slipstream.protocols import Fingerprint, Graded, Loaded, Mode, Sampling, TensorSpec, WeightsRef
 from slipstream.records import Batch, Counts, Group, Handle, Prompt, Rollout, header_of, one_turn
+from slipstream.simulation import toy
 
 VOCAB = 6
 LARGE = 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from slipstream.errors import SlipstreamError
-from slipstream.tasks.sandbox import sandbox_of
+from slipstream.sandbox import sandbox_of
 
 
 def why_not() -> str:

@@ -17,21 +17,21 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.assets import model_path
-from slipstream.assets.adapters import adapter_of
-from slipstream.card import loading
 from slipstream.cli import main
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schema import LearnerConfig, LoraConfig
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import load_model
 from slipstream.errors import ModelError
+from slipstream.models.adapters import adapter_of
+from slipstream.models.model_card import loading
+from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method
 from slipstream.plan.engines import ModelPlan
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 from slipstream.runtimes.build import build_model
-from slipstream.tasks.chat import load_tokenizer
 from tiny import make_model
 
 IDS = torch.arange(2, 20)[None]

@@ -16,13 +16,13 @@ import pytest
 from slipstream.cli import main, split_overrides
 from slipstream.config.file import parse, to_toml
 from slipstream.config.schema import Config
-from slipstream.insight.advice import readings, running
-from slipstream.insight.advice.answer import answered, changed, legal
-from slipstream.insight.advice.read import read
-from slipstream.insight.advice.readings import Case, Level, level
-from slipstream.insight.advice.tree import BY_NAME, RULES, Advice, advise
+from slipstream.metric_names import find
 from slipstream.objective.method import method_of
-from slipstream.vocabulary import find
+from slipstream.reporting.advice import readings, running
+from slipstream.reporting.advice.answer import answered, changed, legal
+from slipstream.reporting.advice.read import read
+from slipstream.reporting.advice.readings import Case, Level, level
+from slipstream.reporting.advice.tree import BY_NAME, RULES, Advice, advise
 
 ROOT = Path(__file__).parents[1]
 Value = float | Callable[[int], float] | None
@@ -697,7 +697,7 @@ def test_metrics_that_are_read_exist() -> None:
 
 
 def is_known(name: str) -> bool:
-    from slipstream.vocabulary import terms
+    from slipstream.metric_names import terms
 
     return bool(find(name)) or any(name in term.names.split() for term in terms())
 

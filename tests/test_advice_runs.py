@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from slipstream.config.file import parse, to_toml
-from slipstream.insight.advice.answer import changed
-from slipstream.insight.advice.tree import advise
 from slipstream.objective.frozen import present
 from slipstream.plan.plan import plan
+from slipstream.reporting.advice.answer import changed
+from slipstream.reporting.advice.tree import advise
 from test_advice import EXAMPLES
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "advice.py"

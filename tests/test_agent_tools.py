@@ -19,11 +19,11 @@ import pytest
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.agents.mini import DONE, Sandboxed
 from slipstream.agents.workspace import packed, put, take, unpack, within
-from slipstream.engines.gateway.programs import Agent
+from slipstream.environments.gateway.programs import Agent
 from slipstream.errors import ConfigError, SandboxError
 from slipstream.plan.environment import check_agent
-from slipstream.tasks.sandbox import sandbox_of
-from slipstream.tasks.sandbox.base import Limits, MiB, Session
+from slipstream.sandbox import sandbox_of
+from slipstream.sandbox.base import Limits, MiB, Session
 
 WALLED = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
 SMALL = Limits(disk=4 * MiB)
@@ -203,7 +203,7 @@ def test_an_agent_without_a_workspace_is_told() -> None:
 def test_an_agent_dies_with_whoever_started_it(tmp_path: Path) -> None:
     code = f"""
 import asyncio, sys
-from slipstream.engines.gateway.programs import Agent, Programs
+from slipstream.environments.gateway.programs import Agent, Programs
 
 async def main():
     agent = Agent(command=("sh", "-c", "echo $$ > {tmp_path}/pid; sleep 600"), workspace=None, verify=None)

@@ -29,18 +29,18 @@ from sandboxes import NO_BUBBLEWRAP
 from slipstream.cli import main
 from slipstream.commands.gateway import invite
 from slipstream.config.file import load, parse
-from slipstream.engines.base import Graded, Sampling
-from slipstream.engines.episodes import Limits
-from slipstream.engines.gateway.agents import Agents
-from slipstream.engines.gateway.programs import Agent, Programs, filled
-from slipstream.engines.gateway.server import Server
-from slipstream.engines.gateway.sessions import Bounds
+from slipstream.environments.episodes import Limits
+from slipstream.environments.gateway.agents import Agents
+from slipstream.environments.gateway.programs import Agent, Programs, filled
+from slipstream.environments.gateway.server import Server
+from slipstream.environments.gateway.sessions import Bounds
 from slipstream.errors import ConfigError
 from slipstream.plan.engines import EnvironmentPlan, GatewayPlan
 from slipstream.plan.environment import check_agent
 from slipstream.plan.plan import at_a_glance
+from slipstream.protocols import Graded, Sampling
 from slipstream.records import Handle, Prompt, handed_over, unfinished
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 
 AGENT = """
 import json, os, socket, subprocess, sys, time, urllib.error, urllib.request
@@ -302,7 +302,7 @@ def test_who_cancels_ends_agents_and_what_is_handed_over_keeps_what_is_complete(
 def test_an_agent_that_waits_for_an_episode_that_never_comes_back_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.engines.gateway.agents.KEPT", 1.0)
+    monkeypatch.setattr("slipstream.environments.gateway.agents.KEPT", 1.0)
     mark = f"mark-{os.getpid()}-k"
 
     async def work(made: Agents) -> None:

@@ -14,14 +14,14 @@ import pytest
 
 from slipstream.config.file import parse
 from slipstream.config.schedule import Async
-from slipstream.engines.base import Metrics
-from slipstream.engines.sleep import SleepLearner
 from slipstream.errors import ConfigError
-from slipstream.pipeline.autopilot import LONGEST, MEMORY, Autopilot
+from slipstream.pipeline.control.autopilot import LONGEST, MEMORY, Autopilot
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Metrics
 from slipstream.records import Batch, Counts, Prompt
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepLearner
 from test_schedules import PROMPTS, config, engines
 
 BUDGET, MOST = 0.02, 8

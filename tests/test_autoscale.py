@@ -10,11 +10,11 @@ import pytest
 
 from slipstream.config.schedule import Async, Sync
 from slipstream.errors import ConfigError
-from slipstream.pipeline.autoscale import MEMORY, SETTLING, WINDOW, Autoscale, Change, Seen
+from slipstream.pipeline.control.autoscale import MEMORY, SETTLING, WINDOW, Autoscale, Change, Seen
+from slipstream.pipeline.control.scaling import Room
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.scaling import Room
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
 from test_scale import scalable
 from test_schedules import PROMPTS, config, long_tailed
 

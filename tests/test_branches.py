@@ -15,11 +15,11 @@ import torch
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.gateway.sessions import Bounds, Session
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.scorer import NativeScorer
+from slipstream.environments.gateway.sessions import Bounds, Session
 from slipstream.objective.method import Method
+from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Batch, Group, Handle, Ints, Prompt, Rollout, derive_seed, header_of, one_turn, total
 from tiny import EOS, VOCAB, make_model, wrap
 

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 
 from slipstream.config.file import parse
-from slipstream.engines import toy
-from slipstream.engines.base import Engines, Follower, Graded, Loaded, Mode, Said, Sampling, WeightsRef
+from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.http.client import Endpoint
-from slipstream.engines.http.fake import FakeEndpoint, table
 from slipstream.engines.http.scorer import HttpScorer
-from slipstream.engines.trust import scored
+from slipstream.engines.score_checks import scored
 from slipstream.errors import EndpointError, EngineError, Unhealthy, WorkerDied
-from slipstream.pipeline import canary
-from slipstream.pipeline.canary import difference, distrusted, limit_of, prompts_of, reference_of, texts_of
 from slipstream.pipeline.checkpoint import newest
+from slipstream.pipeline.control import canary
+from slipstream.pipeline.control.canary import difference, distrusted, limit_of, prompts_of, reference_of, texts_of
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Follower, Graded, Loaded, Mode, Said, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt, graded
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.testing.endpoint import FakeEndpoint, table
 
 V, EOS = 6, 0
 TEACHER, OTHER = toy.random_table(V, seed=1, scale=2.0), toy.random_table(V, seed=7, scale=2.0)

@@ -18,13 +18,13 @@ import torch
 
 from slipstream.config.file import parse
 from slipstream.config.objective import CorrectionConfig, PolicyConfig, ReferenceConfig
-from slipstream.engines.asked import rollout_sampling
-from slipstream.engines.base import Graded
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.estimators.tables.correction import LOSSES_OF, PRESETS, RS_MODES
 from slipstream.objective.method import method_of
 from slipstream.plan.engines import snapshots_of
+from slipstream.protocols import Graded
 from slipstream.records import Batch, Group, Handle, total
 from tiny import EOS, make_model, make_prompts, wrap
 

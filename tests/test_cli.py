@@ -17,7 +17,7 @@ from shell import Shell
 from slipstream.cli import main, parser, split_overrides
 from slipstream.config.file import fields, parse
 from slipstream.errors import ConfigError
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 
 COMMANDS = [
     *("demo", "train", "doctor", "resume", "scale", "eval", "gateway", "sweep", "plan"),

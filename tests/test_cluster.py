@@ -15,10 +15,10 @@ from ray.cluster_utils import Cluster
 
 import plain_engines
 from plain_engines import ToyRollouts, prompt, toy_learner, toy_scorer
-from slipstream.engines.base import Engines
 from slipstream.errors import ConfigError, RecordsLost
 from slipstream.pipeline.run import Run
-from slipstream.runlog import RunLog, read_lines
+from slipstream.protocols import Engines
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer
 from test_runtimes import SAMPLING, losses, prompts, settings, silent

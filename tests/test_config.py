@@ -46,7 +46,9 @@ def test_student_and_teacher_are_all_that_must_be_said() -> None:
     assert (config.sampler.temperature, config.sampler.top_p, config.sampler.top_k) == (1.0, 1.0, 0)
 
 
-@pytest.mark.parametrize("path", sorted([*ROOT.glob("configs/*.toml"), *ROOT.glob("src/slipstream/assets/*.toml")]))
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("configs/*.toml"), *ROOT.glob("src/slipstream/models/builtin/*.toml")])
+)
 def test_every_config_that_ships_loads(path: Path) -> None:
     load(path, say=silent)
 

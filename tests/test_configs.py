@@ -10,7 +10,7 @@ from rich.console import Console
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.commands import train as launch
 from slipstream.config.file import load
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHORT = {

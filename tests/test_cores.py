@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engines.base import Sampling, WeightsRef
-from slipstream.engines.cores import Cores
-from slipstream.engines.sleep import SleepSampler
+from slipstream.protocols import Sampling, WeightsRef
 from slipstream.records import Prompt
-from slipstream.runtimes import virtual
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.cores import Cores
+from slipstream.simulation.sleep import SleepSampler
 
 
 def ends(cores: Cores, works: Sequence[tuple[float, float]], *, wide: float = 1.0) -> list[float]:

@@ -20,14 +20,14 @@ from slipstream.cli import main
 from slipstream.commands import train as launch
 from slipstream.config.file import load
 from slipstream.config.schema import DataConfig
+from slipstream.data.layouts import DEEPMATH, GSM8K, OPENAI, PLAIN, PROBLEM, TRL, VERL, as_told, layout_of, reach
+from slipstream.data.prompts import Row, load_rows
+from slipstream.data.tokenizers import encode_rows
 from slipstream.errors import ConfigError, DataError
 from slipstream.plan.evaluation import graded_rows
 from slipstream.plan.plan import at_a_look, plan, shortened
-from slipstream.runlog import read_lines
-from slipstream.tasks.chat import encode_rows
-from slipstream.tasks.data import Row, load_rows
-from slipstream.tasks.layouts import DEEPMATH, GSM8K, OPENAI, PLAIN, PROBLEM, TRL, VERL, as_told, layout_of, reach
-from slipstream.tasks.rewards import exact, math, unfit
+from slipstream.rewards.functions import exact, math, unfit
+from slipstream.run_dir.writing import read_lines
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Hello"}

@@ -21,12 +21,12 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling import kv
 from slipstream.engines.native.sampling.decoding import Decoder, Read, prove
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.errors import ModelError
+from slipstream.protocols import Sampling
 from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts, wrap
 from zoo import families
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import slipstream
-from slipstream import vocabulary
+from slipstream import metric_names as vocabulary
 from slipstream.cli import parser, split_overrides
 from slipstream.config.file import fields, parse
-from slipstream.lab.costs import parse as parse_costs
-from slipstream.lab.study import Study
-from slipstream.lab.table import SweepConfig
+from slipstream.planning.costs import parse as parse_costs
+from slipstream.studies.study import Study
+from slipstream.studies.table import SweepConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]

@@ -16,18 +16,18 @@ import pytest
 from rich.console import Console
 
 from sandboxes import NO_BUBBLEWRAP
-from slipstream.assets import DEMO, model_path
 from slipstream.cli import main
 from slipstream.commands import train as launch
 from slipstream.commands.doctor import arrival, by_itself, doctor, rewarded, room
 from slipstream.config.file import load, parse
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import Config
-from slipstream.engines.base import Engines, Loaded, Sampling
-from slipstream.engines.trust import scored
+from slipstream.engines.score_checks import scored
 from slipstream.errors import ConfigError, ModelError
+from slipstream.models.resolve import DEMO, model_path
 from slipstream.plan.checks import ENOUGH, FEW, PROMPTS, CheckFailed, Finding, failing, in_place, quick, raised
 from slipstream.plan.plan import Plan, plan
+from slipstream.protocols import Engines, Loaded, Sampling
 from slipstream.records import Handle
 from slipstream.runtimes import inline
 from slipstream.runtimes.inline import open_engines
@@ -389,7 +389,7 @@ def test_the_doctor_plays_whole_episodes_and_says_why_an_environment_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "broken.py").write_text(
-        "from slipstream.tasks.environments.builtin import Table\n\n\n"
+        "from slipstream.environments.builtin import Table\n\n\n"
         "class Broken(Table):\n    def start(self, meta, sandbox):\n        super().start(meta)\n\n"
         "    def close(self):\n        raise OSError('the shop is shut')\n"
     )

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engines.base import Sampling
 from slipstream.engines.draws import draw, process, uniforms
 from slipstream.errors import NonFiniteError
+from slipstream.protocols import Sampling
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]], dtype=torch.float64)
 

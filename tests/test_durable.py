@@ -23,10 +23,10 @@ import pytest
 
 from slipstream.cli import main
 from slipstream.config.schedule import Sync
-from slipstream.durable import Lines, alone_in, damage, held, writer
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints, newest
-from slipstream.runlog import RunLog, check_lines, read_lines
+from slipstream.run_dir.atomic_files import Lines, alone_in, damage, held, writer
+from slipstream.run_dir.writing import RunLog, check_lines, read_lines
 from toy_runs import ends, go
 
 TESTS = Path(__file__).parent
@@ -388,7 +388,7 @@ def test_a_directory_that_disappears_stops_a_run_and_is_not_made_again(
 
 
 def test_a_directory_has_one_writer_who_lets_go_when_it_is_killed(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from slipstream.durable import alone_in\n"
+    code = "import sys, pathlib; from slipstream.run_dir.atomic_files import alone_in\n"
     code += "with alone_in(pathlib.Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], text=True, **pipes) as holder:

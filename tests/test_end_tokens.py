@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from conftest import build_tokenizer, save_model
-from slipstream.assets import model_path
 from slipstream.cli import main
 from slipstream.config.file import parse
+from slipstream.models.resolve import model_path
 from slipstream.plan.checks import PROMPTS, Finding, judged_ends, quick
 from slipstream.plan.ends import EndProbe, template_end
 from slipstream.plan.plan import plan

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.environments import Call, Reply, Start
+from slipstream.environments.forms import Acting, kind_of, shortened
+from slipstream.environments.hosts import Episode, Hosts, Wanted, schemas
 from slipstream.errors import ConfigError, EnvironmentFailed
-from slipstream.tasks.environments import Call, Reply, Start
-from slipstream.tasks.environments.forms import Acting, kind_of, shortened
-from slipstream.tasks.environments.hosts import Episode, Hosts, Wanted, schemas
 
 GIVEN = {"id": "a", "prompt": "?", "ground_truth": 4, "meta": {"k": 2}, "data_source": "x", "seed": 5}
 TOOLS = '''
@@ -198,7 +198,7 @@ def test_what_crashes_or_hangs_takes_no_other_environment_for_good(adder: str, h
 def test_a_host_with_what_hangs_takes_nothing_new_and_ends_with_the_last(
     adder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.tasks.environments.hosts.LEAVES", 0.2)
+    monkeypatch.setattr("slipstream.environments.hosts.LEAVES", 0.2)
 
     async def main(made: Hosts) -> None:
         bad, good = await opened(made), await opened(made)
@@ -220,7 +220,7 @@ def test_a_host_with_what_hangs_takes_nothing_new_and_ends_with_the_last(
 
 def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
     source = """
-        from slipstream.tasks.environments import Step
+        from slipstream.environments import Step
 
         class Guess:
             tools = [{"type": "function", "function": {"name": "guess"}}]
@@ -329,7 +329,7 @@ TYPED = """
 from __future__ import annotations
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
-from slipstream.tasks.environments import Step
+from slipstream.environments import Step
 class Row(TypedDict):
     x: int
 class Pair(NamedTuple):
@@ -380,7 +380,7 @@ STEPS = {
 
 def test_what_an_environment_must_not_return_is_its_failure_and_names_class_and_method(tmp_path: Path) -> None:
     source = """
-        from slipstream.tasks.environments import Step
+        from slipstream.environments import Step
 
         class Odd:
             def step(self, reply):
@@ -472,7 +472,7 @@ def test_closing_ends_a_step_that_is_at_work_or_waits_for_it(tmp_path: Path, nam
 def test_an_environment_whose_close_hangs_behind_a_step_takes_its_process_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.tasks.environments.hosts.LEAVES", 0.2)
+    monkeypatch.setattr("slipstream.environments.hosts.LEAVES", 0.2)
 
     async def main(made: Hosts) -> None:
         episode = await opened(made)
@@ -520,7 +520,7 @@ def test_a_host_that_is_killed_while_it_starts_is_started_once_more(tmp_path: Pa
 def test_a_host_ends_with_whoever_started_it(adder: str) -> None:
     program = f"""
         import asyncio, os, signal
-        from slipstream.tasks.environments.hosts import Hosts, Wanted
+        from slipstream.environments.hosts import Hosts, Wanted
         made = Hosts(Wanted({adder!r}, None, 200))
         made.ready()
         print(made.processes[0].process.pid, flush=True)

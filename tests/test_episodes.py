@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines import toy
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights
 from slipstream.estimators.correction import PRESETS
 from slipstream.objective.method import Method
+from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Prompt, Rollout, Scored, header_of, total
+from slipstream.simulation import toy
 from tiny import EOS, VOCAB, ByHand, littered, make_model, make_prompts, stitched, wrap
 
 SCRIPT = ((4, 3), (1, 5), (6, 1), (3, 2))

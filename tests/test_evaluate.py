@@ -15,18 +15,18 @@ import pytest
 from huggingface_hub import constants
 from rich.console import Console
 
-from slipstream.assets import check_reachable
 from slipstream.cli import main
 from slipstream.commands.evaluate import Watch
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import EvalConfig, TaskConfig
-from slipstream.durable import alone_in, append
 from slipstream.errors import RunDirError
-from slipstream.insight.readings import readings
 from slipstream.metrics import standard_error
+from slipstream.models.resolve import check_reachable
 from slipstream.pipeline.run import Run
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
+from slipstream.reporting.terminal.readings import readings
+from slipstream.run_dir.atomic_files import alone_in, append
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
 from toy_runs import PROMPTS, config, engines
 
 CONFIG = """

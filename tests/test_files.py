@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.assets import model_path
 from slipstream.cli import main
 from slipstream.engines.native import files
 from slipstream.engines.native.files import check_complete, finite, read_through, weights_of
 from slipstream.errors import ModelError
+from slipstream.models.resolve import model_path
 
 BASE = """
 student = "model"

@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from slipstream.lab.statistics import Estimate
+from slipstream.studies.statistics import Estimate
 
 SCRIPTS = Path(__file__).parents[1] / "benchmarks"
 

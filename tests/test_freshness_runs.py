@@ -21,13 +21,13 @@ from slipstream.config.losses import LossConfig, ReverseKLMC
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Weighed
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.estimators.freshness import rollout_kl_from_cache, score
 from slipstream.objective.method import Method
-from slipstream.pipeline.freshness import DRIFT, Buffer, Curve, Level
+from slipstream.pipeline.control.buffer_refresh import DRIFT, Buffer, Curve, Level
+from slipstream.protocols import Weighed
 from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 from test_losses import (
     CHOSEN,
     FORMULAS,

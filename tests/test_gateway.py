@@ -22,15 +22,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateways import LOOK, VOCABULARY, Babble, post, renderer
-from slipstream.engines import toy
-from slipstream.engines.base import Sampling
-from slipstream.engines.gateway import server, web
-from slipstream.engines.gateway.agents import Agents
-from slipstream.engines.gateway.guests import Guests
-from slipstream.engines.gateway.server import Server
-from slipstream.engines.gateway.sessions import Bounds, Session
+from slipstream.environments import Message, Reply
+from slipstream.environments.gateway import server, web
+from slipstream.environments.gateway.agents import Agents
+from slipstream.environments.gateway.guests import Guests
+from slipstream.environments.gateway.server import Server
+from slipstream.environments.gateway.sessions import Bounds, Session
+from slipstream.protocols import Sampling
 from slipstream.records import Ints, Prompt, Rollout, derive_seed, unfinished
-from slipstream.tasks.environments import Message, Reply
+from slipstream.simulation import toy
 from turns import WIDE, Numbers, World
 
 TOKEN = {"authorization": "Bearer the token"}
@@ -720,7 +720,7 @@ def test_who_is_handed_over_goes_on_here_and_begins_again_elsewhere(
     here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut at any token: the records are those of an episode that was never interrupted."""
-    monkeypatch.setattr("slipstream.engines.gateway.guests.POLL", 0.1)
+    monkeypatch.setattr("slipstream.environments.gateway.guests.POLL", 0.1)
     sampling, bounds = Sampling(max_tokens=40, group=3, draws=4), Bounds(turns=9, turn_tokens=4, vocabulary=7)
     expected = through(by_chat, sampling, 3, 9)
     policies = list[Any]()

@@ -18,17 +18,17 @@ from slipstream.config.guards import EntropyFloor, EssGuard, GradientCosine, Gua
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Metrics
 from slipstream.engines.native.learning.learner import NativeLearner, key_of
-from slipstream.engines.sleep import SleepLearner
 from slipstream.errors import ConfigError
 from slipstream.metrics import trend
 from slipstream.objective.method import Method
-from slipstream.pipeline.guards import CALM, LOOKS, Guards, Line
+from slipstream.pipeline.control.guards import CALM, LOOKS, Guards, Line
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Metrics
 from slipstream.records import Batch, Counts, total
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepLearner
 from test_schedules import PROMPTS, config, engines
 from test_scorer_learner import roll_out, score
 from test_vocabulary import native

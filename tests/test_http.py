@@ -24,26 +24,28 @@ from pydantic import SecretStr
 
 import slipstream
 from slipstream.config.file import parse, to_toml
-from slipstream.engines import toy, trust
-from slipstream.engines.base import Engines, Graded, Sampling
+from slipstream.data.prompts import Prompts, Row
+from slipstream.engines import score_checks as trust
 from slipstream.engines.http import breaker, client, scorer
 from slipstream.engines.http.answers import WrongAnswer, read
 from slipstream.engines.http.breaker import LIMIT, Breaker, Unavailable
 from slipstream.engines.http.check import Wanted, check
 from slipstream.engines.http.client import Client, Endpoint, key_from_environment, retry_after
-from slipstream.engines.http.fake import FakeEndpoint, Fault, model, prompt_logprobs, table
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError, EndpointError, EngineError, NoContext, Stalled
-from slipstream.pipeline import silence, tries
+from slipstream.pipeline import retries as tries
+from slipstream.pipeline import watchdog as silence
 from slipstream.pipeline.run import Run
 from slipstream.plan.plan import freshness_notes
+from slipstream.protocols import Engines, Graded, Sampling
 from slipstream.records import Attempts, Handle, Prompt, Rollout, Scored, header_of
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.testing.endpoint import FakeEndpoint, Fault, model, prompt_logprobs, table
 from tiny import EOS, VOCAB, make_model, make_prompts, masked, uniform, wrap
 
 T = TypeVar("T")
@@ -804,7 +806,7 @@ def test_rounding_above_zero_is_forgiven() -> None:
 
 @pytest.mark.processes
 def test_the_fake_serves_a_model_from_a_terminal_and_ends() -> None:
-    command = [sys.executable, "-m", "slipstream.engines.http.fake", "builtin:teacher"]
+    command = [sys.executable, "-m", "slipstream.testing.endpoint", "builtin:teacher"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     url = process.stdout.readline().split('"')[1]

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 from slipstream.config.losses import ForwardKL, ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines import toy
-from slipstream.engines.base import Sampling
 from slipstream.engines.draws import kept_ids, process
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
@@ -26,10 +24,11 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights
 from slipstream.estimators.correction import PRESETS
 from slipstream.estimators.divergence import dense
-from slipstream.estimators.logprobs import kept as kept_module
-from slipstream.estimators.logprobs.kept import Support, conditioned
+from slipstream.estimators.logprobs import sampling_support as kept_module
+from slipstream.estimators.logprobs.sampling_support import Support, conditioned
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.method import Method
+from slipstream.protocols import Sampling
 from slipstream.records import (
     ONE,
     Batch,
@@ -44,6 +43,7 @@ from slipstream.records import (
     one_turn,
     total,
 )
+from slipstream.simulation import toy
 from tiny import EOS, VOCAB, littered, make_model, make_prompts, masked_sample, wrap
 
 DTYPE = torch.float64

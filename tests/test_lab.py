@@ -20,11 +20,11 @@ import tomli_w
 import jobs
 from slipstream.cli import main
 from slipstream.commands.sweep import PRELOAD
-from slipstream.durable import alone_in
-from slipstream.lab.cells import Job, run
-from slipstream.lab.results import Sweep
-from slipstream.lab.study import Study
-from slipstream.rundir import RunDir
+from slipstream.run_dir.atomic_files import alone_in
+from slipstream.run_dir.reading import RunDir
+from slipstream.studies.cells import Job, run
+from slipstream.studies.results import Sweep
+from slipstream.studies.study import Study
 from studies import STUDY
 
 STUDIES = sorted((Path(__file__).parents[1] / "configs" / "lab").glob("*.toml"))

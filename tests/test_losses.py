@@ -25,13 +25,13 @@ from slipstream.config.file import parse
 from slipstream.config.losses import LOSSES, Cache, LossConfig
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.objective.method import Method
+from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Scored, total
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 from tiny import EOS, make_model, make_prompts, wrap
 
 CHOSEN: dict[str, list[dict[str, Any]]] = {

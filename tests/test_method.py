@@ -18,7 +18,7 @@ from slipstream.config.objective import (
     ReferenceConfig,
 )
 from slipstream.config.schema import REWARDS, Config
-from slipstream.engines.asked import eval_sampling, rollout_sampling
+from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError
 from slipstream.estimators.control import CONTROLLERS
 from slipstream.estimators.divergence import KL_KINDS
@@ -28,7 +28,7 @@ from slipstream.estimators.tables.correction import PRESETS, Unit
 from slipstream.estimators.tables.policy import LOSSES, Mode
 from slipstream.objective.method import OURS, method_of
 from slipstream.plan import engines
-from slipstream.tasks.rewards import BUILT_IN
+from slipstream.rewards.functions import BUILT_IN
 
 
 def config(**sections: Any) -> Config:

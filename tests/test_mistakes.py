@@ -25,9 +25,9 @@ from pathlib import Path
 import pytest
 
 import test_plan
-from slipstream.assets import model_path
-from slipstream.durable import alone_in
-from slipstream.engines.http.fake import FakeEndpoint, Fault, model
+from slipstream.models.resolve import model_path
+from slipstream.run_dir.atomic_files import alone_in
+from slipstream.testing.endpoint import FakeEndpoint, Fault, model
 from test_files import FAULTS
 from typed import Outcome, Typed
 

@@ -29,24 +29,24 @@ from slipstream.config.schema import (
     TeacherConfig,
 )
 from slipstream.config.teacher import FollowConfig
-from slipstream.engines import toy
-from slipstream.engines.base import Engines, Follower, Graded, Loaded, WeightsRef
+from slipstream.data.teacher_context import check_function, context_of
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.quotes import as_numbers
-from slipstream.engines.trust import failed
+from slipstream.engines.score_checks import failed
 from slipstream.engines.weights import export_weights, load_weights, raw
 from slipstream.errors import ConfigError, ModelError, RunDirError, WorkerDied
 from slipstream.objective.method import Method
 from slipstream.pipeline.attempts import Memory
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Follower, Graded, Loaded, WeightsRef
 from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, header_of, total
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.context import check_function, context_of
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
 from test_scorer_learner import roll_out, score
 from tiny import make_model, masked, uniform, wrap
 from toy_runs import PROMPTS, VOCAB

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.learning.snapshots import PREVIOUS
 from slipstream.engines.native.sampling.sampler import NativeSampler
@@ -35,6 +34,7 @@ from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.estimators.tables.correction import Unit
 from slipstream.objective.frozen import Evidence, freeze
 from slipstream.objective.method import Method
+from slipstream.protocols import Sampling
 from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total
 from tiny import EOS, littered, make_model, make_prompts, masked, masked_sample, wrap
 

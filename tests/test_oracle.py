@@ -17,14 +17,14 @@ import torch
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async, Periodic, Sync
 from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TeacherConfig
-from slipstream.engines.base import Engines
+from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.objective.method import Method
 from slipstream.pipeline.run import Run
-from slipstream.runlog import RunLog, read_lines
-from slipstream.tasks.data import Prompts, Row
+from slipstream.protocols import Engines
+from slipstream.run_dir.writing import RunLog, read_lines
 from tiny import EOS, VOCAB, make_model, wrap
 
 UPDATES, BATCH, MAX_TOKENS, M, LR = 4, 6, 12, 5, 1e-2

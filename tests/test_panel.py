@@ -11,12 +11,22 @@ from rich.cells import cell_len
 from rich.console import Console, Group
 from rich.text import Text
 
-from slipstream.insight.charts import chosen, lags, lost, outside, stage_bars, stages, table, waits, watched_rows
-from slipstream.insight.course import TURN, Course, Turning
-from slipstream.insight.layout import Block, allot, beside, stack
-from slipstream.insight.panel import View, inline, page, screen
-from slipstream.insight.readings import band_of, listed, watched
-from slipstream.insight.samples import SEEN, printable, said
+from slipstream.reporting.terminal.charts import (
+    chosen,
+    lags,
+    lost,
+    outside,
+    stage_bars,
+    stages,
+    table,
+    waits,
+    watched_rows,
+)
+from slipstream.reporting.terminal.layout import Block, allot, beside, stack
+from slipstream.reporting.terminal.panel import View, inline, page, screen
+from slipstream.reporting.terminal.progress import TURN, Course, Turning
+from slipstream.reporting.terminal.readings import band_of, listed, watched
+from slipstream.reporting.terminal.samples import SEEN, printable, said
 
 LINE = {
     "kind": "train",

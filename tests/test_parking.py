@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel
 
-from slipstream.engines import toy
-from slipstream.engines.base import Graded, Mode, Sampler, Sampling
 from slipstream.engines.native.sampling import sampler as sampler_file
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
-from slipstream.engines.sleep import SleepSampler
 from slipstream.engines.weights import export_weights
+from slipstream.protocols import Graded, Mode, Sampler, Sampling
 from slipstream.records import Group, Prompt, Rollout, unfinished
+from slipstream.simulation import toy
+from slipstream.simulation.sleep import SleepSampler
 from tiny import EOS, SHAPE, VOCAB, ByHand, make_model, make_prompts, wrap
 
 PARKED = Sampling(max_tokens=1, draws=3, park=True)

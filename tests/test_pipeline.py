@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schedule import Async, Sync
 from slipstream.config.schema import Config, LearnerConfig, SamplerConfig, TaskConfig, TeacherConfig
-from slipstream.engines import toy
-from slipstream.engines.asked import eval_sampling, rollout_sampling
-from slipstream.engines.base import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
+from slipstream.data.prompts import Prompts, Row
+from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import EngineError, ModelError, NonFiniteError
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Graded, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt, Rollout, Ungraded, header_of
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
 from tiny import masked
 
 # --- the loops, over toy engines --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from slipstream.config.file import fields, load
 from slipstream.engines.http import client
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plan.plan import plan
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 
 BASE = """
 student = "builtin:student"

@@ -17,17 +17,17 @@ from slipstream.config.file import parse as parse_config
 from slipstream.config.file import to_toml
 from slipstream.config.schedule import Async, Periodic, ScheduleConfig, StepOff, Sync
 from slipstream.config.schema import Config
-from slipstream.engines.cores import Cores
 from slipstream.errors import ConfigError
-from slipstream.lab.costs import Costs, load, parse, quantiles
-from slipstream.lab.derive import costs_of
-from slipstream.lab.fit import Paid, fitted, least_disturbed
-from slipstream.lab.planner import Split, Stage, Subject, name_of, numbers, outlook, sensible
-from slipstream.lab.simulate import Work, engines, forecast, prompts
 from slipstream.pipeline.run import Run
-from slipstream.rundir import RunDir
-from slipstream.runlog import RunLog
-from slipstream.runtimes import virtual
+from slipstream.planning.costs import Costs, load, parse, quantiles
+from slipstream.planning.derive import costs_of
+from slipstream.planning.fit import Paid, fitted, least_disturbed
+from slipstream.planning.planner import Split, Stage, Subject, name_of, numbers, outlook, sensible
+from slipstream.planning.simulate import Work, engines, forecast, prompts
+from slipstream.run_dir.reading import RunDir
+from slipstream.run_dir.writing import RunLog
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.cores import Cores
 
 CONSTANT: dict[str, Any] = {
     "decode": {"step": 0.125, "row": 0.0625},

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import slipstream
-from slipstream.engines import toy
-from slipstream.engines.base import Sampling
-from slipstream.engines.episodes import TRIES, Episodes, Limits
+from slipstream.environments import Reply
+from slipstream.environments.episodes import TRIES, Episodes, Limits
+from slipstream.environments.hosts import APART, Episode, HostProcess, Hosts, Wanted
 from slipstream.errors import EngineError, EnvironmentFailed, Suspected
-from slipstream.pipeline.tries import DOWN, GivenUp, Tries
+from slipstream.pipeline.retries import DOWN, GivenUp, Tries
+from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, derive_seed
-from slipstream.runlog import read_lines
-from slipstream.tasks.environments import Reply
-from slipstream.tasks.environments.hosts import APART, Episode, HostProcess, Hosts, Wanted
+from slipstream.run_dir.writing import read_lines
+from slipstream.simulation import toy
 from toy_runs import VOCAB
 from turns import Numbers
 

@@ -21,7 +21,6 @@ from pretend_gpu import CUDA, OnGpu, pretend_gpu
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.losses import M2PO, ForwardKL, ReverseKL, ReverseKLMC, ReverseKLTopK
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Sampling
 from slipstream.engines.native import rows
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.learning.optimizer import make_optimizer
@@ -32,6 +31,7 @@ from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.estimators import logprobs
 from slipstream.estimators.logprobs import tiles
 from slipstream.objective.method import Method
+from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Prompt, total
 from tiny import make_model
 

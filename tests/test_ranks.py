@@ -30,7 +30,7 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.objective import PolicyConfig, ReferenceConfig
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, SamplerConfig, TeacherConfig
-from slipstream.engines.base import Fingerprint, Follower, Learner, Metrics, Sampling, Weighed, WeightsRef
+from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.ranks import LOOPBACK, Meeting, Ranks, join, open_store
@@ -43,11 +43,11 @@ from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import Steps
 from slipstream.plan.engines import engines_of
+from slipstream.protocols import Fingerprint, Follower, Learner, Metrics, Sampling, Weighed, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, header_of, total
-from slipstream.runlog import RunLog, read_lines
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes.places import cpu_seconds
 from slipstream.runtimes.ranked import RankedLearner, group_cost, number_of, shared_out
-from slipstream.tasks.data import Prompts, Row
 from test_runtimes import RUNTIMES
 from tiny import EOS, make_model, make_prompts, wrap
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.engines.recordfile import ARRAYS, REST, read_groups, write_groups
+from slipstream.engines.record_files import ARRAYS, REST, read_groups, write_groups
 from slipstream.errors import RunDirError
 from slipstream.records import Handle, Kept, Prompt, Rollout, Scored, header_of, one_turn
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.engines import toy
-from slipstream.engines.base import Graded, Sampler, Sampling
-from slipstream.engines.sleep import SleepSampler
 from slipstream.engines.weights import export_weights
+from slipstream.protocols import Graded, Sampler, Sampling
 from slipstream.records import Group, Handle, Prompt, Rollout, continued, unfinished
-from slipstream.runtimes import virtual
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepSampler
 from tiny import EOS, ByHand, make_model, make_prompts, wrap
 
 FULL = Sampling(max_tokens=12, group=3, draws=4, best=5)

@@ -16,11 +16,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from conftest import build_tokenizer
+from slipstream.environments import Call, Message
+from slipstream.environments.chat.quoting import Part, Quoting
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.chat.tool_formats import said_calls
 from slipstream.errors import ConfigError, DataError, ModelError
-from slipstream.tasks.environments import Call, Message
-from slipstream.tasks.formats import said_calls
-from slipstream.tasks.quoting import Part, Quoting
-from slipstream.tasks.renderer import Renderer
 from templates import ADDED, CHATML, DEEP, GEMMA, MISTRAL, QWEN, SPECIAL, TEMPLATES, backend, tokenizer_with
 
 INNER = backend()

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.insight.report import arms, chapters, page, quotes, sections
-from slipstream.insight.report.figures import Figure
-from slipstream.insight.report.page import Html, Page, Section, as_json, document
-from slipstream.lab.results import Sweep
-from slipstream.runlog import read_lines
+from slipstream.reporting.report import arms, chapters, page, quotes, sections
+from slipstream.reporting.report.figures import Figure
+from slipstream.reporting.report.page import Html, Page, Section, as_json, document
+from slipstream.run_dir.writing import read_lines
+from slipstream.studies.results import Sweep
 from written import QUOTE, STUDY, write_lines, write_run, write_study
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&amp;\u202e\u2028\x00\x1b[31m\ud800\"'"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.insight.report.browser import Browser, Tab, browser, find
-from slipstream.insight.report.svg import settled
+from slipstream.reporting.report.browser import Browser, Tab, browser, find
+from slipstream.reporting.report.svg import settled
 from test_report import HOSTILE
 from written import QUOTE, write_run, write_study
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from slipstream import vocabulary
+from slipstream import metric_names as vocabulary
 from slipstream.config.file import parse
-from slipstream.insight.report import charts, figures, panels, points, timeline
-from slipstream.insight.report.figures import Series
-from slipstream.insight.report.findings import Change, change, course, duration, estimate, inside, shown
-from slipstream.insight.report.runs import Reading, changed, distinguished, read, standard_error
-from slipstream.vocabulary import above, below
+from slipstream.metric_names import above, below
+from slipstream.reporting.report import charts, figures, panels, points, timeline
+from slipstream.reporting.report.figures import Series
+from slipstream.reporting.report.findings import Change, change, course, duration, estimate, inside, shown
+from slipstream.reporting.report.runs import Reading, changed, distinguished, read, standard_error
 from written import write_run
 
 WORDS = {

@@ -12,15 +12,15 @@ import pytest
 from fates import live
 from slipstream.config.schedule import Async, Periodic, StepOff, Sync
 from slipstream.config.schema import CheckpointConfig
-from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
 from slipstream.errors import AllDied, EngineError, ModelError, RecordsLost, WorkerDied
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Batch, Counts, Group, Handle, Prompt
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
 from test_schedules import PROMPTS, Simulated, config, engines, long_tailed
 
 

@@ -24,11 +24,11 @@ from coordinators import Coordinators
 from slipstream.cli import main
 from slipstream.commands import train as command
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
-from slipstream.engines.recordfile import read_groups
+from slipstream.engines.record_files import read_groups
 from slipstream.errors import RunDirError, WorkerDied
 from slipstream.pipeline.checkpoint import newest
 from slipstream.records import unfinished
-from slipstream.runlog import RunLog, read_lines
+from slipstream.run_dir.writing import RunLog, read_lines
 from toy_runs import config, ends, go
 
 SCHEDULES = [

@@ -16,13 +16,13 @@ import pytest
 
 import frozen
 from odd_files import FILES, LINES, variants
-from slipstream import runfiles
 from slipstream.cli import main
-from slipstream.durable import seal
 from slipstream.errors import RunDirError
 from slipstream.pipeline.checkpoint import newest
-from slipstream.rundir import RunDir
-from slipstream.runfiles import FORMAT, checked, fits
+from slipstream.run_dir import formats as runfiles
+from slipstream.run_dir.atomic_files import seal
+from slipstream.run_dir.formats import FORMAT, checked, fits
+from slipstream.run_dir.reading import RunDir
 
 KEPT = Path(__file__).parent / "data" / "format_1"
 READERS = {
@@ -94,7 +94,7 @@ def test_nor_does_one_where_a_run_goes_on_or_is_evaluated(
 def test_the_line_that_is_damaged_is_named_also_where_a_file_is_not_read_from_its_start(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slipstream.insight.watch.BACK", 100)
+    monkeypatch.setattr("slipstream.reporting.terminal.watch.BACK", 100)
     path = home / "run" / "ledger.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines, "[]"]) + "\n")

@@ -17,7 +17,7 @@ import pytest
 from slipstream.config.file import parse
 from slipstream.config.schema import Config, Tracker
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.runlog import (
+from slipstream.run_dir.writing import (
     SINKS,
     Quotes,
     RunLog,
@@ -153,7 +153,7 @@ def test_whoever_reads_sees_the_old_file_or_the_new_one(tmp_path: Path) -> None:
 
 
 def test_the_machine_is_described_without_git_and_outside_a_repository(tmp_path: Path) -> None:
-    script = "import json, slipstream.runlog as r; print(json.dumps(r.machine()['git']))"
+    script = "import json, slipstream.run_dir.writing as r; print(json.dumps(r.machine()['git']))"
     for environment in ({"PATH": ""}, {"PATH": "/usr/bin:/bin", "GIT_DIR": str(tmp_path / "none")}):
         done = subprocess.run(
             [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True

@@ -51,15 +51,16 @@ from plain_engines import (
 from slipstream.commands.planned import planned as planned_there
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
-from slipstream.durable import LOCK, alone_in
-from slipstream.engines.base import Engines, Loaded, Sampling
+from slipstream.data.prompts import Prompts, Row
 from slipstream.errors import ConfigError, EngineError, NonFiniteError, WorkerDied
 from slipstream.objective.method import method_of
 from slipstream.pipeline.run import Run
 from slipstream.plan.engines import EnginesPlan, engines_of
 from slipstream.plan.plan import plan
+from slipstream.protocols import Engines, Loaded, Sampling
 from slipstream.records import Batch, Handle, total, unfinished
-from slipstream.runlog import RunLog, read_lines
+from slipstream.run_dir.atomic_files import LOCK, alone_in
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import channel, inline, local
 from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.channel import Channel, Mapped, Packed
@@ -67,7 +68,6 @@ from slipstream.runtimes.exchange import Body, RemoteWorker
 from slipstream.runtimes.local import Nursery
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, cpu_seconds, gpus_each
 from slipstream.runtimes.worker import Birth
-from slipstream.tasks.data import Prompts, Row
 
 pytestmark = pytest.mark.processes
 SAMPLING = Sampling(max_tokens=4)

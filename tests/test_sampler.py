@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from slipstream.engines.base import Loaded, Mode, Sampling
 from slipstream.engines.draws import process
 from slipstream.engines.native.sampling import decoding
 from slipstream.engines.native.sampling import sampler as sampler_file
@@ -22,6 +21,7 @@ from slipstream.engines.native.sampling.requests import Row
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ModelError, NonFiniteError
+from slipstream.protocols import Loaded, Mode, Sampling
 from slipstream.records import Handle, Prompt, Rollout
 from tiny import CONFIGS, EOS, VOCAB, ByHand, make_model, make_prompts, wrap
 

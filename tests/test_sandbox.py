@@ -22,8 +22,8 @@ from sandboxes import NO_BUBBLEWRAP
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, SandboxError
 from slipstream.plan.plan import sandbox_notes
-from slipstream.tasks.sandbox import bubblewrap, cgroups, sandbox_of, seccomp
-from slipstream.tasks.sandbox.base import PYTHON, USUAL, Limits, MiB, Ran, Sandbox, Session, run_python
+from slipstream.sandbox import bubblewrap, cgroups, sandbox_of, seccomp
+from slipstream.sandbox.base import PYTHON, USUAL, Limits, MiB, Ran, Sandbox, Session, run_python
 
 pytestmark = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
 PLACES = ("call", "session")
@@ -648,7 +648,7 @@ def test_when_our_process_is_killed_all_of_it_is_gone(place: str) -> None:
     mark = f"35.{os.getpid()}{len(place)}"
     code = f"""
 import asyncio
-from slipstream.tasks.sandbox import sandbox_of
+from slipstream.sandbox import sandbox_of
 async def go():
     where = sandbox_of("bubblewrap")
     if {place!r} == "session":

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from sandboxes import NO_BUBBLEWRAP
+from slipstream.environments.forms import kind_of
+from slipstream.environments.python import SHOWN, Python, observation
 from slipstream.errors import ConfigError, SandboxError
-from slipstream.tasks.environments.forms import kind_of
-from slipstream.tasks.environments.python import SHOWN, Python, observation
-from slipstream.tasks.sandbox import none, remote, sandbox_of
-from slipstream.tasks.sandbox.base import Limits, MiB, Ran, Sandbox, run_python
-from slipstream.tasks.sandbox.fake import FakeSandboxFusion, told
+from slipstream.sandbox import none, remote, sandbox_of
+from slipstream.sandbox.base import Limits, MiB, Ran, Sandbox, run_python
+from slipstream.testing.sandbox_server import FakeSandboxFusion, told
 
 WALLED = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
 KINDS = [pytest.param("bubblewrap", marks=WALLED), "none", "remote"]
@@ -309,7 +309,7 @@ def test_the_student_sees_how_a_program_ended_and_both_its_outputs() -> None:
 
 
 def test_the_student_is_told_of_one_tool() -> None:
-    schemas = kind_of("slipstream.tasks.environments.python:Python").schemas
+    schemas = kind_of("slipstream.environments.python:Python").schemas
     assert [each["function"]["name"] for each in schemas] == ["python"]
     assert schemas[0]["function"]["parameters"]["required"] == ["code"]
 

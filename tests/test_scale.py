@@ -16,13 +16,13 @@ import pytest
 
 from slipstream.commands.scale import SOCKET, reachable, scale
 from slipstream.config.schedule import Async
-from slipstream.engines.base import Engines
-from slipstream.engines.sleep import SleepSampler
 from slipstream.errors import ConfigError, RunDirError
+from slipstream.pipeline.control.scaling import Room, asked, check_room
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.scaling import Room, asked, check_room
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
+from slipstream.protocols import Engines
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepSampler
 from test_restarts import mortal
 from test_schedules import PROMPTS, config, engines
 

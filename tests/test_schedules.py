@@ -26,15 +26,15 @@ from slipstream.config.schema import (
     TaskConfig,
     TeacherConfig,
 )
-from slipstream.engines.base import Engines, Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.sleep import SleepLearner, SleepSampler, SleepScorer
+from slipstream.data.prompts import Prompts, Row
 from slipstream.errors import Stalled, WorkerDied
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Prompt
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
 
 PROMPTS = Prompts([Row(id="p", prompt="x")], [np.array([1], np.int32)], seed=0, shuffle=False)
 TEACHERS = ["quick"] * 10 + ["slow"] * 10

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTra
 
 from slipstream.config.losses import ForwardKL, LossConfig, ReverseKL, ReverseKLMC
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.learning.learner import NativeLearner, learning_rate
 from slipstream.engines.native.model import LanguageModel, load_model, split
 from slipstream.engines.native.packing import MOST_PADDED, micro_batches
@@ -32,6 +31,7 @@ from slipstream.errors import ModelError, NonFiniteError
 from slipstream.estimators.divergence import dense, forward_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.objective.method import Method
+from slipstream.protocols import Sampling
 from slipstream.records import ONE, Batch, Handle, Scored, header_of, total
 from tiny import EOS, SHAPE, TEACHERS, VOCAB, littered, make_model, make_prompts, masked, masked_sample, wrap
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateways import LOOK, STOPS, VOCABULARY, Babble, renderer
-from slipstream.engines.base import Sampling
-from slipstream.engines.gateway.sessions import Answer, Bounds, Failed, Refused, Session
-from slipstream.engines.gateway.wire import chat_of, completion, dumped
+from slipstream.environments import Message
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.gateway.sessions import Answer, Bounds, Failed, Refused, Session
+from slipstream.environments.gateway.wire import chat_of, completion, dumped
+from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
-from slipstream.tasks.environments import Message
-from slipstream.tasks.renderer import Renderer
 
 T = TypeVar("T")
 WIDE = Bounds(turns=1000, turn_tokens=None, vocabulary=VOCABULARY)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
-from slipstream.engines.sleep import SleepSampler, SleepScorer
+from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Handle, Prompt
-from slipstream.runtimes import virtual
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepSampler, SleepScorer
 
 
 def prompt(number: int = 0) -> Prompt:

@@ -18,16 +18,16 @@ from rich.console import Console
 from slipstream.commands.sweep import written as tell_files
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.insight.report.study import compared
-from slipstream.lab.board import Board, columns, left, said, summary
-from slipstream.lab.cells import Event, Job
-from slipstream.lab.directory import Checked, check_prompts, check_unchanged, cores_of, finish, fitting
-from slipstream.lab.results import Sweep, measured
-from slipstream.lab.rows import column, write_csv, write_parquet
-from slipstream.lab.statistics import Estimate, difference, estimate, slope, verdict
-from slipstream.lab.study import Study
-from slipstream.lab.table import Claim, SweepConfig
-from slipstream.rundir import RunDir
+from slipstream.reporting.report.study import compared
+from slipstream.run_dir.reading import RunDir
+from slipstream.studies.board import Board, columns, left, said, summary
+from slipstream.studies.cells import Event, Job
+from slipstream.studies.directory import Checked, check_prompts, check_unchanged, cores_of, finish, fitting
+from slipstream.studies.export import column, write_csv, write_parquet
+from slipstream.studies.results import Sweep, measured
+from slipstream.studies.statistics import Estimate, difference, estimate, slope, verdict
+from slipstream.studies.study import Study
+from slipstream.studies.table import Claim, SweepConfig
 from studies import STUDY
 
 

@@ -26,13 +26,21 @@ from transformers import PreTrainedTokenizerFast
 from conftest import build_tokenizer
 from hostile import Deadly, Endless
 from slipstream.config.schema import DataConfig
+from slipstream.data import arithmetic
+from slipstream.data.prompts import Prompts, Row, load_rows
+from slipstream.data.tokenizers import (
+    check_fits,
+    check_ids,
+    check_same_vocabulary,
+    encode_rows,
+    load_tokenizer,
+    stop_ids,
+)
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
 from slipstream.records import Handle, Prompt, Ungraded, header_of
-from slipstream.tasks import arithmetic, grading
-from slipstream.tasks.chat import check_fits, check_ids, check_same_vocabulary, encode_rows, load_tokenizer, stop_ids
-from slipstream.tasks.data import Prompts, Row, load_rows
-from slipstream.tasks.grading import PoolGrader, needs
-from slipstream.tasks.rewards import Answer, Grades, exact, grade, math, reward_of
+from slipstream.rewards import grading
+from slipstream.rewards.functions import Answer, Grades, exact, grade, math, reward_of
+from slipstream.rewards.grading import PoolGrader, needs
 from tiny import uniform
 
 USER = {"role": "user", "content": "Hi"}
@@ -765,7 +773,7 @@ UNGUARDED = """
 import asyncio
 import numpy as np
 from slipstream.records import Handle, Prompt, header_of, one_turn
-from slipstream.tasks.grading import PoolGrader
+from slipstream.rewards.grading import PoolGrader
 
 print("begun", flush=True)
 rollout = one_turn(
@@ -788,7 +796,7 @@ def test_a_script_that_grades_needs_no_guard(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal
-from slipstream.tasks.grading import PoolGrader
+from slipstream.rewards.grading import PoolGrader
 
 process = PoolGrader(("{reward}",), str).processes[0]
 process.ready()
@@ -824,7 +832,7 @@ def test_a_grading_process_whose_parent_is_gone_before_it_is_ready_says_nothing(
     ours.close()
     with theirs:
         ran = subprocess.run(
-            [sys.executable, "-m", "slipstream.tasks.grading", str(theirs.fileno())],
+            [sys.executable, "-m", "slipstream.rewards.grading", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stderr=subprocess.PIPE,
             text=True,

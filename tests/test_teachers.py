@@ -21,25 +21,25 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from slipstream.commands import train as launch
 from slipstream.config.file import load, parse, to_toml
 from slipstream.config.schema import Config
-from slipstream.engines import toy
-from slipstream.engines.asked import rollout_sampling
-from slipstream.engines.base import Engines, Graded
+from slipstream.data.prompts import Prompts, Row
+from slipstream.data.teacher_context import TemplateContext
 from slipstream.engines.http import client
 from slipstream.engines.http.client import Endpoint
-from slipstream.engines.http.fake import FakeEndpoint, model
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.engines.trust import name_of
+from slipstream.engines.sampling_options import rollout_sampling
+from slipstream.engines.score_checks import name_of
 from slipstream.errors import ConfigError, DataError, EngineError, ModelError
 from slipstream.pipeline.run import Run
 from slipstream.plan.plan import warnings_of
 from slipstream.plan.teachers import check_endpoints, check_teachers, routes
+from slipstream.protocols import Engines, Graded
 from slipstream.records import Group, Handle, Prompt, Rollout, header_of
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.context import TemplateContext
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.testing.endpoint import FakeEndpoint, model
 from tiny import uniform
 
 ENDPOINT = {"model": "t", "base_url": "http://host:8000/v1"}

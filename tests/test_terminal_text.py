@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.cli import console, main
+from slipstream.console import Screen
 from slipstream.errors import ConfigError, printable
-from slipstream.screen import Screen
 
 HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\r\b\u202eevil\u2066\u200b\u2028\ud800"
 OBEYED = set(HOSTILE) - set("]0;title[2J31mevil")

@@ -15,14 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from build_tools import PIECES, POSITIONS, RECIPES, ROLES, build_tokenizer, example, plays
-from slipstream.assets import model_path
+from slipstream.data.prompts import Row, load_rows
+from slipstream.data.tokenizers import check_same_vocabulary, load_tokenizer
+from slipstream.data.tool_tasks import TASKS, numbered
+from slipstream.environments import Call
+from slipstream.environments.builtin import Lookup, Table
+from slipstream.environments.chat.renderer import Renderer
 from slipstream.errors import DataError
-from slipstream.tasks.chat import check_same_vocabulary, load_tokenizer
-from slipstream.tasks.data import Row, load_rows
-from slipstream.tasks.environments import Call
-from slipstream.tasks.environments.builtin import Lookup, Table
-from slipstream.tasks.hidden import TASKS, numbered
-from slipstream.tasks.renderer import Renderer
+from slipstream.models.resolve import model_path
 from tool_episodes import OTHER, WRONG, act, call, episode, kind, opened
 
 MODELS = ("builtin:tool_student", "builtin:tool_teacher")

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from slipstream.config.schedule import Async, Periodic, Sync
-from slipstream.engines.base import Engines
-from slipstream.engines.sleep import SleepLearner
 from slipstream.errors import EngineError, WorkerDied
 from slipstream.metrics import digest, usage
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.trace import Trace
-from slipstream.runtimes import virtual
+from slipstream.protocols import Engines
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.sleep import SleepLearner
 from test_schedules import Simulated, engines, long_tailed
 
 

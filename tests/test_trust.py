@@ -18,15 +18,13 @@ from slipstream.commands.train import say_how_to_go_on
 from slipstream.config.file import parse
 from slipstream.config.schema import HealthConfig
 from slipstream.config.teacher import TeacherConfig
-from slipstream.engines import toy
-from slipstream.engines.base import Engines, Graded, Scorer
-from slipstream.engines.trust import FLOOR, apart, scored
+from slipstream.data.prompts import Prompts, Row
+from slipstream.engines.score_checks import FLOOR, apart, scored
 from slipstream.errors import EngineError, NonFiniteError, RunDirError, SlipstreamError, Unhealthy
-from slipstream.insight.watch import Watched
 from slipstream.metrics import trust_metrics
 from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import Checkpoints, newest
-from slipstream.pipeline.health import (
+from slipstream.pipeline.control.health import (
     Health,
     History,
     Line,
@@ -40,14 +38,16 @@ from slipstream.pipeline.health import (
     unusable_scores,
 )
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import Recheck
+from slipstream.pipeline.watchdog import Silence
+from slipstream.protocols import Engines, Graded, Scorer
 from slipstream.records import Group, Handle, Scored, header_of
-from slipstream.rundir import RunDir
-from slipstream.runfiles import resumable
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.reporting.terminal.watch import Watched
+from slipstream.run_dir.formats import resumable
+from slipstream.run_dir.reading import RunDir
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
 from tiny import make_prompts, masked, uniform
 
 V = 6

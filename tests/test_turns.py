@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.engines import toy
-from slipstream.engines.base import Engines, Graded, Sampling, TensorSpec, WeightsRef
 from slipstream.engines.draws import process
 from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Graded, Sampling, TensorSpec, WeightsRef
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, parts_of, unfinished
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
 from toy_runs import PROMPTS, VOCAB, config
 from turns import WIDE, Numbers, World
 

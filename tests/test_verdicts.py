@@ -15,12 +15,12 @@ import pytest
 
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.config.environment import GatewayConfig
-from slipstream.engines.gateway import judging
-from slipstream.engines.gateway.programs import Agent, Programs
+from slipstream.environments.gateway import judging
+from slipstream.environments.gateway.programs import Agent, Programs
 from slipstream.errors import ConfigError, EnvironmentFailed
 from slipstream.plan.engines import agent_of
 from slipstream.plan.environment import check_agent
-from slipstream.tasks.rewards import LARGEST_REWARD, MOST_REWARDS, Unusable, rewards_of
+from slipstream.rewards.functions import LARGEST_REWARD, MOST_REWARDS, Unusable, rewards_of
 
 WALLED = pytest.mark.skipif(bool(NO_BUBBLEWRAP), reason=NO_BUBBLEWRAP)
 SECRET = 271.25

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from slipstream.runtimes.virtual import Deadlock, run
+from slipstream.simulation.virtual_clock import Deadlock, run
 
 
 def test_sleeping_for_hours_takes_no_time_and_keeps_the_order() -> None:

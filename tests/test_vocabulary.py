@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream import vocabulary
+from slipstream import metric_names as vocabulary
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
-from slipstream.engines import toy
-from slipstream.engines.base import Engines, Graded, Sampling, Unscored
+from slipstream.data.prompts import Prompts, Row
 from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
@@ -22,13 +21,14 @@ from slipstream.errors import WorkerDied
 from slipstream.estimators.correction import RS_MODES
 from slipstream.estimators.drift import METRICS
 from slipstream.objective.method import method_of
+from slipstream.pipeline.retries import GivenUp
 from slipstream.pipeline.run import Run
-from slipstream.pipeline.tries import GivenUp
 from slipstream.plan.engines import followers_of, snapshots_of
+from slipstream.protocols import Engines, Graded, Sampling, Unscored
 from slipstream.records import Group, Handle, Prompt, Ungraded
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
 from tiny import EOS, VOCAB, make_model, wrap
 from turns import World
 

@@ -16,12 +16,12 @@ from rich.console import Console
 from slipstream.cli import main
 from slipstream.commands.watch import pressed, watch
 from slipstream.config.schedule import Async, Sync
-from slipstream.durable import LOCK, alone_in, held, writer
 from slipstream.errors import RunDirError
-from slipstream.insight.events import Event, of_ledger, of_updates
-from slipstream.insight.state import SILENT, Signs, state_of
-from slipstream.insight.watch import KEPT, Watched
-from slipstream.runlog import METRICS, SOCKET, read_lines
+from slipstream.reporting.terminal.events import Event, of_ledger, of_updates
+from slipstream.reporting.terminal.state import SILENT, Signs, state_of
+from slipstream.reporting.terminal.watch import KEPT, Watched
+from slipstream.run_dir.atomic_files import LOCK, alone_in, held, writer
+from slipstream.run_dir.writing import METRICS, SOCKET, read_lines
 from toy_runs import go
 
 

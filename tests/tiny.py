@@ -20,9 +20,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from slipstream.engines.base import Loaded
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.protocols import Loaded
 from slipstream.records import Finish, Kept, Prompt, Rollout, Scored, derive_seed, one_turn
 
 T = TypeVar("T")

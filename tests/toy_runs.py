@@ -19,13 +19,13 @@ from slipstream.config.schema import (
     TaskConfig,
     TeacherConfig,
 )
-from slipstream.engines import toy
-from slipstream.engines.base import Engines, Graded
+from slipstream.data.prompts import Prompts, Row
 from slipstream.pipeline.checkpoint import Checkpoints, newest
 from slipstream.pipeline.run import Run
-from slipstream.runlog import RunLog, read_lines
-from slipstream.runtimes import virtual
-from slipstream.tasks.data import Prompts, Row
+from slipstream.protocols import Engines, Graded
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
 
 VOCAB = 6
 PROMPTS = Prompts(

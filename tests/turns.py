@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines import toy
-from slipstream.engines.episodes import Episodes, Limits
+from slipstream.environments import Call, Message, Reply, Step
+from slipstream.environments.episodes import Episodes, Limits
 from slipstream.errors import EnvironmentFailed
 from slipstream.records import Ints, derive_seed
-from slipstream.tasks.environments import Call, Message, Reply, Step
+from slipstream.simulation import toy
 
 WIDE = Limits(turns=4, calls=100, turn_tokens=4, seconds=1e6, step_seconds=1e3)
 

@@ -12,8 +12,8 @@ from typing import Any
 import tomli_w
 
 from slipstream.config.file import parse, to_toml
-from slipstream.lab.results import CELLS, DONE, STUDY_FILE
-from slipstream.lab.study import Study
+from slipstream.studies.results import CELLS, DONE, STUDY_FILE
+from slipstream.studies.study import Study
 
 TREE: dict[str, Any] = {
     "student": "student",

@@ -21,8 +21,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.assets import model_path
-from slipstream.tasks.arithmetic import ALPHABET, problems
+from slipstream.data.arithmetic import ALPHABET, problems
+from slipstream.models.resolve import model_path
 
 PAD, EOS = "<pad>", "<eos>"
 MAX_LENGTH = 160

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 import build_arithmetic as build
 from build_arithmetic import GROUP, IGNORE, Example, Recipe
-from slipstream.assets import model_path
-from slipstream.tasks.hidden import TASKS, numbered
+from slipstream.data.tool_tasks import TASKS, numbered
+from slipstream.models.resolve import model_path
 from tool_episodes import act, episode, opened
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "<|end|>"

@@ -13,14 +13,14 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from slipstream import vocabulary
+from slipstream import metric_names as vocabulary
 from slipstream.config.base import Section
 from slipstream.config.file import bounds, describe, fields, members
 from slipstream.config.schema import Config
 from slipstream.estimators.catalogue import INTRODUCTIONS, TITLES, Entry, catalogue
-from slipstream.insight.advice.answer import Weight
-from slipstream.insight.advice.readings import CHANCE, FEW, WINDOW
-from slipstream.insight.advice.tree import RULES
+from slipstream.reporting.advice.answer import Weight
+from slipstream.reporting.advice.readings import CHANCE, FEW, WINDOW
+from slipstream.reporting.advice.tree import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
 

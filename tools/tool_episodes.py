@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine, Generator, Iterator
 from functools import cache
 from typing import Any
 
-from slipstream.tasks.calls import HERMES
-from slipstream.tasks.environments import Reply, Start
-from slipstream.tasks.environments.forms import Acting, Kind, kind_of
-from slipstream.tasks.hidden import Problem
+from slipstream.data.tool_tasks import Problem
+from slipstream.environments import Reply, Start
+from slipstream.environments.chat.tool_calls import HERMES
+from slipstream.environments.forms import Acting, Kind, kind_of
 
 SHOWN = 4096
 """Characters of an observation."""

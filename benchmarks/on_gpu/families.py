@@ -13,11 +13,11 @@ import torch
 
 from on_gpu.report import Report, Setting
 from on_gpu.sampler import prompts_of
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.model import split
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ModelError
+from slipstream.protocols import Sampling
 from slipstream.records import Handle, Rollout, header_of
 
 TESTS = Path(__file__).parents[2] / "tests"

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from on_gpu.report import SHAPES, Report, Setting
-from slipstream.assets import model_path
 from slipstream.config.file import parse
-from slipstream.engines.base import Engines
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.metrics import throughput
+from slipstream.models.resolve import model_path
 from slipstream.pipeline.run import Run
 from slipstream.plan.plan import plan
-from slipstream.runlog import RunLog, read_lines
+from slipstream.protocols import Engines
+from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.runtimes import inline
-from slipstream.tasks.chat import load_tokenizer
 
 SCHEDULES: dict[str, dict[str, Any]] = {"sync": {"kind": "sync"}, "async(4)": {"kind": "async", "tau": 4}}
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slipstream.engines.native.model import LanguageModel, split
-from slipstream.engines.trust import scored
+from slipstream.engines.score_checks import scored
 from slipstream.records import Handle, Prompt, header_of, one_turn
 
 HERE = Path(__file__).parent

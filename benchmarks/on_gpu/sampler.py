@@ -10,10 +10,10 @@ import torch
 from transformers import StaticCache
 
 from on_gpu.report import SHAPES, Report, Setting, seconds_of
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.weights import export_weights
+from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
 
 GRAPHED = 64

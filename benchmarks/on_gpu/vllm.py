@@ -12,8 +12,8 @@ import numpy as np
 from on_gpu.loop import saved
 from on_gpu.report import SHAPES, Report, Setting, installed
 from on_gpu.sampler import forward, prompts_of
-from slipstream.engines.base import Sampling
 from slipstream.engines.weights import export_weights, fingerprint
+from slipstream.protocols import Sampling
 from slipstream.records import Handle
 
 

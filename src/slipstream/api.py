@@ -23,11 +23,11 @@ from slipstream.commands import train as command
 from slipstream.commands.train import Caller, Enough, saying
 from slipstream.config.file import load, parse
 from slipstream.config.schema import Config
+from slipstream.console import Screen
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.pipeline.checkpoint import newest
-from slipstream.rundir import Line, RunDir
-from slipstream.screen import Screen
-from slipstream.tasks.chat import load_tokenizer
+from slipstream.run_dir.reading import Line, RunDir
 
 __all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
 

@@ -324,7 +324,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, st
 
 
 def console() -> Console:
-    from slipstream.screen import Screen
+    from slipstream.console import Screen
 
     return Screen()
 
@@ -343,8 +343,8 @@ def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
 
 def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.assets import DEMO
     from slipstream.config.file import load
+    from slipstream.models.resolve import DEMO
 
     config = load(args.config or DEMO, changes, say=note)
     from slipstream.commands.doctor import doctor
@@ -373,8 +373,8 @@ def run_scale(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
 
 def run_demo(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.assets import DEMO
     from slipstream.config.file import load
+    from slipstream.models.resolve import DEMO
 
     config = load(DEMO, changes, say=note)
     from slipstream.commands.demo import demo
@@ -480,7 +480,7 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     print(printable(text) if sys.stdout.isatty() else text, end="")
     if args.check:
         from slipstream.plan.plan import at_a_look, plan, read_weights
-        from slipstream.runlog import check_free, run_path
+        from slipstream.run_dir.writing import check_free, run_path
         from slipstream.runtimes.local import check_gpus
 
         check_free(run_path(config, Path(args.config).stem))

@@ -8,8 +8,8 @@ from math import comb, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
+from slipstream.metric_names import extreme
 from slipstream.records import Header
-from slipstream.vocabulary import extreme
 
 Metrics = dict[str, float]
 Interval = tuple[float, float]

@@ -446,7 +446,7 @@ class Header:
     gap: float = 0.0
     """Log-prob by what drew it less log-prob by its teacher, summed over trained tokens: on average not below 0."""
     floored: int = 0
-    """Trained tokens of which the teacher's log-prob was raised to the floor of `engines/trust`."""
+    """Trained tokens of which the teacher's log-prob was raised to the floor of `engines/score_checks`."""
     differs: float = 0.0
     """Of a response that was scored before: how far the two answers are apart, as root mean square."""
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from slipstream.engines.base import Sampling
 from slipstream.engines.draws import process
 from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.protocols import Sampling
 from slipstream.records import Group, Handle, Ints, Prompt, Rollout, derive_seed, header_of, one_turn
 from templates import TEMPLATES, tokenizer_with
 

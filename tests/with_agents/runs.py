@@ -14,9 +14,9 @@ from dictation import PYTHON, ROOT, Dictated, Script, encoded
 
 import slipstream
 from slipstream.config.schema import Config
-from slipstream.engines.gateway.agents import Agents
+from slipstream.environments.gateway.agents import Agents
 from slipstream.records import Handle, Rollout, parts_of
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 from slipstream.runtimes import build
 
 OURS = f"PYTHONPATH={ROOT / 'src'}"

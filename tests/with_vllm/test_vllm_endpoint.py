@@ -21,8 +21,6 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
-from slipstream.assets import model_path
-from slipstream.engines.base import Sampling
 from slipstream.engines.http.check import Wanted, check
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
@@ -30,6 +28,8 @@ from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.errors import ConfigError
+from slipstream.models.resolve import model_path
+from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt
 
 PYTHON = os.environ.get("VLLM_PYTHON") or (sys.executable if find_spec("vllm") else None)

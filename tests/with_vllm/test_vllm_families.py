@@ -31,11 +31,11 @@ from transformers import (
 
 from against_vllm import assert_exact, generate, grown, replaced
 from slipstream.cli import main
-from slipstream.engines.base import Sampling, WeightsRef
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
+from slipstream.protocols import Sampling, WeightsRef
 from slipstream.records import Rollout
 from tiny import EOS, SHAPE, make_prompts
 

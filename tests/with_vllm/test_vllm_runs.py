@@ -14,7 +14,7 @@ from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError
 from slipstream.plan.plan import plan
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 
 DRAWS = {"kind": "reverse_kl_mc", "m": 4}
 

@@ -20,11 +20,11 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from against_vllm import assert_exact, full_forward, generate, grown, replaced
-from slipstream.engines.base import Mode, Sampling
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError, WorkerDied
+from slipstream.protocols import Mode, Sampling
 from slipstream.records import Handle, Rollout, unfinished
 from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts
 from turns import World

@@ -15,7 +15,6 @@ from rich.console import Console
 from slipstream.commands.train import train
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
-from slipstream.engines.base import Sampling
 from slipstream.engines.native.config import load_config
 from slipstream.engines.native.model import load_model
 from slipstream.engines.native.sampling.sampler import NativeSampler
@@ -24,8 +23,9 @@ from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.errors import ModelError
 from slipstream.plan.vllm import with_vllm
+from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, Rollout, header_of
-from slipstream.runlog import read_lines
+from slipstream.run_dir.writing import read_lines
 from tiny import make_prompts, masked
 
 K = 6

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.assets.adapters import adapter_of
 from slipstream.config.schema import LearnerConfig, LoraConfig
-from slipstream.engines.base import Sampling
 from slipstream.engines.draws import process
 from slipstream.engines.native.adapters import merge
 from slipstream.engines.native.learning.passes import Passes
@@ -34,6 +32,8 @@ from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.weights import export_weights, fingerprint, load_weights
 from slipstream.errors import ConfigError, ModelError
+from slipstream.models.adapters import adapter_of
+from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
 from tiny import random_rollouts
 from zoo.families import EOS, VOCAB

@@ -18,8 +18,8 @@ from typing import Any
 
 from slipstream.agents.workspace import put, take
 from slipstream.errors import ConfigError
-from slipstream.tasks.sandbox import sandbox_of
-from slipstream.tasks.sandbox.base import Limits, MiB, Ran, Session
+from slipstream.sandbox import sandbox_of
+from slipstream.sandbox.base import Limits, MiB, Ran, Session
 
 DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 """The first line of what is submitted."""

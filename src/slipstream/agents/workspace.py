@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from slipstream.errors import SandboxError
-from slipstream.tasks.sandbox.base import Limits, Ran, Session
+from slipstream.sandbox.base import Limits, Ran, Session
 
 PUT = ("/bin/sh", "-c", "base64 -d | tar -xof -")
 TAKE = ("/bin/sh", "-c", "tar --ignore-failed-read -cf - . 2>/dev/null | base64 -w0")

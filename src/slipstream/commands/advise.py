@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.insight.advice.answer import Answer, Weight
-from slipstream.insight.advice.read import read
-from slipstream.insight.advice.tree import Advice, advise
+from slipstream.reporting.advice.answer import Answer, Weight
+from slipstream.reporting.advice.read import read
+from slipstream.reporting.advice.tree import Advice, advise
 
 LOOKS: dict[Weight, tuple[str, str]] = {
     "wrong": ("wrong", "bold red"),

@@ -12,13 +12,13 @@ from slipstream.commands.evaluate import Measured, measure
 from slipstream.commands.train import train
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
+from slipstream.data.prompts import load_rows
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.metrics import digest
 from slipstream.plan.engines import GraderPlan
 from slipstream.plan.evaluation import Asked, eval_prompts, evaluation
 from slipstream.plan.plan import at_a_glance
-from slipstream.runlog import check_free, read_lines, run_path
-from slipstream.tasks.chat import load_tokenizer
-from slipstream.tasks.data import load_rows
+from slipstream.run_dir.writing import check_free, read_lines, run_path
 
 PROMPTS, SAMPLES = 200, 2
 SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one line of a terminal

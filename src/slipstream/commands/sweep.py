@@ -17,11 +17,13 @@ from rich.live import Live
 
 from slipstream.commands.progress import lively
 from slipstream.commands.train import Caller, saying, train, warn
-from slipstream.durable import alone_in, private
+from slipstream.console import Screen
 from slipstream.errors import ConfigError, printable
-from slipstream.lab.board import Board, summary
-from slipstream.lab.cells import Event, Job, Tell, run
-from slipstream.lab.directory import (
+from slipstream.linux import LINUX
+from slipstream.run_dir.atomic_files import alone_in, private
+from slipstream.studies.board import Board, summary
+from slipstream.studies.cells import Event, Job, Tell, run
+from slipstream.studies.directory import (
     Checked,
     check_points,
     check_prompts,
@@ -33,11 +35,9 @@ from slipstream.lab.directory import (
     strays,
     write_study,
 )
-from slipstream.lab.results import Sweep, SweepCell
-from slipstream.lab.rows import write_csv, write_parquet
-from slipstream.lab.study import Cell, Study
-from slipstream.linux import LINUX
-from slipstream.screen import Screen
+from slipstream.studies.export import write_csv, write_parquet
+from slipstream.studies.results import Sweep, SweepCell
+from slipstream.studies.study import Cell, Study
 
 PRELOAD = ("slipstream.commands.train", "slipstream.runtimes.inline")
 LOG = "output.txt"

@@ -20,10 +20,7 @@ from slipstream.commands.planned import planned
 from slipstream.commands.progress import Progress, waiting
 from slipstream.commands.scale import reachable
 from slipstream.config.schema import Config
-from slipstream.durable import alone_in, private
-from slipstream.engines.base import Engines
 from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Terminated, WorkerDied
-from slipstream.insight.readings import from_to
 from slipstream.linux import let_go_of_terminal
 from slipstream.metrics import digest, summary
 from slipstream.pipeline.admission import Standing
@@ -32,10 +29,21 @@ from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, admission_of, in_time
 from slipstream.plan.checks import PROMPTS, quick, raised
 from slipstream.plan.plan import Plan, at_a_glance, check_sizes, plan
+from slipstream.protocols import Engines
 from slipstream.records import Group
-from slipstream.rundir import RunDir
-from slipstream.runfiles import resumable
-from slipstream.runlog import RunLog, check_free, check_lines, check_prompts, check_unchanged, read_lines, run_path
+from slipstream.reporting.terminal.readings import from_to
+from slipstream.run_dir.atomic_files import alone_in, private
+from slipstream.run_dir.formats import resumable
+from slipstream.run_dir.reading import RunDir
+from slipstream.run_dir.writing import (
+    RunLog,
+    check_free,
+    check_lines,
+    check_prompts,
+    check_unchanged,
+    read_lines,
+    run_path,
+)
 from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
 

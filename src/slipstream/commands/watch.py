@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 
-from slipstream.insight.panel import page, screen
-from slipstream.insight.watch import Watched
+from slipstream.reporting.terminal.panel import page, screen
+from slipstream.reporting.terminal.watch import Watched
 
 EVERY = 1.0
 """Seconds between two looks at the files."""

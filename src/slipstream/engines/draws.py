@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream.engines.base import Sampling
 from slipstream.errors import NonFiniteError
+from slipstream.protocols import Sampling
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))

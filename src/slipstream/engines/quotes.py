@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 
-from slipstream.engines.base import Quote
+from slipstream.protocols import Quote
 from slipstream.records import Header, Scored, said_and_seen, version_runs
 
 Decode = Callable[[Sequence[int]], str]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from slipstream.engines.base import Fingerprint, TensorSpec, WeightsRef
 from slipstream.errors import ModelError
+from slipstream.protocols import Fingerprint, TensorSpec, WeightsRef
 
 OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2", "experts"}
 """How families name the last projection of an attention or a feed-forward layer; of experts all weights count."""

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Metrics
 from slipstream.estimators.drift import offpolicy_metrics
 from slipstream.objective.frozen import Frozen, padded
+from slipstream.protocols import Metrics
 from slipstream.records import Scored
 
 

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Metrics, greedy
 from slipstream.estimators.advantage import advantage
 from slipstream.estimators.advantage.token import logit_energy
 from slipstream.estimators.drift import offpolicy_metrics
@@ -28,6 +27,7 @@ from slipstream.estimators.policy import prepare as choose
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.policy import LOSSES
 from slipstream.objective.method import Method
+from slipstream.protocols import Metrics, greedy
 from slipstream.records import Scored, derive_seed
 
 T = TypeVar("T")

@@ -23,16 +23,16 @@ from slipstream.estimators.freshness import rollout_kl_from_cache
 from slipstream.estimators.kl import kl_loss
 from slipstream.estimators.logprobs import HELD, Ids, fused_loss, merge_metrics, reduced
 from slipstream.estimators.logprobs.head import Head
-from slipstream.estimators.logprobs.kept import conditioned, kept_logprobs_and_entropy_at
+from slipstream.estimators.logprobs.sampling_support import conditioned, kept_logprobs_and_entropy_at
 from slipstream.estimators.numerics import joined
 from slipstream.estimators.policy import policy_loss
+from slipstream.metric_names import extreme
 from slipstream.objective.distillation import Distillation, LossOfRows
-from slipstream.objective.freshness import Judged, episode_of
 from slipstream.objective.frozen import Frozen, padded
-from slipstream.objective.kept import support_of
 from slipstream.objective.method import Method
+from slipstream.objective.sample_weights import Judged, episode_of
+from slipstream.objective.sampling_support import support_of
 from slipstream.records import Counts, Scored
-from slipstream.vocabulary import extreme
 
 Metrics = dict[str, Tensor]
 DENSE = 4

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.schema import HealthConfig
-from slipstream.engines.base import Learner, Metrics, Sampler, Sampling, Scorer
 from slipstream.errors import RecordsLost, SlipstreamError, Unhealthy, WorkerDied, first_line
-from slipstream.pipeline import canary
+from slipstream.pipeline.control import canary
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.publish import MovingTeacher, Samplers
-from slipstream.pipeline.tries import DEFECTS
+from slipstream.pipeline.retries import DEFECTS
+from slipstream.protocols import Learner, Metrics, Sampler, Sampling, Scorer
 from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, unfinished
 
 

@@ -2,7 +2,7 @@
 
 checkpoints/N holds the learner after update N (a HF directory, and its optimizer), what was rolled out, scored and half
 rolled out then, where admission and the run's files stood (`standing.json`), and a manifest of every byte
-(`durable.seal`). A run that goes on from it forgets whatever came later and goes on with what was in flight: every
+(`run_dir.atomic_files.seal`). A run that goes on from it forgets whatever came later and goes on with what was in flight: every
 group still ends exactly once.
 """
 
@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.durable import beside_of, damage, reading, remove, remove_unfinished, seal, sync, writing
-from slipstream.engines.base import Learner
 from slipstream.errors import RunDirError
 from slipstream.pipeline.admission import Standing
+from slipstream.protocols import Learner
 from slipstream.records import Group
-from slipstream.runfiles import SUSPECT, format_of, object_of, resumable, upgraded, written_by
-from slipstream.runlog import Mark
+from slipstream.run_dir.atomic_files import beside_of, damage, reading, remove, remove_unfinished, seal, sync, writing
+from slipstream.run_dir.formats import SUSPECT, format_of, object_of, resumable, upgraded, written_by
+from slipstream.run_dir.writing import Mark
 
 STANDING = "standing.json"
 SMALL = 1 << 24

@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
-from slipstream.engines.base import Sampling
 from slipstream.metrics import Metrics, avg_at_n, sample_metrics
+from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt
 
 Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]

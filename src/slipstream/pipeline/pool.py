@@ -12,11 +12,11 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
-from slipstream.engines.base import Engines
 from slipstream.errors import AllDied, EngineError, ModelError, WorkerDied, first_line
 from slipstream.pipeline.restarts import Restarts
+from slipstream.pipeline.retries import DEFECTS, Tries
 from slipstream.pipeline.trace import Trace, Track
-from slipstream.pipeline.tries import DEFECTS, Tries
+from slipstream.protocols import Engines
 
 E = TypeVar("E")
 T = TypeVar("T")

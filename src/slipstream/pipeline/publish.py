@@ -11,10 +11,10 @@ import asyncio
 from contextlib import suppress
 from typing import TypeVar
 
-from slipstream.engines.base import Fingerprint, Loaded, Mode, MovingScorer, Sampler, WeightsRef
 from slipstream.errors import ModelError, RecordsLost, WorkerDied
 from slipstream.metrics import Metrics
 from slipstream.pipeline.pool import Pool, Worker
+from slipstream.protocols import Fingerprint, Loaded, Mode, MovingScorer, Sampler, WeightsRef
 
 E = TypeVar("E", Sampler, MovingScorer)
 

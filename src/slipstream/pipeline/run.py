@@ -14,31 +14,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from slipstream.card import card
 from slipstream.config.schedule import Async, ScheduleConfig
 from slipstream.config.schema import Config
-from slipstream.engines.asked import eval_sampling, rollout_sampling
-from slipstream.engines.base import Engines, Sampler, Sampling, of_teacher
+from slipstream.data.prompts import Prompts
+from slipstream.engines.sampling_options import eval_sampling, rollout_sampling
 from slipstream.errors import ConfigError, NonFiniteError, RunDirError, Stalled, Unhealthy, WorkerDied, first_line
 from slipstream.metrics import Metrics
-from slipstream.pipeline import canary
-from slipstream.pipeline.account import Account
+from slipstream.models.model_card import card
 from slipstream.pipeline.admission import Admission, Standing
 from slipstream.pipeline.attempts import Memory
-from slipstream.pipeline.autopilot import Autopilot
-from slipstream.pipeline.autoscale import Autoscale, Seen
 from slipstream.pipeline.canary_rounds import Canaries, Watched
 from slipstream.pipeline.checkpoint import Checkpoints, save_whole
+from slipstream.pipeline.control import canary
+from slipstream.pipeline.control.autopilot import Autopilot
+from slipstream.pipeline.control.autoscale import Autoscale, Seen
+from slipstream.pipeline.control.buffer_refresh import Buffer
+from slipstream.pipeline.control.guards import Guards
+from slipstream.pipeline.control.health import Health
+from slipstream.pipeline.control.scaling import Room, asked, check_room
 from slipstream.pipeline.evaluate import answers, summary
-from slipstream.pipeline.freshness import Buffer
-from slipstream.pipeline.guards import Guards
-from slipstream.pipeline.health import Health
+from slipstream.pipeline.ledger import Account
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import MovingTeacher, Samplers
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.scaling import Room, asked, check_room
 from slipstream.pipeline.schedules import credits_of, schedule_of
-from slipstream.pipeline.silence import Silence
 from slipstream.pipeline.stages import (
     Flow,
     Recheck,
@@ -52,10 +51,11 @@ from slipstream.pipeline.stages import (
     watch,
 )
 from slipstream.pipeline.trace import Trace
+from slipstream.pipeline.watchdog import Silence
+from slipstream.protocols import Engines, Sampler, Sampling, of_teacher
 from slipstream.records import Attempts, Group, Handle, Prompt, unfinished
-from slipstream.runfiles import resumable
-from slipstream.runlog import Mark, RunLog
-from slipstream.tasks.data import Prompts
+from slipstream.run_dir.formats import resumable
+from slipstream.run_dir.writing import Mark, RunLog
 
 T = TypeVar("T")
 HANDING_OVER = 30.0

@@ -18,7 +18,7 @@ from math import ceil, floor
 from typing import Literal
 
 from slipstream.config.schedule import Async, Periodic, Replay, ScheduleConfig, StepOff, Sync
-from slipstream.engines.base import Mode
+from slipstream.protocols import Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

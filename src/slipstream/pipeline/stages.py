@@ -22,7 +22,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.engines.base import (
+from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
+from slipstream.metrics import Metrics, over_steps
+from slipstream.pipeline.admission import Admission
+from slipstream.pipeline.attempts import Memory
+from slipstream.pipeline.canary_rounds import Canaries
+from slipstream.pipeline.control import canary
+from slipstream.pipeline.control.buffer_refresh import Buffer
+from slipstream.pipeline.control.health import Health
+from slipstream.pipeline.ledger import Account
+from slipstream.pipeline.pool import Pool, Worker
+from slipstream.pipeline.publish import MovingTeacher, Samplers, told
+from slipstream.pipeline.retries import GivenUp
+from slipstream.pipeline.trace import Trace, Track
+from slipstream.pipeline.watchdog import Silence
+from slipstream.protocols import (
     Fingerprint,
     Learner,
     Loaded,
@@ -34,20 +48,6 @@ from slipstream.engines.base import (
     WeightsRef,
     of_teacher,
 )
-from slipstream.errors import NonFiniteError, RecordsLost, Stalled, WorkerDied
-from slipstream.metrics import Metrics, over_steps
-from slipstream.pipeline import canary
-from slipstream.pipeline.account import Account
-from slipstream.pipeline.admission import Admission
-from slipstream.pipeline.attempts import Memory
-from slipstream.pipeline.canary_rounds import Canaries
-from slipstream.pipeline.freshness import Buffer
-from slipstream.pipeline.health import Health
-from slipstream.pipeline.pool import Pool, Worker
-from slipstream.pipeline.publish import MovingTeacher, Samplers, told
-from slipstream.pipeline.silence import Silence
-from slipstream.pipeline.trace import Trace, Track
-from slipstream.pipeline.tries import GivenUp
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Prompt, derive_seed, total, unfinished
 
 T = TypeVar("T")

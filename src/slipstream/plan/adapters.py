@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from slipstream.assets.adapters import adapter_of
 from slipstream.config.schema import LoraConfig
 from slipstream.errors import ConfigError, ModelError
+from slipstream.models.adapters import adapter_of
 
 if TYPE_CHECKING:
     from torch import nn

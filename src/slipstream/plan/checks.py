@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.schema import HealthConfig
-from slipstream.engines.base import Engines, Metrics, of_teacher
 from slipstream.errors import ModelError
 from slipstream.metrics import episode_metrics, trust_metrics
 from slipstream.pipeline.pool import names, scorer_name
@@ -24,6 +23,7 @@ from slipstream.pipeline.publish import load, load_teacher
 from slipstream.plan.ends import EndProbe, named, what_to_write
 from slipstream.plan.engines import EnginesPlan
 from slipstream.plan.plan import Plan
+from slipstream.protocols import Engines, Metrics, of_teacher
 from slipstream.records import Batch, Group, Header, Prompt
 
 PROMPTS, TOKENS = 8, 32

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines.base import Sampling
+from slipstream.data.prompts import Prompts
+from slipstream.data.tokenizers import Tokenizer, stop_ids
 from slipstream.engines.native.config import generation_of
+from slipstream.environments.chat.turn_boundaries import ASKED, Refused, Template
 from slipstream.errors import ModelError
+from slipstream.protocols import Sampling
 from slipstream.records import Handle, Ints, Prompt, header_of, lineage, one_turn
-from slipstream.tasks.chat import Tokenizer, stop_ids
-from slipstream.tasks.data import Prompts
-from slipstream.tasks.tails import ASKED, Refused, Template
 
 MARK = "4f1d0c"
 """An assistant's text that no chat template changes."""

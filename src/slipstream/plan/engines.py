@@ -14,18 +14,18 @@ from slipstream.config.base import at_first
 from slipstream.config.environment import GatewayConfig
 from slipstream.config.losses import Asks
 from slipstream.config.schema import Config, LearnerConfig, LoraConfig, RuntimeConfig
-from slipstream.engines.asked import rollout_sampling
-from slipstream.engines.base import Follower
-from slipstream.engines.episodes import Limits
-from slipstream.engines.gateway.programs import Agent
 from slipstream.engines.http.client import Endpoint, key_from_environment
 from slipstream.engines.native.config import vocabulary_of, width_of
+from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.vllm.core import Settings
+from slipstream.environments.episodes import Limits
+from slipstream.environments.gateway.programs import Agent
+from slipstream.environments.hosts import Wanted
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.vllm import sampler_devices, sampler_settings, scorer_settings
-from slipstream.tasks.environments.hosts import Wanted
+from slipstream.protocols import Follower
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from slipstream.engines.gateway.judging import too_large
-from slipstream.engines.gateway.programs import Agent
-from slipstream.engines.gateway.walls import Walls
+from slipstream.data.tokenizers import Tokenizer, stop_ids
 from slipstream.engines.native.config import generation_of
+from slipstream.environments.gateway.judging import too_large
+from slipstream.environments.gateway.programs import Agent
+from slipstream.environments.gateway.walls import Walls
+from slipstream.environments.hosts import schemas
 from slipstream.errors import ConfigError
 from slipstream.plan.engines import EnvironmentPlan
-from slipstream.tasks.chat import Tokenizer, stop_ids
-from slipstream.tasks.environments.hosts import schemas
-from slipstream.tasks.sandbox import sandbox_of
+from slipstream.sandbox import sandbox_of
 
 Tools = Sequence[dict[str, Any]] | None
 """Their JSON schemas; None where there is no environment."""
@@ -25,7 +25,7 @@ def tools_of(there: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, sa
     """What chat templates are told of; an agent has tools of its own."""
     if there is None:
         return None
-    from slipstream.tasks.renderer import Renderer
+    from slipstream.environments.chat.renderer import Renderer
 
     if there.gateway is not None and there.gateway.agent is not None:
         check_agent(there.gateway.agent)

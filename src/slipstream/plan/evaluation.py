@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config.schema import DataConfig, name_of
-from slipstream.engines.base import Sampling
+from slipstream.data.prompts import Prompts, Row
+from slipstream.data.tokenizers import Tokenizer, check_ids, encode_rows
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import DataError
 from slipstream.plan.engines import EnvironmentPlan, GraderPlan, ModelPlan, SamplerPlan
 from slipstream.plan.environment import Tools
+from slipstream.protocols import Sampling
 from slipstream.records import Prompt
-from slipstream.tasks import grading
-from slipstream.tasks.chat import Tokenizer, check_ids, encode_rows
-from slipstream.tasks.data import Prompts, Row
-from slipstream.tasks.rewards import Answer, unfit
+from slipstream.rewards import grading
+from slipstream.rewards.functions import Answer, unfit
 
 SLOTS = 64
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>")

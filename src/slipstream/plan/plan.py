@@ -11,15 +11,18 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
-from slipstream.assets import model_path
-from slipstream.assets.adapters import is_adapter
 from slipstream.config.schema import Config, DataConfig, SamplerConfig, TeacherConfig
-from slipstream.engines.asked import rollout_sampling
-from slipstream.engines.base import Sampling
+from slipstream.data.prompts import Prompts, check_there, check_told, load_rows
+from slipstream.data.sources import has_splits
+from slipstream.data.teacher_context import check_function
+from slipstream.data.tokenizers import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
 from slipstream.engines.native.config import check_there as check_model
 from slipstream.engines.native.config import generation_of, load_config, position_note, vocabulary_of
+from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.vllm.core import check_installed
 from slipstream.errors import ConfigError, ModelError
+from slipstream.models.adapters import is_adapter
+from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.plan.adapters import check_adapters, continued
@@ -30,14 +33,11 @@ from slipstream.plan.evaluation import eval_prompts, graded_rows, never_right, r
 from slipstream.plan.placement import Need, check_room, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes, sources_of
 from slipstream.plan.vllm import sampler_context, with_vllm
+from slipstream.protocols import Sampling
 from slipstream.records import Prompt
-from slipstream.runlog import check_trackers
-from slipstream.tasks import grading
-from slipstream.tasks.chat import Tokenizer, check_fits, check_ids, encode_rows, load_tokenizer, stop_ids
-from slipstream.tasks.context import check_function
-from slipstream.tasks.data import Prompts, check_there, check_told, load_rows
-from slipstream.tasks.sandbox.cgroups import in_force, writable
-from slipstream.tasks.sources import has_splits
+from slipstream.rewards import grading
+from slipstream.run_dir.writing import check_trackers
+from slipstream.sandbox.cgroups import in_force, writable
 
 TOO_FAST = 0.1
 """A learning rate that no model survives."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.config.schema import Config
-from slipstream.durable import MANIFEST, damage
 from slipstream.errors import ConfigError, RunDirError, did_you_mean
 from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.plan.engines import environment_of
 from slipstream.plan.evaluation import Asked
-from slipstream.rundir import RunDir
-from slipstream.runlog import LEDGER, METRICS
+from slipstream.run_dir.atomic_files import MANIFEST, damage
+from slipstream.run_dir.reading import RunDir
+from slipstream.run_dir.writing import LEDGER, METRICS
 
 DEEPEST = 3
 """Directories between a run and a model in it."""

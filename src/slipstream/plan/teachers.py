@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from slipstream.config.schedule import Async
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.config.teacher import routed_by
+from slipstream.data.layouts import told
+from slipstream.data.prompts import Prompts, Row
+from slipstream.data.teacher_context import TemplateContext
+from slipstream.data.tokenizers import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
 from slipstream.engines.http.check import Wanted, check
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
-from slipstream.pipeline.silence import Silence
+from slipstream.pipeline.watchdog import Silence
 from slipstream.plan.ends import EndProbe, check_same_end, end_probes, template_end
 from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints
-from slipstream.tasks.chat import Tokenizer, check_fits, check_same_vocabulary, load_tokenizer
-from slipstream.tasks.context import TemplateContext
-from slipstream.tasks.data import Prompts, Row
-from slipstream.tasks.layouts import told
 
 PROBED = 16
 """Tokens of a prompt that are sent to an endpoint, to see."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.config.schema import Config
-from slipstream.engines.asked import rollout_sampling
 from slipstream.engines.native.config import context_length, load_config
+from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.vllm import VERSION
 from slipstream.engines.vllm.core import COLDEST, Settings, check_args, check_installed, known, version
 from slipstream.errors import ConfigError

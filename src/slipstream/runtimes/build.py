@@ -6,12 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from slipstream.engines.base import Graded
-from slipstream.engines.episodes import Episodes
-from slipstream.engines.gateway.agents import Agents
-from slipstream.engines.gateway.guests import Guests
-from slipstream.engines.gateway.programs import Programs
-from slipstream.engines.gateway.sessions import Bounds
+from slipstream.data.teacher_context import context_of
+from slipstream.data.tokenizers import Tokenizer, stop_ids
 from slipstream.engines.http.client import Endpoint
 from slipstream.engines.http.scorer import HttpScorer
 from slipstream.engines.native.config import generation_of
@@ -24,6 +20,13 @@ from slipstream.engines.native.scorer import NativeScorer
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
+from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.episodes import Episodes
+from slipstream.environments.gateway.agents import Agents
+from slipstream.environments.gateway.guests import Guests
+from slipstream.environments.gateway.programs import Programs
+from slipstream.environments.gateway.sessions import Bounds
+from slipstream.environments.hosts import Hosts
 from slipstream.plan.engines import (
     EnvironmentPlan,
     GatewayPlan,
@@ -33,11 +36,8 @@ from slipstream.plan.engines import (
     SamplerPlan,
     ScorerPlan,
 )
-from slipstream.tasks.chat import Tokenizer, stop_ids
-from slipstream.tasks.context import context_of
-from slipstream.tasks.environments.hosts import Hosts
-from slipstream.tasks.grading import PoolGrader
-from slipstream.tasks.renderer import Renderer
+from slipstream.protocols import Graded
+from slipstream.rewards.grading import PoolGrader
 
 AnySampler = NativeSampler | VllmSampler | Episodes | Agents
 AnyScorer = NativeScorer | HttpScorer | VllmScorer
@@ -68,7 +68,7 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
 
 def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan, tokenizer: Tokenizer) -> Agents:
     """The port is taken first: if it is not free, nothing is loaded in vain."""
-    from slipstream.engines.gateway.server import Server  # an extra
+    from slipstream.environments.gateway.server import Server  # an extra
 
     guests, agent, seconds = Guests(gateway.token, there.limits.step_seconds / 2), gateway.agent, there.limits.seconds
     with ExitStack() as stack:

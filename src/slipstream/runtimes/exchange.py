@@ -28,8 +28,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Protocol
 
-from slipstream.engines.base import WeightsRef
 from slipstream.errors import EngineError, WorkerDied, first_line
+from slipstream.protocols import WeightsRef
 from slipstream.records import Batch, Handle
 
 START, CANCEL, PING, CPU_SECONDS = "start", "", "ping", "cpu seconds"

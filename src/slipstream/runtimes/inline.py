@@ -8,10 +8,10 @@ from itertools import chain
 
 import torch
 
-from slipstream.engines.base import Engines, Graded, Unscored
+from slipstream.data.tokenizers import Tokenizer
 from slipstream.plan.engines import EnginesPlan
+from slipstream.protocols import Engines, Graded, Unscored
 from slipstream.runtimes.build import AnyScorer, build_grader, build_learner, build_sampler, build_scorer
-from slipstream.tasks.chat import Tokenizer
 
 
 def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:

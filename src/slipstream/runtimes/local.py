@@ -29,15 +29,15 @@ from subprocess import DEVNULL, Popen
 from types import TracebackType
 from typing import Any
 
-from slipstream.engines.base import Engines
+from slipstream.data.tokenizers import Tokenizer
 from slipstream.engines.http.client import TAKEN
 from slipstream.errors import AllDied, EngineError
 from slipstream.plan.engines import EnginesPlan
+from slipstream.protocols import Engines
 from slipstream.runtimes.channel import Channel, Parcel
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, renamed
 from slipstream.runtimes.places import Place, Say, Staff, built, engines_from, gpus_each, loading, places
 from slipstream.runtimes.worker import GPUS, Birth, nurse
-from slipstream.tasks.chat import Tokenizer
 
 BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """So that nothing which a nursery imports starts a thread; engines say how many they want."""

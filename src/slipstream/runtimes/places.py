@@ -9,7 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slipstream.engines.base import (
+from slipstream.data.tokenizers import Tokenizer
+from slipstream.errors import ConfigError
+from slipstream.pipeline.pool import names, scorer_name
+from slipstream.plan.engines import EnginesPlan, LearnerPlan, ScorerPlan
+from slipstream.protocols import (
     Engines,
     Fingerprint,
     Loaded,
@@ -21,13 +25,9 @@ from slipstream.engines.base import (
     Weighed,
     WeightsRef,
 )
-from slipstream.errors import ConfigError
-from slipstream.pipeline.pool import names, scorer_name
-from slipstream.plan.engines import EnginesPlan, LearnerPlan, ScorerPlan
 from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Prompt, Rollout, Said
 from slipstream.runtimes.exchange import REMINDER, RemoteWorker
 from slipstream.runtimes.ranked import RankedLearner
-from slipstream.tasks.chat import Tokenizer
 
 Say = Callable[[str], object]
 SHOWN = 5

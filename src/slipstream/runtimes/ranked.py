@@ -17,9 +17,9 @@ from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
-from slipstream.engines.base import Fingerprint, Learner, Metrics, Quote, Weighed, WeightsRef
 from slipstream.engines.native.packing import cost
 from slipstream.errors import EngineError, RecordsLost, SlipstreamError, WorkerDied
+from slipstream.protocols import Fingerprint, Learner, Metrics, Quote, Weighed, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group
 
 T = TypeVar("T")

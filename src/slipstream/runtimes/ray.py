@@ -24,14 +24,14 @@ import ray
 from ray._private import ray_constants, services
 from ray._private import worker as ray_worker
 
-from slipstream.durable import alone_in, held, writer
-from slipstream.engines.base import Engines
+from slipstream.data.tokenizers import Tokenizer
 from slipstream.errors import AllDied, ConfigError, first_line
 from slipstream.plan.engines import EnginesPlan
+from slipstream.protocols import Engines
+from slipstream.run_dir.atomic_files import alone_in, held, writer
 from slipstream.runtimes.actor import RayLink
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, RemoteWorker
 from slipstream.runtimes.places import Place, Say, Staff, engines_from, gpus_each, loading, places
-from slipstream.tasks.chat import Tokenizer
 
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 SHORT = 20

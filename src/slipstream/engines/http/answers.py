@@ -3,7 +3,7 @@
 `prompt_logprobs` has an entry for each token that was sent, from the second on: the log-prob of that very token, and of
 the k best, among which it may be. Servers were seen that return nothing of it, rows of another request, or rows that
 are shifted by one: so every position must hold the token that was sent there, and as many others as were asked for.
-What the numbers themselves may be is the business of `engines/trust`.
+What the numbers themselves may be is the business of `engines/score_checks`.
 
 Shapes: N places that were asked about, K top-k.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.engines.trust import TOLERANCE
+from slipstream.engines.score_checks import TOLERANCE
 
 HIGHEST = 1 << 31
 """No token id reaches it."""

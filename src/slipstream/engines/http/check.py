@@ -13,7 +13,7 @@ import numpy as np
 from slipstream.engines.http.answers import LogProbs
 from slipstream.engines.http.client import Client, Endpoint
 from slipstream.engines.http.scorer import log_probs
-from slipstream.engines.trust import unbelievable, why
+from slipstream.engines.score_checks import unbelievable, why
 from slipstream.errors import ConfigError, EndpointError
 
 KEY_REFUSED = (401, 403)

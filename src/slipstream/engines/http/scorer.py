@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines.base import Context, SamePrompt
 from slipstream.engines.http.answers import HIGHEST, LogProbs, WrongAnswer, read
 from slipstream.engines.http.client import Client, Endpoint
-from slipstream.engines.trust import FLOOR, Probed, failed, scored
+from slipstream.engines.score_checks import FLOOR, Probed, failed, scored
 from slipstream.errors import EndpointError, NoContext
+from slipstream.protocols import Context, SamePrompt
 from slipstream.records import Floats, Group, Handle, Ints, Rollout, Scored, graded
 
 TINY = 1e-12
@@ -39,7 +39,7 @@ class HttpScorer(Probed):
     ) -> None:
         """`k` of the teacher's best tokens with each position; without, the emitted token's log-prob alone.
 
-        `vocabulary` is the student's.
+        `metric_names` is the student's.
         """
         self.client, self.name, self.model = Client(endpoint), endpoint.teacher, endpoint.model
         self.k, self.vocabulary, self.context = k, vocabulary, context or SamePrompt()

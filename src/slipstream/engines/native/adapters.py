@@ -1,6 +1,6 @@
 """Adapter directories: merged into their base, put into adapters that are trained, and written.
 
-Names and formula are PEFT's (`slipstream/assets/adapters.py` says which of them): weight + alpha / rank · B A.
+Names and formula are PEFT's (`slipstream/models/adapters.py` says which of them): weight + alpha / rank · B A.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from slipstream.assets import model_path
-from slipstream.assets.adapters import CONFIG, PREFIX, WEIGHTS, Adapter
 from slipstream.engines.native.files import check_numbers
 from slipstream.errors import ModelError, first_line
+from slipstream.models.adapters import CONFIG, PREFIX, WEIGHTS, Adapter
+from slipstream.models.resolve import model_path
 
 
 def adapted(model: nn.Module) -> list[str]:

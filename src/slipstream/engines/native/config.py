@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slipstream.assets import check_reachable, model_path
 from slipstream.errors import ModelError, first_line
+from slipstream.models.resolve import check_reachable, model_path
 
 KINDS = ("longrope", "dynamic")
 SIZES = (

@@ -17,11 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
-from slipstream.assets import file_of, model_path
-from slipstream.assets.adapters import WEIGHTS as ADAPTER
-from slipstream.assets.adapters import is_adapter
 from slipstream.engines.native.config import load_config
 from slipstream.errors import ModelError, first_line
+from slipstream.models.adapters import WEIGHTS as ADAPTER
+from slipstream.models.adapters import is_adapter
+from slipstream.models.resolve import file_of, model_path
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Where transformers looks for them, in this order."""

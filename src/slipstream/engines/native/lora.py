@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.assets.adapters import adapter_of
 from slipstream.config.schema import LoraConfig
 from slipstream.engines.native.adapters import linear_layers, put, sum_of
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.errors import ConfigError
+from slipstream.models.adapters import adapter_of
 
 
 def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> LanguageModel:

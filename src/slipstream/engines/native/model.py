@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as hf_logging
 
-from slipstream.assets import model_path
-from slipstream.assets.adapters import adapter_of
 from slipstream.engines.native.adapters import merge
 from slipstream.engines.native.config import context_length
 from slipstream.engines.native.files import check_numbers, missing
@@ -24,6 +22,8 @@ from slipstream.engines.native.head import find_head
 from slipstream.engines.native.positions import pin
 from slipstream.errors import ConfigError, ModelError, first_line
 from slipstream.estimators.logprobs.head import Head
+from slipstream.models.adapters import adapter_of
+from slipstream.models.resolve import model_path
 
 hf_logging.disable_progress_bar()  # loading and saving happen under a progress display of our own
 

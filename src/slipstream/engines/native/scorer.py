@@ -22,18 +22,18 @@ import torch
 from torch import Tensor
 
 from slipstream.config.losses import Cache
-from slipstream.engines.base import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.engines.native.config import ENOUGH, PASSES_APART
 from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.packing import pack
 from slipstream.engines.native.rows import Rows, by_sample, use_rows
-from slipstream.engines.trust import Probed, failed, scored
+from slipstream.engines.score_checks import Probed, failed, scored
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError, NoContext
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD, logprobs_at
 from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.numerics import joined
+from slipstream.protocols import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded
 
 TOGETHER = 0.002
@@ -72,7 +72,7 @@ class NativeScorer(Probed):
         keep: int = 0,
         threads: int = 1,
     ) -> None:
-        """`vocabulary` is the student's, where the teacher's is padded to more: no id beyond it is ever sent. `keep` is
+        """`metric_names` is the student's, where the teacher's is padded to more: no id beyond it is ever sent. `keep` is
         how many published versions it has, by which it knows what it said before.
         """
         self.vocabulary = vocabulary or lm.vocab_size

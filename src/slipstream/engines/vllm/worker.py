@@ -32,10 +32,10 @@ from vllm.platforms import current_platform
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
-from slipstream.engines.base import TensorSpec
 from slipstream.engines.draws import draw, uniforms
 from slipstream.engines.vllm.layers import Home, as_saved, checksum_of, place_of, twin_of
 from slipstream.engines.weights import view_of
+from slipstream.protocols import TensorSpec
 
 BACKEND = "slipstream"
 Spec = tuple[str, str, list[int], int, int]

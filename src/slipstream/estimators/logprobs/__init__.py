@@ -22,7 +22,7 @@ from torch import Tensor
 
 from slipstream.estimators.logprobs import tiles
 from slipstream.estimators.logprobs.tiles import Bend, wide
-from slipstream.vocabulary import extreme
+from slipstream.metric_names import extreme
 
 HELD = 1 << 24
 """Logits held at a time, unless told otherwise."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Metrics
 from slipstream.engines.native.ranks import Ranks
+from slipstream.protocols import Metrics
 from slipstream.records import Scored
 
 Key = tuple[int, int]

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Metrics
 from slipstream.engines.native.learning.passes import Kind, Passes
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots
 from slipstream.engines.native.ranks import Ranks
 from slipstream.objective.frozen import Draws, Evidence, behavior_of, present
 from slipstream.objective.method import Method
+from slipstream.protocols import Metrics
 from slipstream.records import Scored
 
 

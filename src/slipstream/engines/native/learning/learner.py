@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Fingerprint, Follower, Metrics, Quote, Weighed, WeightsRef
 from slipstream.engines.native.learning.ages import Key, cosine, halves
 from slipstream.engines.native.learning.dummy_batch import nothing
 from slipstream.engines.native.learning.first_look import Distances, FirstLook
@@ -40,14 +39,15 @@ from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics
 from slipstream.estimators.logprobs.head import Head
+from slipstream.metric_names import extreme
 from slipstream.objective.drift import Seen, against_teachers, drift_metrics, sharpness
-from slipstream.objective.freshness import Drifted, Judge, Judged, drifted, episode_of, mean_of
-from slipstream.objective.freshness import key_of as key_of_sample
 from slipstream.objective.frozen import Frozen, as_it_is, freeze, present
 from slipstream.objective.loss import Objective
 from slipstream.objective.method import Method
+from slipstream.objective.sample_weights import Drifted, Judge, Judged, drifted, episode_of, mean_of
+from slipstream.objective.sample_weights import key_of as key_of_sample
+from slipstream.protocols import Fingerprint, Follower, Metrics, Quote, Weighed, WeightsRef
 from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored, counts_of, derive_seed, graded
-from slipstream.vocabulary import extreme
 
 T = TypeVar("T")
 PER_STEP = ("policy/loss", "loss", "freshness/anchor")

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Metrics
 from slipstream.engines.native.ranks import Ranks
 from slipstream.estimators.drift import gradient_noise
+from slipstream.protocols import Metrics
 from slipstream.records import Scored
 
 NAMES = {

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.base import Metrics
 from slipstream.engines.native.learning.dropout import deterministic, prepare
 from slipstream.engines.native.learning.dummy_batch import dummy_batch, nothing
 from slipstream.engines.native.learning.snapshots import Snapshots
@@ -23,9 +22,10 @@ from slipstream.engines.native.rows import Rows, by_sample, over_tokens, use_row
 from slipstream.estimators.divergence import dense
 from slipstream.estimators.logprobs import HELD
 from slipstream.estimators.logprobs.head import Head
-from slipstream.estimators.logprobs.kept import kept_logprobs_at, only
+from slipstream.estimators.logprobs.sampling_support import kept_logprobs_at, only
 from slipstream.estimators.numerics import joined
-from slipstream.objective.kept import support_of
+from slipstream.objective.sampling_support import support_of
+from slipstream.protocols import Metrics
 from slipstream.records import Rollout, Scored
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from slipstream.engines.native.adapters import adapted, write
 from slipstream.engines.native.lora import merged
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.ranks import Ranks, slice_of
-from slipstream.engines.recordfile import read_groups, write_groups
+from slipstream.engines.record_files import read_groups, write_groups
 from slipstream.engines.weights import is_adapter
 from slipstream.errors import RunDirError, first_line
 from slipstream.records import Group

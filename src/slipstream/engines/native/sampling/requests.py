@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.native.sampling.parking import Lineage
+from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Ints, Prompt, Rollout, handed_over, header_of
 
 Told = tuple[asyncio.Future[Any], Any]

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Loaded, Mode, Sampling, WeightsRef
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.config import GATHERED
 from slipstream.engines.native.model import LanguageModel
@@ -36,6 +35,7 @@ from slipstream.engines.native.sampling.requests import Publish, Request, Row, T
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
+from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Finish, Group, Handle, Ints, Prompt, Rollout, kept_of
 
 

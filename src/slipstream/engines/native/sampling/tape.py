@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.engines.base import Sampling
+from slipstream.protocols import Sampling
 from slipstream.records import Finish, Floats, Ints, Kept, Prompt, Rollout, derive_seed, one_turn
 
 

@@ -1,0 +1,1 @@
+"""Training data: rows of files and datasets, prompts, tokenizers, and the contexts of teachers."""

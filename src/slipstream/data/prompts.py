@@ -1,0 +1,321 @@
+"""Rows of a dataset, and the endless sequence of prompts that a run draws from them.
+
+A row becomes a prompt (text, or a list of messages) and, if it has one, an answer. Where these lie is a matter of
+`layouts`; beside them `id`, `data_source` and, beside messages, `tools`, the JSON schemas of what the student may call,
+are read wherever they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.schema import DataConfig
+from slipstream.data import builtin, sources
+from slipstream.data.layouts import MARK, PLAIN, Layout, as_told, filled, first_of, layout_of, told
+from slipstream.errors import ConfigError, DataError
+from slipstream.records import Ints, Prompt, derive_seed, is_json
+
+Messages = list[dict[str, Any]]
+EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
+NO_MESSAGE = "a message must have 'role' and 'content', both text"
+LIKELY = ("question", "problem", "instruction", "query", "input", "text")
+"""What the column of prompts is called where it is not called prompt."""
+LOOKED_AT = 8
+"""Rows, to see what they look like."""
+DEEPEST = 50
+"""Levels of lists and objects in a row."""
+BUILT_IN_ROWS = 20_000
+"""Rows of a built-in task when no limit is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    id: str
+    prompt: str | Messages
+    data_source: str = "default"
+    ground_truth: Any = None
+    meta: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] | None = None
+    """What the chat template is told of tools."""
+    where: str = field(default="", compare=False)
+    """File and line."""
+
+    @property
+    def place(self) -> str:
+        """For a person who has to find it."""
+        return self.where or self.id
+
+
+def check_there(source: str, split: str) -> None:
+    """Whether a source is there, without a look into it; hub names are for their library to find."""
+    if source.startswith("builtin:"):
+        builtin.check(source.removeprefix("builtin:"), split)
+    else:
+        sources.check_there(source)
+
+
+def check_told(data: DataConfig, *given: str) -> None:
+    """A built-in task has no columns that a config could name."""
+    if all(source.startswith("builtin:") for source in given):
+        for name in ("prompt", "answer", "template"):
+            if getattr(data, name) is not None:
+                raise ConfigError(f"data.{name} does nothing: {given[0]} has no columns; drop it")
+
+
+def load_rows(
+    source: str,
+    data: DataConfig | None = None,
+    *,
+    split: str = "train",
+    limit: int | None = None,
+    say: Callable[[str], object] = str,
+) -> Sequence[Row]:
+    """All rows of a source, checked one by one; the first bad one is named. What they look like is said."""
+    data = data or DataConfig()
+    if source.startswith("builtin:"):
+        name = source.removeprefix("builtin:")
+        builtin.check(name, split)
+        return Problems(name, split, limit or BUILT_IN_ROWS)
+    found = islice(sources.rows_of(source, split), limit)
+    first = list(islice(found, LOOKED_AT))
+    layout = as_told(layout_of([fields for _, fields in first]), data)
+    rows = [_row(where, fields, layout, data) for where, fields in chain(first, found)]
+    if not rows:
+        raise DataError(f"{source}: no rows")
+    say(f"{source}: {layout}")
+    return rows
+
+
+class Problems(Sequence[Row]):
+    """Rows of a built-in task, each made when it is first asked for."""
+
+    def __init__(self, name: str, split: str, size: int) -> None:
+        self.name, self.split, self.size = name, split, size
+        self.made: dict[int, Row] = {}
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(self.size)[index]]
+        index = range(self.size)[index]
+        if index not in self.made:
+            problem = builtin.TASKS[self.name](self.split, index)
+            where = f"{self.split}:{index}"
+            self.made[index] = Row(where, problem.prompt, self.name, problem.answer, meta=problem.meta)
+        return self.made[index]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Problems, (self.name, self.split, self.size)
+
+
+def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
+    if not isinstance(fields, dict):
+        raise DataError(f"{where}: a row must be an object; {EXPECTED}")
+    for name, value in fields.items():
+        if fault := fault_of(name) or fault_of(value):
+            raise DataError(f"{where}: {name!r} {fault}")
+    prompt, last_turn = _prompt(where, fields, layout, data), None
+    if isinstance(prompt, list):
+        prompt, last_turn = _conversation(where, prompt)
+    elif not isinstance(prompt, str):
+        raise DataError(f"{where}: the prompt is {reprlib.repr(prompt)}; {EXPECTED}")
+    elif not prompt.strip():
+        raise DataError(f"{where}: the prompt is empty; {EXPECTED}")
+    tools = fields.get("tools") or None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise DataError(f"{where}: 'tools' must be a list of objects, the JSON schemas of functions")
+    if tools is not None and isinstance(prompt, str):
+        raise DataError(f"{where}: 'tools' are for a chat template: write the prompt as a list of messages")
+    truth = _answer(where, fields, layout, data)
+    if not is_json(truth):
+        raise DataError(
+            f"{where}: the answer is of type {type(truth).__name__}, which no checkpoint holds: write it as text, a "
+            "number, or lists and objects of those"
+        )
+    known = {"data_source", "id", "tools", *layout.prompt, *layout.answer}
+    return Row(
+        id=str(fields["id"]) if fields.get("id") is not None else where,
+        prompt=prompt,
+        data_source=str(fields.get("data_source") or "default"),
+        ground_truth=last_turn if truth is None and data.answer is None else truth,
+        meta={key: value for key, value in fields.items() if key not in known},
+        tools=tools,
+        where=where,
+    )
+
+
+def fault_of(value: Any, depth: int = 0) -> str:
+    """Why no tokenizer, file or process could take a value; empty if they can."""
+    if isinstance(value, str):
+        if "\0" in value:
+            return "holds a NUL character"
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "holds half of a surrogate pair, which is no character"
+    elif isinstance(value, dict | list):
+        if depth == DEEPEST:
+            return f"is nested deeper than {DEEPEST} levels"
+        for each in chain(value, value.values()) if isinstance(value, dict) else value:
+            if isinstance(each, str | list | dict) and (fault := fault_of(each, depth + 1)):
+                return fault
+    return ""
+
+
+def _prompt(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig) -> Any:
+    """As the row has it."""
+    if data.template is not None:
+        return filled(where, data.template, fields)
+    if data.prompt is not None:
+        return told(where, fields, data.prompt, "data.prompt")
+    prompt = first_of(fields, layout.prompt)
+    if prompt is None:
+        expected = EXPECTED if layout.prompt == PLAIN.prompt else f"expected {' or '.join(map(repr, layout.prompt))}"
+        likely = next((name for name in LIKELY if isinstance(fields.get(name), str)), None)
+        hint = f': if {likely!r} is the prompt, write data.prompt = "{likely}"' if likely else ""
+        raise DataError(f"{where}: {expected}; found {', '.join(map(repr, fields)) or 'nothing'}{hint}")
+    return prompt
+
+
+def _answer(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig) -> Any:
+    if data.answer is not None:
+        return told(where, fields, data.answer, "data.answer")
+    answer = first_of(fields, layout.answer)
+    if layout.take == "last turn" and isinstance(answer, list):
+        said = [turn.get("content") for turn in answer if isinstance(turn, dict) and turn.get("role") == "assistant"]
+        return _joined(said[-1]) if said else None
+    if layout.take == "after mark" and answer is not None:
+        _, mark, answer = str(answer).rpartition(MARK)
+        if not mark:
+            raise DataError(f"{where}: no {MARK} before the answer, as in other rows; data.answer names another column")
+        return answer.strip().replace(",", "")
+    return answer
+
+
+def _conversation(where: str, messages: list[Any]) -> tuple[Messages, str | None]:
+    """A conversation up to the turn that the student will write, with every field; and what was said there.
+
+    A message that calls tools may have no text. Tables have every column in every message: what is None is not there.
+    """
+    kept: Messages = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise DataError(f"{where}: {NO_MESSAGE}; {EXPECTED}")
+        kept.append({name: value for name, value in message.items() if value is not None or name == "content"})
+        if "content" in message:
+            kept[-1]["content"] = _joined(message["content"])
+        if not _is_message(kept[-1]):
+            raise DataError(f"{where}: {NO_MESSAGE}; {EXPECTED}")
+    last_turn = None
+    while kept and kept[-1]["role"] == "assistant":
+        last = kept.pop().get("content")
+        last_turn = last if last_turn is None else last_turn
+    if not kept or (not (kept[-1].get("content") or "").strip() and not kept[-1].get("tool_calls")):
+        raise DataError(f"{where}: the prompt is empty; {EXPECTED}")
+    return kept, last_turn
+
+
+def _joined(content: Any) -> Any:
+    """The text of a content that comes in parts, if they are all text; anything else as it is."""
+    if not isinstance(content, list) or not content:
+        return content
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    return "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else content
+
+
+def _is_message(message: dict[str, Any]) -> bool:
+    content = message.get("content")
+    silent = content is None and bool(message.get("tool_calls"))
+    return isinstance(message.get("role"), str) and (isinstance(content, str) or silent)
+
+
+class Ragged(Sequence[Ints]):
+    """Arrays of many lengths, end to end in one."""
+
+    def __init__(self, arrays: Iterable[Ints]) -> None:
+        each = list(arrays)
+        self.flat = np.concatenate(each) if each else np.zeros(0, np.int32)
+        self.ends = np.cumsum([0, *map(len, each)])
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[each] for each in range(len(self))[index]]
+        index = range(len(self))[index]
+        return self.flat[self.ends[index] : self.ends[index + 1]]
+
+
+class Prompts:
+    """Prompt number i of a run, for every i: a pure function of the seed, so a run can begin anywhere."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        tokens: Iterable[Ints],
+        *,
+        seed: int,
+        shuffle: bool,
+        teachers: Sequence[str] = (),
+        sources: Sequence[str] = (),
+        tells: bool = False,
+    ) -> None:
+        """`teachers` names, for each row, the one that scores the answers; `sources` names what updates keep the
+        mixture of, the teachers unless told otherwise. With `tells`, prompts have what they were before they were
+        tokens."""
+        self.rows, self.tokens = rows, Ragged(tokens)
+        self.teachers = list(teachers) or [""] * len(rows)
+        self.sources = list(sources) or self.teachers
+        self.seed, self.shuffle, self.tells = seed, shuffle, tells
+        self.digest = digest(self.rows, self.tokens, self.teachers)
+        self._epoch, self._order = -1, np.arange(len(rows))
+
+    def at(self, number: int) -> Prompt:
+        return self.row(self._index(number), number)
+
+    def source(self, number: int) -> str:
+        """Return the source of a prompt: every update has its share of each."""
+        return self.sources[self._index(number)]
+
+    def _index(self, number: int) -> int:
+        epoch, place = divmod(number, len(self.rows))
+        if self.shuffle and epoch != self._epoch:
+            order = list(range(len(self.rows)))
+            random.Random(derive_seed(self.seed, "epoch", epoch)).shuffle(order)
+            self._epoch, self._order = epoch, np.array(order)
+        return int(self._order[place])
+
+    def row(self, index: int, number: int = 0) -> Prompt:
+        row = self.rows[index]
+        return Prompt(
+            id=row.id,
+            number=number,
+            tokens=self.tokens[index],
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            teacher=self.teachers[index],
+            seed=derive_seed(self.seed, number),
+            meta={name: value for name, value in row.meta.items() if is_json(value)},
+            asked=row.prompt if self.tells else None,
+            place=row.where,
+        )
+
+
+def digest(rows: Iterable[Row], tokens: Iterable[Ints], teachers: Iterable[str]) -> str:
+    """Of what is asked and how it is graded, in order: the same rows under another path are the same."""
+    found = hashlib.sha256()
+    for row, ids, teacher in zip(rows, tokens, teachers, strict=True):
+        found.update(repr((len(ids), teacher, row.data_source, row.ground_truth, row.meta)).encode())
+        found.update(ids.astype(np.int64).tobytes())
+    return found.hexdigest()

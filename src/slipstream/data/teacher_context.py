@@ -1,0 +1,132 @@
+"""What a teacher sees before a response where that is more than the student saw: a template filled in, or what a
+function of the user's own writes.
+
+It is the whole prefix, special tokens and all: {prompt} is the text of the student's prompt as its chat template made
+it. It goes through the tokenizer once; the tokens of the response stay what they are, behind it.
+
+A function runs in a process of its own, as rewards do, and is asked for its text by the names of its parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.base import OWN
+from slipstream.data.tokenizers import Tokenizer
+from slipstream.errors import ConfigError, DataError, NoContext
+from slipstream.records import Attempts, Ints, Prompt, Rollout, Ungraded
+from slipstream.rewards.functions import Seen
+from slipstream.rewards.grading import GradingProcess
+
+
+def context_of(
+    spec: str | None, tokenizer: Tokenizer, *, longest: int | None = None, timeout: float = 30.0
+) -> TextContext | None:
+    """As `teachers.NAME.context` says it; none where the teacher sees what the student saw."""
+    if spec is None:
+        return None
+    if OWN.fullmatch(spec):
+        return WrittenContext(spec, tokenizer, longest, timeout)
+    return TemplateContext(spec, tokenizer, longest)
+
+
+def check_function(teacher: str, spec: str, *, graded: bool) -> None:
+    """One that writes a context is there, and asks for what can be had; looked at in a process of its own."""
+    process = GradingProcess([spec], timeout=0.0, makes="context")
+    try:
+        process.ready()
+    except ConfigError as error:
+        raise ConfigError(f"teachers.{teacher}.{error}") from None
+    finally:
+        process.close()
+    rewarded = [name for name in process.needs[spec] if name in ("best", "best_reward", "last_reward")]
+    if rewarded and not graded:
+        raise ConfigError(
+            f"teachers.{teacher}.context = {spec!r} asks for {rewarded[0]!r}, which rewards decide: set task.reward"
+        )
+
+
+class TextContext:
+    """A text, made tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, longest: int | None) -> None:
+        self.tokenizer = copy.deepcopy(tokenizer)  # which is not for several threads at a time
+        self.longest = longest
+
+    def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
+        tokens = self.before(rollout.prompt, rollout.tokens, attempts)
+        length = len(tokens) + len(rollout.tokens)
+        if self.longest is not None and length > self.longest:
+            raise NoContext(f"with the response it has {length} tokens, and its longest is {self.longest}")
+        return tokens
+
+    def close(self) -> None:
+        """There is nothing to end."""
+
+    def before(self, prompt: Prompt, response: Ints | None = None, attempts: Attempts | None = None) -> Ints:
+        """The teacher's prompt."""
+        seen = Seen(
+            prompt=str(self.tokenizer.decode(prompt.tokens, skip_special_tokens=False)),
+            response="" if response is None else str(self.tokenizer.decode(response, skip_special_tokens=True)),
+            ground_truth=prompt.ground_truth,
+            meta=prompt.meta,
+            data_source=prompt.data_source,
+            **asdict(attempts or Attempts()),
+        )
+        tokens = self.tokenizer(self.text(prompt, seen), add_special_tokens=False, verbose=False)["input_ids"]
+        if not tokens:
+            raise DataError(f"{prompt.id}: the teacher's context is empty for it")
+        return np.array(tokens, np.int32)
+
+    def text(self, prompt: Prompt, seen: Seen) -> str:
+        raise NotImplementedError
+
+
+class TemplateContext(TextContext):
+    def __init__(self, template: str, tokenizer: Tokenizer, longest: int | None = None) -> None:
+        super().__init__(tokenizer, longest)
+        self.template = template
+
+    def text(self, prompt: Prompt, seen: Seen) -> str:
+        truth: Any = seen.ground_truth
+        if truth is None and "{ground_truth}" in self.template:
+            raise DataError(
+                f"{prompt.id}: the teacher's context needs {{ground_truth}}, and the row has no answer: "
+                "data.answer names a column"
+            )
+        rewards = {name: getattr(seen, name) for name in ("best_reward", "last_reward")}
+        return self.template.format(
+            prompt=seen.prompt,
+            response=seen.response,
+            ground_truth=truth if isinstance(truth, str) else json.dumps(truth),
+            best=seen.best,
+            last=seen.last,
+            **{name: "" if reward is None else f"{reward:g}" for name, reward in rewards.items()},
+        )
+
+
+class WrittenContext(TextContext):
+    def __init__(self, spec: str, tokenizer: Tokenizer, longest: int | None, timeout: float) -> None:
+        super().__init__(tokenizer, longest)
+        self.spec, self.timeout = spec, timeout
+        self.process = self._process()  # it starts while the model loads
+
+    def _process(self) -> GradingProcess:
+        return GradingProcess([self.spec], self.timeout, makes="context")
+
+    def text(self, prompt: Prompt, seen: Seen) -> str:
+        if self.process.ended:
+            self.process.close()
+            self.process = self._process()
+        (found,) = self.process.grades([seen])
+        if isinstance(found, Ungraded):
+            raise NoContext(found.said)
+        return str(found["context"])
+
+    def close(self) -> None:
+        self.process.close()

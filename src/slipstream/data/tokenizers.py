@@ -1,0 +1,158 @@
+"""From rows to token ids, with the model's own tokenizer and chat template; and whether two tokenizers are the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.schema import DataConfig
+from slipstream.data.prompts import Row
+from slipstream.errors import ConfigError, DataError, ModelError, first_line
+from slipstream.models.adapters import is_adapter
+from slipstream.models.resolve import check_reachable, model_path
+from slipstream.records import Ints, Prompt
+
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "tiktoken.model",
+)
+"""Any of these holds the tokens of a tokenizer."""
+Tokenizer = Any
+"""transformers' PreTrainedTokenizerBase; it carries no types of its own."""
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    check_reachable(name)
+    from transformers import AutoTokenizer
+
+    own = is_adapter(name) and (Path(name) / "tokenizer_config.json").exists()
+    path = name if own else model_path(name)
+    if Path(path).is_dir() and not any((Path(path) / file).exists() for file in TOKENIZERS):
+        raise ModelError(
+            f"{name}: no tokenizer there: expected tokenizer.json; copy that of the model that this one was made from"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ModelError(f"{name}: cannot load a tokenizer there: {first_line(error)}") from None
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
+        raise ModelError(f"{name}: its tokenizer knows no tokens but special ones: a file of it is missing, or empty")
+    tokenizer.name_or_path = name  # as it is called in a config
+    return tokenizer
+
+
+def encode_rows(
+    rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None = None
+) -> list[Ints]:
+    """Plain text as it is; messages through the chat template, ready for the assistant's turn. Rows without tools of
+    their own are given those of an environment, if there is one."""
+    text = isinstance(rows[0].prompt, str)
+    for row in rows:
+        if isinstance(row.prompt, str) != text:
+            raise DataError(f"{row.place}: prompts must be all text or all messages, as that of {rows[0].place} is")
+    if data.chat and not text:
+        raise ConfigError("data.chat does nothing: prompts are messages already; drop it")
+    plain = text and not data.chat
+    if data.system_prompt is not None and plain:
+        raise ConfigError("data.system_prompt needs prompts that are messages; these are plain text: write data.chat")
+    if plain and tools is not None:
+        raise ConfigError("[environment] needs prompts that are messages; these are plain text: write data.chat = true")
+    texts = [str(row.prompt) if plain else _render(row, tokenizer, data, tools) for row in rows]
+    for name in data.template_args:
+        if plain or not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+            why = (
+                "prompts are plain text" if plain else f"the chat template of {tokenizer.name_or_path} does not read it"
+            )
+            raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
+    # a rendered template already holds its special tokens
+    encode = partial(tokenizer, add_special_tokens=plain, return_attention_mask=False, verbose=False)
+    try:
+        ids = encode(texts)["input_ids"]
+    except Exception:  # tokenizers raises Exception itself
+        for row, each in zip(rows, texts, strict=True):
+            try:
+                encode(each)
+            except Exception as error:
+                why = first_line(error)
+                raise DataError(f"{row.place}: {tokenizer.name_or_path} cannot encode this prompt: {why}") from None
+        raise
+    for row, tokens in zip(rows, ids, strict=True):
+        if not tokens:
+            raise DataError(f"{row.place}: the prompt has no tokens")
+    return [np.array(tokens, np.int32) for tokens in ids]
+
+
+def _render(row: Row, tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None) -> str:
+    if tokenizer.chat_template is None:
+        why = "data.chat needs one: drop it" if data.chat else f"{row.place} holds messages: use text prompts"
+        raise ModelError(f"{tokenizer.name_or_path} has no chat template, and {why}")
+    messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else list(row.prompt)
+    if data.system_prompt is not None:
+        messages = [{"role": "system", "content": data.system_prompt}, *messages]
+    told = row.tools or list(tools or ())
+    options = data.template_args | ({"tools": told} if told else {})
+    try:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **options))
+    except Exception as error:  # a template is a program, and may raise anything
+        raise DataError(f"{row.place}: the chat template refuses these messages: {first_line(error)}") from None
+
+
+def place_of(row: Row | Prompt) -> str:
+    return row.place if isinstance(row, Row) else row.id
+
+
+def check_fits(
+    rows: Sequence[Row | Prompt], tokens: Sequence[Ints], *, max_tokens: int, context: int, model: str
+) -> None:
+    longest = max(range(len(rows)), key=lambda i: len(tokens[i]))
+    where = place_of(rows[longest])
+    need = len(tokens[longest]) + max_tokens
+    if need > context:
+        raise DataError(
+            f"{where}: {len(tokens[longest])} prompt tokens + sampler.max_tokens = {max_tokens} exceed "
+            f"the context of {context} of {model}: shorten the prompt or lower sampler.max_tokens"
+        )
+
+
+def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, vocabulary: int) -> None:
+    """A tokenizer may know more tokens than the model has embeddings."""
+    for row, ids in zip(rows, tokens, strict=True):
+        if (highest := int(ids.max())) >= vocabulary:
+            raise ModelError(
+                f"{place_of(row)}: token {highest} of its prompt is beyond the {vocabulary} embeddings of {model}: the "
+                "tokenizer has more tokens than the model; use the tokenizer that it was trained with"
+            )
+
+
+def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tuple[str, str]) -> None:
+    """Token ids travel between the two, so every id must mean the same; padded embeddings may differ in size."""
+    ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (student, teacher))
+    for index in sorted(ours.keys() | theirs.keys()):
+        if ours.get(index) != theirs.get(index):
+            raise ModelError(
+                f"student {names[0]} and teacher {names[1]} have different tokenizers: id {index} is "
+                f"{ours.get(index)!r} in one and {theirs.get(index)!r} in the other"
+            )
+
+
+def stop_ids(tokenizer: Tokenizer, generation_config: Any) -> set[int]:
+    """The tokens that end a response: the tokenizer's, and those of the model's generation config."""
+    found = getattr(generation_config, "eos_token_id", None)
+    ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}
+    ids.discard(None)
+    if not ids:
+        raise ModelError(
+            f"{tokenizer.name_or_path} names no end-of-sequence token: set eos_token in its tokenizer config"
+        )
+    return {int(index) for index in ids}

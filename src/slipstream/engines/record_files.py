@@ -1,0 +1,113 @@
+"""Groups of records on disk: what is an array in `groups.safetensors`, all else in `groups.json`, nothing pickled.
+
+Whatever a record can hold comes back as it was, dtypes included. A prompt that members share is written once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from slipstream.errors import RunDirError, first_line
+from slipstream.records import Attempts, Group, Handle, Header, Kept, Prompt, Rollout, Scored, is_json
+from slipstream.run_dir.atomic_files import writing
+
+ARRAYS, REST = "groups.safetensors", "groups.json"
+NESTED: dict[str, type[Any]] = {"rollout": Rollout, "kept": Kept}
+"""Fields that are records themselves; a prompt is one too, and is named by its number among all prompts."""
+
+
+def write_groups(path: Path, groups: Sequence[Group]) -> None:
+    """Into a directory; a RunDirError names what JSON cannot hold, and a disk that is full."""
+    writer = Writer()
+    written = [[{"header": asdict(h.header), "body": writer.body(h.body)} for h in group] for group in groups]
+    with writing(path):
+        try:
+            save_file(writer.arrays, path / ARRAYS)
+        except SafetensorError as error:
+            raise RunDirError(f"{path} cannot be written: {first_line(error)}") from None
+        (path / REST).write_text(json.dumps({"prompts": writer.prompts, "groups": written}))
+
+
+def read_groups(path: Path) -> list[list[Handle]]:
+    arrays, rest = load_file(path / ARRAYS), json.loads((path / REST).read_text())
+    prompts = [record(Prompt, prompt, arrays, []) for prompt in rest["prompts"]]
+    return [
+        [Handle(header(member["header"]), body(member["body"], arrays, prompts)) for member in group]
+        for group in rest["groups"]
+    ]
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self.prompts: list[dict[str, Any]] = []
+        self.numbers: dict[int, int] = {}
+        """Where among these a prompt is, by its identity: the caller holds it."""
+
+    def body(self, body: Any) -> dict[str, Any] | None:
+        if body is None:
+            return None
+        assert isinstance(body, Rollout | Scored), body
+        return self.record(body)
+
+    def record(self, of: Any) -> dict[str, Any]:
+        """Every field: an array by its name, a record as one, and all else as it is."""
+        found: dict[str, Any] = {}
+        for name in (field.name for field in fields(of)):
+            match value := getattr(of, name):
+                case np.ndarray():
+                    found.setdefault("arrays", {})[name] = self.array(value)
+                case Rollout() | Kept():
+                    found[name] = self.record(value)
+                case Prompt():
+                    found[name] = self.prompt(value)
+                case _:
+                    if not is_json(value):
+                        who = getattr(of, "prompt", of).id
+                        raise RunDirError(f"prompt {who}: {name} = {value!r} cannot be saved: JSON does not hold it")
+                    found[name] = value
+        return found
+
+    def array(self, value: NDArray[Any]) -> str:
+        name = str(len(self.arrays))
+        self.arrays[name] = np.ascontiguousarray(value)  # safetensors writes bytes as they lie, in whatever order
+        return name
+
+    def prompt(self, prompt: Prompt) -> int:
+        if id(prompt) not in self.numbers:
+            self.prompts.append(self.record(prompt))
+            self.numbers[id(prompt)] = len(self.prompts) - 1
+        return self.numbers[id(prompt)]
+
+
+def record(kind: type[Any], found: dict[str, Any], arrays: dict[str, NDArray[Any]], prompts: Sequence[Prompt]) -> Any:
+    given = {name: value for name, value in found.items() if name != "arrays"}
+    given |= {name: arrays[key] for name, key in found.get("arrays", {}).items()}
+    for name, nested in NESTED.items():
+        if given.get(name) is not None:
+            given[name] = record(nested, given[name], arrays, prompts)
+    if "prompt" in given:
+        given["prompt"] = prompts[given["prompt"]]
+    return kind(**given)
+
+
+def body(found: dict[str, Any] | None, arrays: dict[str, NDArray[Any]], prompts: Sequence[Prompt]) -> Any:
+    if found is None:
+        return None
+    return record(Scored if "rollout" in found else Rollout, found, arrays, prompts)
+
+
+def header(found: dict[str, Any]) -> Header:
+    found = {**found, **{name: tuple(map(tuple, found[name])) for name in ("versions", "spans")}}
+    if found.get("attempts") is not None:
+        found["attempts"] = Attempts(**found["attempts"])
+    return Header(**found)

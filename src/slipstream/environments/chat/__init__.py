@@ -1,0 +1,1 @@
+"""Chat templates: conversations with tool calls as tokens."""

@@ -1,0 +1,91 @@
+"""Text as tokens, where some of it is a template's and may hold control tokens, and some is quoted and may not.
+
+Every token that was added to a tokenizer is one for control: `<|im_end|>`, and `<tool_call>`, too, which tokenizers do
+not call special. Quoted text that spells one is encoded as the letters that it is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.data.tokenizers import Tokenizer
+from slipstream.errors import DataError, ModelError, first_line
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    text: str
+    quoted: bool
+
+
+class Quoting:
+    """A copy of a tokenizer in which every control token has a name of its own that nobody can guess. Text is encoded
+    in one go, so that its tokens are those which the tokenizer itself would give where no quoted text spells one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer.name_or_path
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelError(f"{self.tokenizer}: no tokenizer.json there, and what tools say needs one: convert it")
+        state = json.loads(backend.to_str())
+        control = [each for each in state["added_tokens"] if _controls(each)]
+        self.control = {each["content"]: each["id"] for each in control}
+        """Ids by text."""
+        self.anchor = next((each["content"] for each in control if not each["rstrip"]), "")
+        """Begins whatever is encoded, and is taken off: it eats no blanks behind it."""
+        secret = secrets.token_hex(8)
+        self.names = {text: f"[{secret}.{index}]" for text, index in self.control.items()}
+        real = {self.names.get(each["content"], each["content"]): each["id"] for each in state["added_tokens"]}
+        self.renamed = type(backend).from_str(json.dumps(_renamed(state, self.names)))
+        self.ids = {self.renamed.token_to_id(name): index for name, index in real.items()}
+        texts = sorted(self.control, key=len, reverse=True)  # the longest is found first, as tokenizers do
+        self.pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
+        model = state["model"]
+        self._prove(unknown=model["unk_id"] if "unk_id" in model else backend.token_to_id(model.get("unk_token") or ""))
+
+    def encode(self, parts: Sequence[Part]) -> list[int]:
+        """As behind another control token: what a tokenizer puts before the beginning of a text is not there."""
+        named = (p.text if p.quoted else self.pattern.sub(lambda found: self.names[found[0]], p.text) for p in parts)
+        text = "".join(named).encode("utf-8", "replace").decode()  # what is half a character becomes "?"
+        try:
+            ids = self.renamed.encode(self.names.get(self.anchor, "") + text, add_special_tokens=False).ids
+        except Exception as error:  # tokenizers raises Exception itself
+            said = "".join(part.text for part in parts if part.quoted)
+            raise DataError(f"{self.tokenizer} cannot encode {said[:60]!r}: {first_line(error)}") from None
+        return [self.ids.get(index, index) for index in ids[bool(self.anchor) :]]
+
+    def _prove(self, unknown: int | None) -> None:
+        forbidden = set(self.control.values()) - {unknown}
+        for text in self.control:
+            try:
+                ids = self.encode([Part(text, quoted=True)])
+            except DataError:  # it cannot be written at all
+                continue
+            if not ids or not forbidden.isdisjoint(ids):
+                raise ModelError(f"{self.tokenizer}: the text {text!r} of a control token cannot be written without it")
+
+
+def _controls(added: dict[str, Any]) -> bool:
+    """All but runs of blanks, which are how some tokenizers write indented text."""
+    return bool(added["special"] or added["content"].strip(" \t\r\n▁"))
+
+
+def _renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """What a tokenizer is made of, its model included: in some of them control tokens are words like others."""
+    added = [each | {"content": names.get(each["content"], each["content"])} for each in state["added_tokens"]]
+    model = dict(state["model"])
+    if isinstance(model["vocab"], list):
+        model["vocab"] = [[names.get(word, word), score] for word, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(word, word): index for word, index in model["vocab"].items()}
+    if "unk_token" in model:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:
+        model["merges"] = [(a, b) for a, b in model["merges"] if names.keys().isdisjoint((a, b, a + b))]
+    nothing = dict.fromkeys(("truncation", "padding", "post_processor"))
+    return state | nothing | {"added_tokens": added, "model": model}

@@ -1,0 +1,260 @@
+"""How a conversation of several turns becomes tokens: what was sampled stays the ids that it was, and what the chat
+template puts behind it, up to the header of the next turn, is appended. What tools say never becomes a control token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from slipstream.data.tokenizers import Tokenizer
+from slipstream.environments import Call, Message, Reply
+from slipstream.environments.chat.quoting import Part, Quoting
+from slipstream.environments.chat.tool_calls import HERMES, Format
+from slipstream.environments.chat.tool_formats import format_of, said_calls
+from slipstream.environments.chat.turn_boundaries import ASKED, DUMMY_TOOL, SHOWN, SHOWN_TOO, Refused, Template
+from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.records import Ints
+
+WRITE_HERMES = (
+    'write environment.format = "hermes", and say in the system prompt that calls are '
+    '<tool_call>{"name": …, "arguments": {…}}</tool_call>'
+)
+
+
+class Renderer:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop_ids: Collection[int],
+        template_args: Mapping[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        format: str = "auto",
+    ) -> None:
+        """ModelError where this tokenizer's template cannot be used."""
+        self.name = tokenizer.name_or_path
+        if tokenizer.chat_template is None:
+            raise ModelError(f"{self.name} has no chat template, and episodes of several turns need one")
+        self.stop_ids = frozenset(stop_ids)
+        self.quoting = Quoting(tokenizer)
+        stops = [text for text, index in self.quoting.control.items() if index in self.stop_ids]
+        self.template = Template(tokenizer, any_of(stops), tools, template_args or {})
+        self.tokenizer = self.template.tokenizer
+        self.format = self._format(format)
+        self.template.as_text = self.format.as_text if format == "auto" else None
+        special = [each.content for each in self.tokenizer.added_tokens_decoder.values() if each.special]
+        self.special = any_of([text for text in special if not any(text in mark for mark in self.format.marks)])
+        self.schemas = schemas_of(tools)
+        self.spells = format == "hermes"
+        """Calls stand in the assistant's text, whatever the template would write."""
+        self.wraps = self._wraps(format)
+        """What tools say is put into turns of the user, as the template has no other place for it."""
+        end, tail = self.template.tail([ASKED])
+        tails = [tail] if self.wraps else [tail, self.template.tail([SHOWN])[1]]
+        self.thinks = all(begins_thinking(each[-1].text) for each in tails)
+        self.notes = tuple(self._notes(end))
+        """What a person should know of this template."""
+        self._check_tokens([Part(end, quoted=False), *(part for part in tail if not part.quoted)])
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the bytes of the longest token, or somewhat more: some vocabularies write a byte as two."""
+        return max(len(token.encode("utf-8", "replace")) for token in self.tokenizer.get_vocab())
+
+    def parse(self, ids: Ints, *, cut: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> Reply:
+        """What one sampled turn says, its stop token included if there is one. `cut`: it ended by length. `tools`: of
+        this call, in place of those of all."""
+        schemas = self.schemas if tools is None else schemas_of(tools)
+        found = self.format.read(self.visible(ids), cut=cut, schemas=schemas)
+        return Reply(found.text.strip(), tuple(found.calls), tuple(found.faults))
+
+    def visible(self, ids: Ints) -> str:
+        """What one sampled turn says, calls and all, without its thinking and special tokens."""
+        text = self.text(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
+        return self.special.sub("", without_thinking(text, self.format, begun=self.thinks))
+
+    def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Ints:
+        """A conversation from its beginning to the header of the assistant's next turn. What was seen after a turn of
+        the assistant is quoted; what comes before is a prompt, which may hold control tokens, as that of a row may."""
+        said = [self._as_called(message) for message in messages]
+        said = wrapped(said) if self.wraps else numbered(said)
+        first = next((n for n, message in enumerate(said) if message["role"] == "assistant"), len(said))
+        quoted = [
+            n
+            for n, message in enumerate(said)
+            if (n > first or message["role"] == "tool")
+            and message["role"] != "assistant"
+            and self.quoting.pattern.search(message["content"])
+        ]
+        try:
+            parts = self.template.opened(said, tools, quoted)
+        except Refused as refused:
+            raise DataError(f"{self.name}: {refused}") from None
+        if quoted:
+            return np.array(self.quoting.encode(parts), np.int32)
+        text = "".join(part.text for part in parts).encode("utf-8", "replace").decode()
+        return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+
+    def _as_called(self, message: Message) -> Message:
+        """As the template takes it: calls as JSON text or as objects, or, where it knows none, in the text."""
+        if not message.get("tool_calls"):
+            return message
+        calls = [Call(each["function"]["name"], each["function"]["arguments"]) for each in message["tool_calls"]]
+        if not self.spells:
+            return said_calls(calls, content=message["content"], as_text=self.format.as_text)
+        written = [json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in calls]
+        text = "\n".join([message["content"], *(f"<tool_call>\n{each}\n</tool_call>" for each in written)])
+        return {"role": "assistant", "content": text.strip()}
+
+    def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints:
+        """What follows a sampled turn: its end if it was cut, the separator, messages, the header of the next turn."""
+        for message in messages:
+            self._check(message)
+        try:
+            end, tail = self.template.tail(wrapped(messages) if self.wraps else numbered(messages))
+        except Refused as refused:
+            raise DataError(f"{self.name}: {refused}") from None
+        tokens = self.quoting.encode([Part(end, quoted=False), *tail])
+        if end and len(ids) and int(ids[-1]) in self.stop_ids:
+            tokens = tokens[next(place for place, index in enumerate(tokens) if index in self.stop_ids) + 1 :]
+        return np.array(tokens, np.int32)
+
+    def text(self, ids: Ints) -> str:
+        """Special tokens and all."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _check(self, message: Message) -> None:
+        if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
+            raise DataError(f"a message of an environment has a role and a content, both text, not {message!r}")
+        rest = json.dumps(
+            {key: value for key, value in message.items() if key != "content"}, ensure_ascii=False, default=str
+        )
+        if found := self.quoting.pattern.search(rest):
+            raise DataError(f"{found[0]!r} is a control token: of a message only the content may say it, not {rest}")
+
+    # --- what is found out of a template ------------------------------------------------------------------------------
+
+    def _format(self, format: str) -> Format:
+        if format == "hermes":
+            return HERMES
+        if format != "auto":
+            raise ConfigError(f'environment.format = {format!r} is not known: write "auto" or "hermes"')
+        tools = self.template.tools or [DUMMY_TOOL]
+        found = format_of(
+            lambda messages, header: self.template.render(messages, header, tools=tools),
+            self.template.stops,
+            self.template.mark,
+        )
+        if found is None:
+            raise ModelError(f"{self.name}: its chat template writes no calls, or in a way not known: {WRITE_HERMES}")
+        return found
+
+    def _wraps(self, format: str) -> bool:
+        if why := self.template.takes(ASKED):
+            raise ModelError(f"{self.name}: no turn can follow one of the assistant: {why}")
+        for messages in [ASKED], []:
+            self.template.prove(*messages)
+        why = self.template.takes(SHOWN)
+        if why and format == "auto":
+            raise ModelError(f"{self.name}: it has no place for what tools say: {why}: {WRITE_HERMES}")
+        try:
+            for messages in [] if why else [[SHOWN], [SHOWN, SHOWN_TOO], [SHOWN, ASKED]]:
+                self.template.prove(*messages)
+        except ModelError:
+            if format == "auto":
+                raise
+            return True
+        return bool(why)
+
+    def _notes(self, end: str) -> list[str]:
+        notes = []
+        if self.template.strips_thinking():
+            notes.append(f"the chat template of {self.name} would strip thinking from earlier turns; it is kept")
+        if self.wraps:
+            notes.append(
+                f"the chat template of {self.name} has no place for tools; what they say is put into turns of the user"
+            )
+        if not end:
+            notes.append(f"the chat template of {self.name} ends the assistant's turn by no stop token")
+        return notes
+
+    def _check_tokens(self, parts: Sequence[Part]) -> None:
+        """Ours are those of the tokenizer itself, where nothing that is quoted looks like a control token."""
+        try:
+            ours = self.quoting.encode(parts)
+        except DataError as error:
+            raise ModelError(f"what its chat template writes has no tokens: {error}") from None
+        text = self.quoting.anchor + "".join(part.text for part in parts)
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        if ids[bool(self.quoting.anchor) :] != ours:
+            raise ModelError(f"{self.name}: its control tokens cannot be told from the text around them")
+
+
+def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of the arguments, by name."""
+    functions = [tool.get("function", tool) for tool in tools]
+    return {each["name"]: each.get("parameters") or {} for each in functions}
+
+
+def any_of(texts: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def begins_thinking(header: str) -> bool:
+    return header.rfind("<think>") > header.rfind("</think>")
+
+
+def without_thinking(text: str, form: Format, *, begun: bool) -> str:
+    """`begun`: thinking goes on from the header, as it does where it ends before it begins. What does not end lasts to
+    the end. What a call says of thinking is none."""
+    begin, kept, at = form.begin or "{", list[str](), 0
+    if begun and not text.lstrip().startswith("<think>"):
+        at = _after(text, "</think>", 0)
+    elif (ends := _place(text, "</think>", 0)) < min(_place(text, "<think>", 0), _place(text, begin, 0)):
+        at = ends + len("</think>")
+    while at < len(text):
+        thinking, call = _place(text, "<think>", at), _place(text, begin, at)
+        if thinking <= call:
+            kept.append(text[at:thinking])
+            at = _after(text, "</think>", thinking)
+        else:
+            said = _after(text, form.end, call) if form.end else len(text)
+            kept.append(text[at:said])
+            at = said
+    return "".join(kept)
+
+
+def _place(text: str, mark: str, at: int) -> int:
+    found = text.find(mark, at)
+    return found if found >= 0 else len(text)
+
+
+def _after(text: str, mark: str, at: int) -> int:
+    return min(_place(text, mark, at) + len(mark), len(text))
+
+
+def numbered(messages: Sequence[Message]) -> list[Message]:
+    """Some templates write which call a tool answers: the first message answers the first."""
+    tools = [place for place, message in enumerate(messages) if message["role"] == "tool"]
+    ids = {place: {"tool_call_id": f"{number:09d}"} for number, place in enumerate(tools)}
+    return [ids.get(place, {}) | message for place, message in enumerate(messages)]
+
+
+def wrapped(messages: Sequence[Message]) -> list[Message]:
+    """What tools say as a turn of the user; one turn for several that follow each other."""
+    turns, open_turn = list[Message](), False
+    for message in messages:
+        tool = message["role"] == "tool"
+        said = f"<tool_response>\n{message['content']}\n</tool_response>"
+        if tool and open_turn:
+            turns[-1]["content"] += f"\n{said}"
+        else:
+            turns.append({"role": "user", "content": said} if tool else dict(message))
+        open_turn = tool
+    return turns

@@ -1,0 +1,213 @@
+"""How calls of tools are written in a student's text, and read from it.
+
+JSON between two marks, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; the name between two marks and the
+arguments as JSON behind it; JSON and nothing else; or `<function=NAME><parameter=KEY>value</parameter></function>`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.environments import Call
+
+LOOKS_BARE = re.compile(r'[{\[]\s*(\{\s*)?("type"\s*:\s*"function"|"(name|function|arguments|parameters)")')
+
+
+class Fault(Exception):
+    """Why something is no call, for the student to read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    begin: str
+    end: str
+    middle: str | None = None
+    """Between the name and the arguments; none where the name is in the JSON."""
+    outer: tuple[str, ...] = ()
+    """Marks around all calls of a turn."""
+    tags: bool = False
+    """`<function=NAME>` rather than JSON."""
+    as_text: bool = False
+    """The template takes arguments as JSON text, not as an object."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.begin, self.middle, self.end, *self.outer)))
+
+    def read(self, text: str, *, cut: bool = False, schemas: Mapping[str, Any] | None = None) -> Found:
+        """`schemas`: of the arguments, by the name of the tool. `cut`: the text ended by length."""
+        return Reading(self, text, cut, schemas or {}).all()
+
+
+HERMES = Format(begin="<tool_call>", end="</tool_call>")
+
+
+@dataclass
+class Found:
+    calls: list[Call] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    text: str = ""
+    """What is around the calls."""
+
+
+class Reading:
+    def __init__(self, form: Format, text: str, cut: bool, schemas: Mapping[str, Any]) -> None:
+        self.form, self.text, self.cut, self.schemas, self.found = form, text, cut, schemas, Found()
+
+    def all(self) -> Found:
+        if not self.form.begin:
+            self._bare()
+            return self.found
+        at, around = 0, list[str]()
+        while (start := self.text.find(self.form.begin, at)) >= 0:
+            around.append(self.text[at:start])
+            at = self._one(start + len(self.form.begin))
+        around.append(self.text[at:])
+        rest = "".join(around)
+        for mark in self.form.outer:
+            rest = rest.replace(mark, "")
+        for stray in ("<function=",) * self.form.tags + (self.form.end,) * bool(self.form.end):
+            if stray in rest:
+                self.found.faults.append(f"{stray} stands where no call was begun by {self.form.begin}")
+        self.found.text = rest
+        return self.found
+
+    def _one(self, at: int) -> int:
+        """A call, whose beginning was read, and where to go on."""
+        end, text = self.form.end, self.text
+        try:
+            calls, after = self._tags(at) if self.form.tags else self._json(at)
+            after = _past_blanks(text, after)
+            if text.startswith(end, after):
+                self.found.calls += calls
+                return after + len(end)
+            why = f"a call is followed by {_short(text[after:])} where {end} is expected"
+        except Fault as fault:
+            after, why = at, str(fault)
+        close, following = text.find(end, after) if end else -1, text.find(self.form.begin, after)
+        if close >= 0 and not 0 <= following < close:
+            self.found.faults.append(why)
+            return close + len(end)
+        if self.cut and following < 0:
+            why = "a call was cut off: the turn was too long"
+        elif end:
+            why = f"a call is not closed by {end}: {_short(text[at:])}"
+        self.found.faults.append(why)
+        return following if following >= 0 else len(text)
+
+    def _json(self, at: int) -> tuple[list[Call], int]:
+        if self.form.middle is None:
+            value, after = value_at(self.text, at)
+            return _calls(value), after
+        close = self.text.find(self.form.middle, at)
+        if close < 0:
+            raise Fault(f"a call has no {self.form.middle} after its name: {_short(self.text[at:])}")
+        value, after = value_at(self.text, close + len(self.form.middle))
+        return [_call(self.text[at:close].strip(), value)], after
+
+    def _tags(self, at: int) -> tuple[list[Call], int]:
+        opened = re.compile(r"\s*<function=([^>\n]+)>\s*").match(self.text, at)
+        if not opened:
+            raise Fault(f"a call does not begin with <function=NAME>: {_short(self.text[at:])}")
+        name, at, arguments = opened[1].strip(), opened.end(), dict[str, Any]()
+        each = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|</function>)", re.S)
+        while given := each.match(self.text, at):
+            arguments[given[1].strip()] = self._typed(name, given[1].strip(), given[2])
+            at = given.end()
+        if not self.text.startswith("</function>", at):
+            raise Fault(f"<parameter=NAME>…</parameter> or </function> is expected, not {_short(self.text[at:])}")
+        return [Call(name, arguments)], at + len("</function>")
+
+    def _typed(self, tool: str, key: str, said: str) -> Any:
+        """Tags do not tell text from numbers; the schema does. What it does not fit is for the tool to refuse."""
+        kind = self.schemas.get(tool, {}).get("properties", {}).get(key, {}).get("type", "string")
+        if kind == "string":
+            return said
+        try:
+            return value_at({"True": "true", "False": "false", "None": "null"}.get(said, said), 0)[0]
+        except Fault:
+            return said
+
+    def _bare(self) -> None:
+        """The whole turn is calls, or none of it is."""
+        text, at, calls = self.text.strip(), 0, list[Call]()
+        self.found.text = text
+        if not LOOKS_BARE.match(text):
+            return
+        try:
+            while at < len(text):
+                value, at = value_at(text, at)
+                calls += _calls(value)
+                at = _past_blanks(text, at, ";")
+        except Fault as fault:
+            self.found.faults.append("a call was cut off: the turn was too long" if self.cut else str(fault))
+        else:
+            self.found.calls, self.found.text = calls, ""
+
+
+def finite(said: str) -> float:
+    """Return a number, but for NaN, Infinity and such as 1e400: written again, these would be no JSON."""
+    if not math.isfinite(value := float(said)):
+        raise ValueError(f"{said[:60]} is no finite number")
+    return value
+
+
+DECODER = json.JSONDecoder(parse_float=finite, parse_constant=finite)
+
+
+def value_at(text: str, at: int) -> tuple[Any, int]:
+    at = _past_blanks(text, at)
+    try:
+        value, after = DECODER.raw_decode(text, at)
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Fault(f"a call holds half a character: {_short(text[at:])}") from None
+    except json.JSONDecodeError as error:
+        raise Fault(
+            f"a call is no JSON: {error.msg} at character {error.pos - at + 1} of {_short(text[at:])}"
+        ) from None
+    except RecursionError:
+        raise Fault("a call is nested too deeply") from None
+    except ValueError as error:
+        raise Fault(f"a call is no JSON: {_short(str(error))}") from None
+    return value, after
+
+
+def _calls(value: Any) -> list[Call]:
+    calls = []
+    for each in value if isinstance(value, list) else [value]:
+        inner = each.get("function", each) if isinstance(each, dict) else each
+        if not isinstance(inner, dict):
+            raise Fault(f'a call is {{"name": …, "arguments": {{…}}}}, not {_short(json.dumps(each))}')
+        if "arguments" not in inner and "parameters" not in inner:
+            raise Fault(f'a call has no "arguments": {_short(json.dumps(each))}')
+        calls.append(_call(inner.get("name"), inner.get("arguments", inner.get("parameters"))))
+    return calls
+
+
+def _call(name: Any, arguments: Any) -> Call:
+    if not isinstance(name, str) or not name:
+        raise Fault('a call has no "name"')
+    if isinstance(arguments, str):  # JSON in JSON, as some write it
+        said = arguments
+        arguments, after = value_at(said, 0)
+        if said[after:].strip():
+            raise Fault(f"the arguments of {_short(name)} are followed by {_short(said[after:])}")
+    if not isinstance(arguments, dict):
+        raise Fault(f"the arguments of {_short(name)} are no object: {_short(json.dumps(arguments))}")
+    return Call(name, arguments)
+
+
+def _past_blanks(text: str, at: int, also: str = "") -> int:
+    while at < len(text) and (text[at].isspace() or text[at] in also):
+        at += 1
+    return at
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:59] + "…")

@@ -1,0 +1,104 @@
+"""Which way of writing calls a chat template has, found out from what it makes of some."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+from slipstream.environments import Call, Message
+from slipstream.environments.chat.tool_calls import Fault, Format, value_at
+
+Render = Callable[[list[Message], bool], str]
+"""Messages, and whether the header of the assistant's next turn follows."""
+
+
+def said_calls(calls: Sequence[Call], *, content: str = "", as_text: bool = False) -> Message:
+    """An assistant's message, as templates take it."""
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {
+                "id": f"{number:09d}",
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments) if as_text else call.arguments,
+                },
+            }
+            for number, call in enumerate(calls)
+        ],
+    }
+
+
+def format_of(render: Render, stops: re.Pattern[str], mark: str) -> Format | None:
+    """Of a template, from what it makes of one call and of two; none if it writes none, or in a way not known here."""
+    one = [Call(f"look{mark}", {"what": f"there{mark}"})]
+    two = [*one, Call(f"find{mark}", {"what": f"here{mark}"})]
+    for as_text in (False, True):
+        said = _written(render, stops, mark, one, as_text)
+        if said is None or (form := _shape(said, one[0].name, as_text)) is None:
+            continue
+        both = _written(render, stops, mark, two, as_text)
+        if both is not None:
+            form = _shared(form, both, two)
+        read = [(form.read(text), calls) for text, calls in ((said, one), (both, two)) if text is not None]
+        if all(found.calls == calls and not found.faults for found, calls in read):
+            return form
+    return None
+
+
+def _written(render: Render, stops: re.Pattern[str], mark: str, calls: Sequence[Call], as_text: bool) -> str | None:
+    """What stands in the assistant's turn for some calls."""
+    asked: list[Message] = [{"role": "user", "content": "?"}]
+    try:
+        whole = render([*asked, said_calls(calls, content=f"so{mark}z", as_text=as_text)], False)
+        _, found, said = whole.rpartition(f"so{mark}z")
+        if not found:  # some leave out all else that was said
+            header, whole = render(asked, True), render([*asked, said_calls(calls, as_text=as_text)], False)
+            if not whole.startswith(header):
+                return None
+            said = whole[len(header) :]
+    except Exception:  # a template is a program, and may raise anything
+        return None
+    said = stops.split(said, maxsplit=1)[0]
+    return said if all(call.name in said and call.arguments["what"] in said for call in calls) else None
+
+
+def _shape(said: str, name: str, as_text: bool) -> Format | None:
+    if f"<function={name}>" in said and "</function>" in said:
+        before, after = said.partition("<function=")[0].strip(), said.rpartition("</function>")[2].strip()
+        return Format(begin=before, end=after, tags=True, as_text=as_text) if before else None
+    place = said.index(name)
+    for opening in re.finditer(r"[{\[]", said):
+        start = opening.start()
+        try:
+            _, end = value_at(said, start)
+        except Fault:
+            continue
+        after = said[end:].strip()
+        if start < place < end:
+            return Format(begin=said[:start].strip(), end=after, as_text=as_text)
+        if start > place:
+            middle = said[place + len(name) : start].strip()
+            return Format(begin=said[:place].strip(), middle=middle, end=after, as_text=as_text) if middle else None
+    return None
+
+
+def _shared(form: Format, both: str, calls: Sequence[Call]) -> Format:
+    """Marks of each call, told from those around all of them by what stands between two."""
+    first, second = (both.index(call.arguments["what"]) for call in calls)
+    between = both[first : both.index(calls[1].name) if form.middle is not None else second]
+    if form.middle is None:
+        between = between[: max(between.rfind("{", 0, between.find(calls[1].name)), 0)]
+    between = between.rstrip()
+    # marks begin with a bracket and end with one
+    begins = [form.begin[found.start() :] for found in re.finditer(r"[<\[]", form.begin)]
+    begin = next((each for each in begins if between.endswith(each)), "")
+    if form.tags or not begin or begin == form.begin:
+        return form
+    ends = [form.end[: found.end()] for found in re.finditer(r"[>\]]", form.end)]
+    end = next((each for each in reversed(ends) if each in between), "")
+    outer = tuple(filter(None, (form.begin.removesuffix(begin).strip(), form.end.removeprefix(end).strip())))
+    return Format(begin=begin, middle=form.middle, end=end, outer=outer, as_text=form.as_text)

@@ -1,0 +1,195 @@
+"""What a chat template puts behind an assistant's turn: its end, what the student sees next, the header of its next
+turn. And the proof that this tail depends on nothing that came before.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from slipstream.data.tokenizers import Tokenizer
+from slipstream.environments import Call, Message
+from slipstream.environments.chat.quoting import Part
+from slipstream.environments.chat.tool_formats import said_calls
+from slipstream.errors import ModelError, first_line
+
+DUMMY_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"what": {"type": "string", "description": "At it."}}},
+    },
+}
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+ASKED: Message = {"role": "user", "content": "Which is it?"}
+ANSWERED: Message = {"role": "assistant", "content": "This."}
+THOUGHT: Message = {"role": "assistant", "content": "<think>\nPerhaps that.\n</think>\n\nThis."}
+SHOWN: Message = {"role": "tool", "content": "Seen.", "tool_call_id": "000000000"}
+SHOWN_TOO: Message = {"role": "tool", "content": "Seen, too.", "tool_call_id": "000000001"}
+
+
+class Refused(Exception):
+    """By a template: some messages."""
+
+
+class Template:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: re.Pattern[str], tools: Sequence[Any], args: Mapping[str, Any]
+    ) -> None:
+        """`stops`: the texts of stop tokens."""
+        self.name = tokenizer.name_or_path
+        self.tokenizer = copy.deepcopy(tokenizer)  # which is not for several threads at a time
+        self.stops, self.tools, self.args = stops, list(tools), dict(args)
+        self.mark = secrets.token_hex(8)
+        self.as_text: bool | None = None
+        """Arguments of calls are JSON text, or objects; none where calls are no more than what an assistant says."""
+        self.calling: dict[bool, bool] = {}
+        """Whether an assistant's turn must hold calls, for messages that begin with one of a tool, and for others."""
+
+    def render(self, messages: Sequence[Message], header: bool, **args: Any) -> str:
+        options = self.args | ({"tools": self.tools} if self.tools else {}) | args
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=header, tokenize=False, **options
+                )
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            raise Refused(f"the chat template refuses these messages: {first_line(error)}") from None
+
+    def opened(self, messages: Sequence[Message], tools: Sequence[Any], quoted: Sequence[int]) -> list[Part]:
+        """A whole conversation and the header of the next turn, the contents of some of its messages quoted."""
+        marked = [
+            message | {"content": self._marked(n, message["content"])} if n in quoted else message
+            for n, message in enumerate(messages)
+        ]
+        text = self.render(marked, True, tools=list(tools) or None)
+        return self._parts(text, [m if n in quoted else m | {"content": ""} for n, m in enumerate(messages)])
+
+    def tail(self, messages: Sequence[Message]) -> tuple[str, list[Part]]:
+        """What ends the assistant's turn, up to a stop token, and what follows, of which contents are quoted."""
+        tool = bool(messages) and messages[0]["role"] == "tool"
+        return self._tail(messages, calling=self.calling[tool])
+
+    def _tail(self, messages: Sequence[Message], *, calling: bool) -> tuple[str, list[Part]]:
+        end, after = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
+        return end, self._parts(after, messages)
+
+    def _split(self, history: Sequence[Message], messages: Sequence[Message], **args: Any) -> tuple[str, str]:
+        marked = [message | {"content": self._marked(n, message["content"])} for n, message in enumerate(messages)]
+        pieces = self.render([*history, *marked], True, **args).split(f"{self.mark}z")
+        after, called = pieces[-1], "tool_calls" in history[-1]
+        if len(pieces) < 2 or (len(pieces) > 2 and not called):
+            raise Refused("the chat template does not show once what the assistant said")
+        stop, shown = self.stops.search(after), f"{after}{self.mark}o".index(f"{self.mark}o")
+        if stop and stop.start() < shown:  # it is the assistant's, not that of a message
+            return stop[0] if called else after[: stop.end()], after[stop.end() :]
+        if called:
+            raise Refused("the chat template does not end a turn of calls by a stop token")
+        return "", after
+
+    def _said(self, text: str = "") -> Message:
+        return {"role": "assistant", "content": f"{text}It is {self.mark}z"}
+
+    def _called(self, messages: Sequence[Message] = (), name: str = "look") -> Message:
+        """As many calls as are answered."""
+        count = max(1, sum(message["role"] == "tool" for message in messages))
+        return said_calls([Call(name, {"what": f"{self.mark}z"})] * count, as_text=bool(self.as_text))
+
+    def _marked(self, number: int, content: str) -> str:
+        """Blanks at either end stay outside of the marks, as templates may strip them."""
+        core = content.strip()
+        if not core:
+            return content
+        lead, _, trail = content.partition(core)
+        return f"{lead}{self.mark}o{number}.{core}{self.mark}c{number}.{trail}"
+
+    def _parts(self, text: str, messages: Sequence[Message]) -> list[Part]:
+        first, *pieces = re.split(rf"{self.mark}([oc])(\d+)\.", text)
+        parts, shown, last = [Part(first, quoted=False)], set[str](), ("c", "")
+        for side, number, piece in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
+            if (last[0] == "o") if side == "o" else (last != ("o", number)):
+                raise Refused("the chat template takes a message apart")
+            parts.append(Part(piece, quoted=side == "o"))
+            shown.add(number)
+            last = (side, number)
+        if last[0] == "o":
+            raise Refused("the chat template cuts a message off")
+        for place, message in enumerate(messages):
+            if message["content"].strip() and str(place) not in shown:
+                raise Refused(f"the chat template does not show messages whose role is {message['role']!r}")
+        return parts
+
+    # --- the proof ----------------------------------------------------------------------------------------------------
+
+    def takes(self, *messages: Message) -> str:
+        """Why not; empty if it does."""
+        tool, why = messages[0]["role"] == "tool", ""
+        for calling in (False, True) if tool and self.as_text is not None else (False,):
+            try:
+                self._tail(messages, calling=calling)
+            except Refused as refused:
+                why = why or str(refused)
+            else:
+                self.calling[tool] = calling
+                return ""
+        return why
+
+    def prove(self, *messages: Message) -> None:
+        """ModelError unless these messages have one tail, whatever came before."""
+        tool = bool(messages) and messages[0]["role"] == "tool"
+        calling = self.calling[tool]
+        try:
+            wanted = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
+        except Refused:  # and so they will be where they come
+            return
+        for what, history, args in self._histories(messages):
+            if self.as_text is None and any("tool_calls" in message for message in history):
+                continue
+            try:
+                end, after = self._split(history, messages, **args)
+            except Refused:  # no conversation comes to be like this
+                continue
+            if calling or "tool_calls" in history[-1]:
+                end = wanted[0]  # some have a stop token of their own for calls
+            if (end, after) != wanted:
+                instead = ', or write environment.format = "hermes"' if tool else ""
+                raise ModelError(
+                    f"{self.name}: what its chat template puts after an assistant's turn depends on {what}, so that "
+                    f"turns cannot be joined: give the tokenizer a template in which it does not{instead}"
+                )
+
+    def _histories(self, messages: Sequence[Message]) -> Iterator[tuple[str, list[Message], dict[str, Any]]]:
+        said, called = self._said(), self._called(messages)
+        earlier = said_calls([Call("look", {"what": "there"})], as_text=bool(self.as_text))
+        twice = said_calls([Call("look", {"what": "there"})] * 2, as_text=bool(self.as_text))
+        other: Message = {"role": "user", "content": "And now something else:\n\n1. a longer question"}
+        yield "whether the turn has calls", [ASKED, called], {}
+        yield "whether the turn has calls", [ASKED, said], {}
+        yield "which tool was called", [ASKED, self._called(messages, "find")], {}
+        yield "what the assistant said", [ASKED, self._said("Much.\n\n- and\n- more\n\n")], {}
+        yield "the assistant's thinking", [ASKED, self._said("<think>\nPerhaps that.\n</think>\n\n")], {}
+        for last in (said, called):
+            yield "the user's text", [other, last], {}
+            yield "whether there is a system prompt", [SYSTEM, ASKED, last], {}
+            yield "the number of earlier turns", [ASKED, ANSWERED, other, last], {}
+            yield "the number of earlier turns", [ASKED, ANSWERED, ASKED, ANSWERED, other, last], {}
+            yield "the thinking of earlier turns", [ASKED, THOUGHT, other, last], {}
+            yield "what tools said earlier", [ASKED, ANSWERED, SHOWN, last], {}
+            yield "what tools said earlier", [ASKED, ANSWERED, SHOWN, ANSWERED, SHOWN, SHOWN_TOO, last], {}
+            yield "earlier calls of tools", [ASKED, earlier, SHOWN, last], {}
+            yield "earlier calls of tools", [ASKED, earlier, SHOWN, twice, SHOWN, SHOWN_TOO, last], {}
+            yield "earlier calls of tools", [ASKED, earlier, SHOWN, ANSWERED, other, last], {}
+            yield "which tools there are", [ASKED, last], {"tools": [DUMMY_TOOL]}
+            yield "the date", [ASKED, last], {"strftime_now": lambda form: "another day"}
+
+    def strips_thinking(self) -> bool:
+        """Of earlier turns."""
+        try:
+            return "Perhaps that." not in self.render([ASKED, THOUGHT, ASKED], True)
+        except Refused:
+            return False

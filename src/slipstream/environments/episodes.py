@@ -1,0 +1,419 @@
+"""A sampler whose responses are episodes: the student's turns, and what its environment answers, as one lineage.
+
+Every turn is a call of its own to the sampler below, whose prompt is all that was so far: nothing that was sampled
+becomes text and tokens again. Draws go on with the tokens that were sampled (`Prompt.offset`), so an episode does not
+depend on how many calls it was made in. A publish between two turns costs nothing, and one that begins again begins a
+turn again.
+
+Three kinds of failure are kept apart. What the student does wrong is answered by its environment, counted and trained.
+A limit ends an episode, which says so in `finish` and is graded. An environment that hangs, crashes or raises is tried
+again, and then its episode is left out: that is no reward of 0, and the rest of the group goes on. A try that ended
+with a process that others were in, too, is not counted; the next one is alone in its process.
+
+An episode that is handed over, or whose environment has failed, goes on with another environment, to which every turn
+is told again; if what it answers is not what was seen, the episode begins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from slipstream.environments import Message, Reply, Step
+from slipstream.errors import DataError, EnvironmentFailed, Suspected
+from slipstream.protocols import Sampler, Sampling
+from slipstream.records import (
+    Finish,
+    Group,
+    Handle,
+    Header,
+    Ints,
+    Prompt,
+    Rollout,
+    derive_seed,
+    handed_over,
+    header_of,
+    lineage,
+    parts_of,
+)
+
+T = TypeVar("T")
+TRIES = 3
+"""How often an episode is begun whose environment fails."""
+TURN = "turn"
+"""A span in which the student speaks; all others are its environment's."""
+LOOP = 3
+"""The same call with the same answer so many times running is a loop."""
+
+
+class Environment(Protocol):
+    """Of one episode."""
+
+    async def ready(self) -> None:
+        """Wait for a process, which is not the episode's time."""
+        ...
+
+    async def start(self, given: dict[str, Any]) -> None: ...
+
+    async def step(self, reply: Reply) -> Step: ...
+
+    async def close(self) -> dict[str, float]:
+        """Its rewards. A step that is still at work is ended first, or waited for."""
+        ...
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        ...
+
+
+class Policy(Sampler, Protocol):
+    """Whoever draws a turn."""
+
+    def close(self) -> None: ...
+
+
+class Environments(Protocol):
+    def place(self, *, alone: bool = False) -> Environment:
+        """One that is to be started; `alone`: in a process that no other is in."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Renders(Protocol):
+    """From tokens to replies, and from what an environment says to tokens."""
+
+    stop_ids: frozenset[int]
+
+    def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
+        """`cut`: the turn did not end by itself."""
+        ...
+
+    def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints: ...
+
+    def text(self, ids: Ints) -> str:
+        """Special tokens and all."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    turns: int
+    calls: int
+    turn_tokens: int | None
+    """The longest turn; what is left of the episode's tokens without it."""
+    seconds: float
+    """Of an episode."""
+    step_seconds: float
+    """Of an environment, to start, to answer once, and to close."""
+
+
+class Left(Exception):
+    """The episode is to be handed over as it is."""
+
+
+@dataclass
+class Call:
+    """A group that somebody waits for."""
+
+    prompt: Prompt
+    sampling: Sampling
+    leaving: asyncio.Future[None]
+    """Done when it is to be handed over."""
+    ended: asyncio.Future[None]
+
+
+class Calls:
+    """Groups that somebody waits for, whose members are made beside each other."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.open: list[Call] = []
+
+    async def answered(
+        self, prompt: Prompt, sampling: Sampling, member: Callable[[Call, int], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """All members of a group. Whoever cancels, or fails, ends all."""
+        loop = asyncio.get_running_loop()
+        call = Call(prompt, sampling, loop.create_future(), loop.create_future())
+        self.open.append(call)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                members = [tasks.create_task(member(call, place)) for place in range(sampling.group)]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            self.open.remove(call)
+            call.ended.set_result(None)
+        return [each.result() for each in members]
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        """These are handed over, or all of them."""
+        calls = [call for call in self.open if not numbers or call.prompt.number in numbers]
+        for call in calls:
+            if not call.leaving.done():
+                call.leaving.set_result(None)
+        await self.policy.release(numbers)
+        if calls:
+            await asyncio.wait([call.ended for call in calls])
+
+
+@dataclass
+class Episode:
+    """One so far."""
+
+    call: Call
+    index: int
+    until: float
+    failures: int
+    parts: list[Rollout | Ints] = field(default_factory=list)
+    """Turns, and what was seen between."""
+    tokens: int = 0
+    sampled: int = 0
+    turns: int = 0
+    """Those that are complete."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    seen: list[Any] = field(default_factory=list)
+    """The last few replies that called something, with what they were answered."""
+    looped: bool = False
+    silent: bool = False
+    """What was said last has no text."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """Turns and steps: when each began, and how many seconds it took."""
+
+    @property
+    def room(self) -> int:
+        return self.call.sampling.max_tokens - self.tokens
+
+    def add(self, part: Rollout | Ints) -> None:
+        self.parts.append(part)
+        if isinstance(part, Rollout):
+            self.sampled += len(part.tokens)
+            self.turns += part.finish != "released"
+        self.tokens += len(part.tokens) if isinstance(part, Rollout) else len(part)
+
+    def asks(self) -> Prompt:
+        """For the next turn."""
+        prompt = self.call.prompt
+        so_far = [part.tokens if isinstance(part, Rollout) else part for part in self.parts]
+        return replace(
+            prompt,
+            tokens=np.concatenate([prompt.tokens, *so_far]).astype(prompt.tokens.dtype),
+            offset=prompt.offset + self.sampled,
+            first=self.index,
+        )
+
+    def notice(self, reply: Reply, step: Step) -> None:
+        self.metrics, self.silent = step.metrics, not reply.text.strip()
+        if not reply.calls:
+            self.seen.clear()
+            return
+        self.seen = [*self.seen[1 - LOOP :], (reply.calls, step.messages)]
+        self.looped |= len(self.seen) == LOOP and all(each == self.seen[0] for each in self.seen)
+
+    def rollout(self, finish: Finish, rewards: Mapping[str, float]) -> Rollout:
+        outcome = {
+            **rewards,
+            **self.metrics,
+            "turns": float(self.turns),
+            "looped": float(self.looped),
+            "premature": float(finish == "eos" and self.silent),
+            "seconds": sum(seconds for what, _, seconds in self.spans if what != TURN),
+            "failures": float(self.failures),
+            "branches": 1.0,
+        }
+        return lineage(self.call.prompt, self.index, self.parts, finish=finish, outcome=outcome)
+
+
+class Episodes:
+    def __init__(self, policy: Policy, renderer: Renders, environments: Environments, limits: Limits) -> None:
+        self.policy, self.renderer, self.environments, self.limits = policy, renderer, environments, limits
+        self.publish = policy.publish
+        self.calls = Calls(policy)
+        self.release = self.calls.release
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        known = {handle.body.index - prompt.first: handle.body for handle in begun}
+        found = await self.calls.answered(
+            prompt, sampling, lambda call, place: self._member(call, place, known.get(place))
+        )
+        if any(handle is None or handle.header.finish == "released" for handle in found):
+            return handed_over(h.body for h in found if h is not None and h.body is not None)
+        return [Handle(replace(h.header, spans=self._before_now(h.header)), h.body) for h in found if h is not None]
+
+    def _before_now(self, header: Header) -> tuple[tuple[str, float, float], ...]:
+        return tuple((what, self._now() - began, seconds) for what, began, seconds in header.spans)
+
+    async def _member(self, call: Call, place: int, begun: Rollout | None) -> Handle | None:
+        """One episode; none if nothing of it is there yet, as it is handed over."""
+        if begun is not None and begun.finish != "released":
+            return Handle(header_of(begun), begun)
+        failures, suspected, alone = 0, 0, False
+        while True:
+            episode = Episode(call, call.prompt.first + place, 0.0, failures)
+            try:
+                rollout = await self._played(episode, self.environments.place(alone=alone), begun)
+                if rollout.finish == "released" and begun is not None and len(begun.tokens) > len(rollout.tokens):
+                    rollout = begun
+                return Handle(replace(header_of(rollout), spans=tuple(episode.spans)), rollout)
+            except Left:
+                return None if begun is None else Handle(header_of(begun), begun)
+            except Suspected as suspicion:
+                suspected += 1
+                alone = alone or suspicion.acting or suspected > 1
+            except EnvironmentFailed as failure:
+                failures += 1
+                if failures == TRIES:
+                    return Handle(failed(call.prompt, episode.index, failure), None)
+                alone = alone or failure.cause == "crash"
+            if episode.parts:
+                begun = episode.rollout("released", {})
+
+    async def _played(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Rollout:
+        try:
+            await self._unless_left(episode.call, environment.ready())
+            episode.until = self._now() + self.limits.seconds
+            await self._in_time(episode, "start", environment.start(self._given(episode.call.prompt)))
+            finish = await self._turns(episode, environment, begun)
+            rewards: dict[str, float] = {}
+            if finish == "released":
+                environment.drop()
+            else:
+                rewards = await self._in_time(episode, "close", environment.close(), late=finish == "time")
+        except BaseException:
+            environment.drop()
+            raise
+        return episode.rollout(finish, rewards)
+
+    def _given(self, prompt: Prompt) -> dict[str, Any]:
+        return {
+            "id": prompt.id,
+            "prompt": self.renderer.text(prompt.tokens),
+            "ground_truth": prompt.ground_truth,
+            "meta": prompt.meta,
+            "data_source": prompt.data_source,
+            "seed": derive_seed(prompt.seed, "environment"),
+        }
+
+    async def _turns(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Finish:
+        """Up to its end, or to where it is handed over."""
+        known = parts_of(begun) if begun is not None else []
+        complete = int(begun.outcome["turns"]) if begun is not None else 0
+        while True:
+            said = known.pop(0) if known else None
+            assert not isinstance(said, np.ndarray)
+            if said is not None and episode.turns < complete:
+                turn = replace(said, finish="eos")
+            else:
+                try:
+                    turn = await self._turn(episode, said)
+                except Left:
+                    if not episode.parts:
+                        raise
+                    return "released"
+            episode.add(turn)
+            if turn.finish == "released":
+                return "released"
+            if turn.finish == "length" and episode.room <= 0:
+                return "length"
+            reply = self.renderer.parse(turn.tokens, cut=int(turn.tokens[-1]) not in self.renderer.stop_ids)
+            if episode.metrics.get("calls", 0) + len(reply.calls) + len(reply.faults) > self.limits.calls:
+                return "turns"
+            try:
+                step = await self._in_time(episode, "step", environment.step(reply))
+            except Left:
+                return "released"
+            except TimeoutError:
+                return "time"
+            episode.notice(reply, step)
+            if step.done:
+                return "eos"
+            if episode.turns >= self.limits.turns:
+                return "turns"
+            if self._now() >= episode.until:
+                return "time"
+            try:
+                tail = self.renderer.extend(turn.tokens, step.messages)
+            except DataError as error:
+                raise EnvironmentFailed("error", str(error)) from None
+            if len(tail) >= episode.room:
+                return "length"
+            if known:
+                seen = known.pop(0)
+                assert isinstance(seen, np.ndarray)
+                if not np.array_equal(seen, tail):  # it is another world than it was
+                    known.clear()
+            episode.add(tail)
+
+    async def _turn(self, episode: Episode, begun: Rollout | None) -> Rollout:
+        if episode.call.leaving.done():
+            raise Left
+        prompt, limit = episode.asks(), self.limits.turn_tokens
+        room = episode.room if limit is None else min(limit, episode.room)
+        sampling = replace(episode.call.sampling, group=1, max_tokens=room, park=True)
+        group = [] if begun is None else handed_over([replace(begun, finish="released", prompt=prompt)])
+        began = self._now()
+        found = await self.policy.generate(prompt, sampling, group)
+        episode.spans.append((TURN, began, self._now() - began))
+        if not found:
+            raise Left
+        rollout: Rollout = found[0].body
+        return rollout
+
+    async def _in_time(self, episode: Episode, what: str, asked: Coroutine[Any, Any, T], *, late: bool = False) -> T:
+        """EnvironmentFailed if it hangs, TimeoutError if that was all of the episode's time, Left if it is to be handed
+        over meanwhile. `late`: a step may still be at work, so there is time for the rest of it, too."""
+        began, limit = self._now(), self.limits.step_seconds * (2 if late else 1)
+        left = max(episode.until - began, 0.0) if what == "step" else limit
+        try:
+            return await self._unless_left(episode.call, asked, min(limit, left))
+        except TimeoutError:
+            if left < limit:
+                raise
+            why = f" after the {self.limits.seconds:g} s of its episode (environment.seconds)" if late else ""
+            raise EnvironmentFailed("timeout", f"the environment took more than {limit:g} s to {what}{why}") from None
+        finally:
+            episode.spans.append((what, began, self._now() - began))
+
+    async def _unless_left(self, call: Call, asked: Coroutine[Any, Any, T], limit: float | None = None) -> T:
+        """Left if the episode is to be handed over before this is done, TimeoutError if it takes longer."""
+        task = asyncio.ensure_future(asked)
+        either: list[asyncio.Future[Any]] = [task, call.leaving]
+        try:
+            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+        if task.done():
+            return task.result()
+        if call.leaving.done():
+            raise Left
+        raise TimeoutError
+
+    def close(self) -> None:
+        self.environments.close()
+        self.policy.close()
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def failed(prompt: Prompt, index: int, error: EnvironmentFailed) -> Header:
+    return Header(
+        prompt=prompt.id,
+        number=prompt.number,
+        index=index,
+        episode=index,
+        data_source=prompt.data_source,
+        prompt_tokens=len(prompt.tokens),
+        tokens=0,
+        versions=((0, 0),),
+        finish="error",
+        cause=str(error),
+        outcome={f"failed/{error.cause}": 1.0, "failures": float(TRIES)},
+        teacher=prompt.teacher,
+    )

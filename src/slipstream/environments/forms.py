@@ -1,0 +1,292 @@
+"""From a user's class to an environment that takes replies: its tools, their schemas, and what a call returns."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PydanticSchemaGenerationError,
+    PydanticUserError,
+    ValidationError,
+    create_model,
+)
+
+from slipstream.environments import Call, Message, Reply, Start, Step
+from slipstream.errors import ConfigError, EnvironmentFailed, SandboxError, first_line
+from slipstream.rewards.functions import Unusable, number, rewards_of
+from slipstream.user_code.loading import asked_of, brief, file_of, near, own, parameters, told
+
+SHIPPED = "slipstream.environments"
+BUILT_IN = {
+    "table": f"{SHIPPED}.builtin:Table",
+    "lookup": f"{SHIPPED}.builtin:Lookup",
+    "python": f"{SHIPPED}.python:Python",
+}
+"""Environments that ship, by the names that a config has for them."""
+OWN_METHODS = ("start", "step", "close")
+"""Of an environment; every other public method is a tool."""
+OF_STEP = (bool, int, float, dict, bytes, set), "a text, a list of messages, a Step, or None at the end"
+OF_TOOLS = (bytes, set), "a text, or what JSON holds"
+"""What `step` and tools must not return by their annotations, and what they may."""
+Run = Callable[..., Awaitable[Any]]
+"""Calls a method of the user's, wherever that is done, and awaits what it returns."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    description: str
+    arguments: type[BaseModel]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates are told of it."""
+        given = without_titles(self.arguments.model_json_schema())
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": given},
+        }
+
+
+def without_titles(schema: Any) -> Any:
+    """pydantic names everything twice."""
+    if isinstance(schema, list):
+        return [without_titles(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: {key: without_titles(below) for key, below in value.items()}
+        if name == "properties"
+        else without_titles(value)
+        for name, value in schema.items()
+        if name not in ("title", "additionalProperties")
+    }
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of the user's own, looked through."""
+
+    spec: str
+    made: type[Any]
+    asks: tuple[str, ...]
+    """What its `start` is given."""
+    tools: Mapping[str, Tool]
+    """None of one that takes every reply itself."""
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        if not self.tools:
+            try:
+                return [plain(schema) for schema in getattr(self.made, "tools", ())]
+            except (TypeError, ValueError) as error:
+                why = f"its attribute tools is no list of JSON schemas: {first_line(error)}"
+                raise ConfigError(f"environment.use = {self.spec!r}: {why}") from None
+        return [tool.schema for tool in self.tools.values()]
+
+
+def kind_of(spec: str) -> Kind:
+    """Its file or module is run: for a process in which that may do what it likes."""
+    try:
+        made = own(BUILT_IN.get(spec, spec), type)
+        start = getattr(made, "start", None)
+        asks = parameters(partial(start, None), asked_of(Start))[0] if start is not None else ()
+        steps = callable(getattr(made, "step", None))
+        methods = _methods(made, tools=not steps)
+        if "step" in methods:
+            _check_returned("step", methods["step"], *OF_STEP)
+        tools = {name: _tool(name, method) for name, method in methods.items() if name not in OWN_METHODS}
+        if not steps and not tools:
+            raise ConfigError(
+                "it has no tools: write a public method for each, with types and a docstring, or step(reply)"
+            )
+        return Kind(spec, made, asks, tools)
+    except ConfigError as error:
+        raise ConfigError(f"environment.use = {spec!r}: {error}") from None
+
+
+def _methods(made: type[Any], *, tools: bool) -> dict[str, Callable[..., Any]]:
+    """Of the class and those that it is made from, in their written order; `tools`: public ones, too."""
+    names = dict.fromkeys(name for each in reversed(made.__mro__[:-1]) for name in vars(each))
+    mine = [name for name in names if name in OWN_METHODS or (tools and not name.startswith("_"))]
+    found = {name: inspect.getattr_static(made, name) for name in mine}
+    for name, method in found.items():
+        if isinstance(method, staticmethod | classmethod):
+            kind = type(method).__name__
+            raise ConfigError(f"its method {name!r} is a {kind}: write one with self, or begin its name with _")
+    return {name: method for name, method in found.items() if inspect.isfunction(method)}
+
+
+def _check_returned(name: str, method: Callable[..., Any], never: tuple[type[Any], ...], write: str) -> None:
+    """ConfigError if the annotation names what such a method must not return."""
+    try:
+        hint = get_type_hints(method).get("return")
+    except (NameError, AttributeError):  # a name that only type checkers import
+        return
+    for each in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
+        if (kind := get_origin(each) or each) in never:
+            raise ConfigError(f"its method {name!r} returns {kind.__name__}, by its annotation: return {write}")
+
+
+def _tool(name: str, method: Callable[..., Any]) -> Tool:
+    description = inspect.getdoc(method)
+    if not description:
+        raise ConfigError(f"its tool {name!r} has no docstring, which is all that the student is told of it")
+    try:
+        hints = get_type_hints(method, include_extras=True)
+    except Exception as error:  # a type that is not there
+        raise ConfigError(f"the types of its tool {name!r} cannot be read: {first_line(error)}") from None
+    _check_returned(name, method, *OF_TOOLS)
+    fields: dict[str, Any] = {}
+    for each in list(inspect.signature(method).parameters.values())[1:]:
+        if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
+            raise ConfigError(f"its tool {name!r} has a parameter {each}, which no call can name")
+        if each.name.startswith("_"):
+            raise ConfigError(f"its tool {name!r} has a parameter {each.name!r}: begin it with a letter")
+        if each.name not in hints:
+            raise ConfigError(f"its tool {name!r} has a parameter {each.name!r} without a type: write {each.name}: str")
+        fields[each.name] = (hints[each.name], ... if each.default is each.empty else each.default)
+    try:
+        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        arguments.model_json_schema()
+    except (PydanticUserError, PydanticSchemaGenerationError, NameError) as error:
+        raise ConfigError(f"its tool {name!r} has a type that JSON does not hold: {first_line(error)}") from None
+    return Tool(name, description, arguments)
+
+
+# --- one episode ------------------------------------------------------------------------------------------------------
+
+
+class Acting:
+    """One environment at work."""
+
+    def __init__(self, kind: Kind, run: Run, shown: int) -> None:
+        """`shown` is the most characters of an observation that a student sees."""
+        self.kind, self.run, self.shown = kind, run, shown
+        self.there: Any = None
+        self.counts = Counter[str]()
+
+    async def start(self, given: Start) -> None:
+        self.there = await self.run(self.kind.made)
+        if hasattr(self.there, "start"):
+            await self.run(self.there.start, **{name: getattr(given, name) for name in self.kind.asks})
+
+    async def step(self, reply: Reply) -> Step:
+        """A reply without calls ends an episode with tools; one that has only faults is answered here."""
+        self.counts["calls"] += len(reply.calls) + len(reply.faults)
+        self.counts["invalid"] += len(reply.faults)
+        faults = [observation(f"error: {fault}") for fault in reply.faults]
+        if not self.kind.tools:
+            if faults and not reply.calls:
+                return self._told(Step(tuple(faults)))
+            step = self._step_of(await self.run(self.there.step, reply))
+            return self._told(Step((*faults, *step.messages), step.done, step.metrics))
+        if not reply.calls and not faults:
+            return self._told(Step(done=True))
+        return self._told(Step((*[await self._called(call) for call in reply.calls], *faults)))
+
+    def _told(self, step: Step) -> Step:
+        """With all that was counted, and no more than a student is to see."""
+        counted = {name: float(count) for name, count in self.counts.items()}
+        own_counts = getattr(self.there, "metrics", None) or {}
+        metrics = counted | {f"own/{name}": number(value) for name, value in (own_counts | dict(step.metrics)).items()}
+        shown = tuple(
+            plain(message | {"content": shortened(message["content"], self.shown)}) for message in step.messages
+        )
+        return Step(shown, step.done, metrics)
+
+    async def _called(self, call: Call) -> Message:
+        tool = self.kind.tools.get(call.name)
+        if tool is None:
+            self.counts["invalid"] += 1
+            return observation(f"error: there is no tool {call.name!r}; there are {', '.join(self.kind.tools)}", call)
+        try:
+            given = tool.arguments.model_validate(call.arguments)
+        except ValidationError as error:
+            self.counts["invalid"] += 1
+            return observation(f"error: {tool.name}: {_faults(error)}", call)
+        arguments = {name: getattr(given, name) for name in tool.arguments.model_fields}
+        try:
+            returned = await self.run(getattr(self.there, tool.name), **arguments)
+        except SandboxError:
+            raise
+        except Exception as error:  # whatever a tool raises is for the student to read
+            self.counts["failed"] += 1
+            return observation(f"error: {type(error).__name__}: {first_line(error)}", call)
+        try:
+            text = returned if isinstance(returned, str) else json.dumps(returned, ensure_ascii=False)
+        except (TypeError, ValueError):
+            raise self._wrong(tool.name, f"returned {brief(returned)}: return {OF_TOOLS[1]}") from None
+        return observation(text, call)
+
+    async def close(self) -> dict[str, float]:
+        """Its rewards: `reward`, and `reward/NAME` for what it is made of."""
+        if self.there is None or not hasattr(self.there, "close"):
+            return {}
+        returned = await self.run(self.there.close)
+        try:
+            return rewards_of(returned)
+        except Unusable as error:
+            raise self._wrong("close", str(error)) from None
+
+    def _step_of(self, returned: Any) -> Step:
+        """What `step` may return: a Step, the text or the messages that the student sees next, or None at the end."""
+        match returned:
+            case Step():
+                step = returned
+            case None:
+                return Step(done=True)
+            case str():
+                return Step((observation(returned),))
+            case Sequence():
+                step = Step(tuple(returned))
+            case _:
+                raise self._wrong("step", f"returned {brief(returned)}: return {OF_STEP[1]}")
+        for message in step.messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
+                write = "write {'role': 'tool', 'content': text}"
+                raise self._wrong("step", f"returned the message {brief(message)}: {write}")
+        if not step.messages and not step.done:
+            raise self._wrong("step", "returned no message for the student, and does not say that the episode is done")
+        return step
+
+    def _wrong(self, method: str, said: str) -> EnvironmentFailed:
+        return EnvironmentFailed("error", f"{self.kind.made.__name__}.{method} {said}")
+
+
+def observation(text: str, of: Call | None = None) -> Message:
+    return {"role": "tool", "content": text} | ({"name": of.name} if of is not None else {})
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: classes of the user's own are known in this process alone."""
+    return json.loads(json.dumps(value))
+
+
+def shortened(text: str, most: int) -> str:
+    """With both of its ends."""
+    if len(text) <= most:
+        return text
+    ends = most * 2 // 3, most - most * 2 // 3
+    return f"{text[: ends[0]]}\n… ({len(text) - most} characters left out)\n{text[len(text) - ends[1] :]}"
+
+
+def _faults(error: ValidationError) -> str:
+    """One line for a student, who sees no types of ours."""
+    said = [f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()]
+    return "; ".join(said)
+
+
+def told_of(kind: Kind, error: BaseException) -> str:
+    """What was raised, and the line of the user's file at which it was."""
+    file = inspect.getsourcefile(kind.made) or file_of(kind.made)
+    return told(error, file) if file else f"{type(error).__name__}: {first_line(error)} ({near(file)})"

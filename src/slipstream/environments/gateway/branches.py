@@ -1,0 +1,78 @@
+"""Where conversations stand: what of them was said, as tokens and as what an agent was told of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slipstream.environments import Message
+from slipstream.records import Ints, Rollout
+
+Tools = Sequence[dict[str, Any]]
+
+
+@dataclass(eq=False)
+class Branch:
+    prompt: Ints
+    seed: int
+    ids: Ints = field(init=False)
+    """Its prompt, and all since."""
+    parts: list[Rollout | Ints] = field(default_factory=list)
+    sampled: int = 0
+    busy: bool = False
+    latest: int = 0
+    """The number of its latest call."""
+
+    def __post_init__(self) -> None:
+        self.ids = self.prompt
+
+    def add(self, seen: Ints, turn: Rollout, number: int) -> None:
+        self.parts += [seen, turn] if self.parts else [turn]
+        self.ids = joined(self.ids, seen, turn.tokens)
+        self.sampled += len(turn.tokens)
+        self.latest = number
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a conversation stood when a call was answered."""
+
+    branch: Branch
+    length: int
+    """Tokens of the branch up to there."""
+    messages: int
+    turn: Ints
+    """What was sampled last."""
+
+
+def joined(*parts: Ints) -> Ints:
+    found: Ints = np.concatenate(parts).astype(parts[0].dtype)
+    return found
+
+
+def named(ids: Ints) -> bytes:
+    """A digest of them, whatever their type."""
+    return hashlib.blake2b(ids.astype(np.int64).tobytes(), digest_size=16).digest()
+
+
+def canonical(message: Message) -> str:
+    """What of a message makes it another one."""
+    calls = [[each["function"]["name"], each["function"]["arguments"]] for each in message.get("tool_calls") or ()]
+    return json.dumps([message["role"], message["content"], message.get("name"), calls], sort_keys=True)
+
+
+def chained(messages: Sequence[Message], tools: Tools) -> list[bytes]:
+    """Digests of a conversation: of its first n messages, for every n from 0."""
+    found = [digest(b"", json.dumps(list(tools), sort_keys=True))]
+    for message in messages:
+        found.append(digest(found[-1], canonical(message)))
+    return found
+
+
+def digest(before: bytes, text: str) -> bytes:
+    return hashlib.blake2b(before + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

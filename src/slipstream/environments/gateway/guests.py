@@ -1,0 +1,116 @@
+"""Agents that are started elsewhere: each takes an episode that waits, and says when it has ended.
+
+POST /sessions              the next one: its id, base_url and row
+POST /sessions/ID/close     with {"rewards": a number, or several by name}, if it has any
+
+Both need the run's token. Whoever has it grades, so the row of an episode has its ground truth. An agent is given the
+base_url of its session alone, which is enough to ask for completions and not enough to grade them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.environments.gateway import wire
+from slipstream.environments.gateway.sessions import Refused
+from slipstream.rewards.functions import rewards_of
+
+POLL = 20.0
+"""Seconds in which who asks for an episode waits for one."""
+
+
+@dataclass(eq=False)
+class Guest:
+    offer: dict[str, Any]
+    taken: asyncio.Future[None]
+    closed: asyncio.Future[dict[str, float]]
+    grace: float
+    """Seconds in which it may still close, with its rewards, when its time is over."""
+
+    async def ended(self) -> str:
+        await asyncio.shield(self.closed)
+        return ""
+
+    async def end(self) -> None:
+        """It is told so when it asks for more."""
+
+    async def rewards(self) -> dict[str, float]:
+        await asyncio.wait([self.closed], timeout=self.grace)
+        return self.closed.result() if self.closed.done() else {}
+
+
+class Guests:
+    def __init__(self, token: str, grace: float = 0.0) -> None:
+        """`token`: what a program must send as a bearer token to take an episode or to close one.
+
+        `grace`: seconds in which an episode whose time is over may still be closed with its rewards.
+        """
+        self.token, self.grace = token, grace
+        self.waiting = deque[Guest]()
+        self.playing_now: dict[str, Guest] = {}
+        self.asking = deque[asyncio.Future[Guest]]()
+
+    @asynccontextmanager
+    async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Guest]:
+        loop = asyncio.get_running_loop()
+        offer = {"id": session, "base_url": base_url, "row": row}
+        guest = Guest(offer, loop.create_future(), loop.create_future(), self.grace)
+        self._offer(guest)
+        try:
+            await guest.taken
+            self.playing_now[session] = guest
+            yield guest
+        finally:
+            self.playing_now.pop(session, None)
+            if guest in self.waiting:
+                self.waiting.remove(guest)
+
+    def _offer(self, guest: Guest) -> None:
+        while self.asking:
+            if not (asking := self.asking.popleft()).done():
+                guest.taken.set_result(None)
+                asking.set_result(guest)
+                return
+        self.waiting.append(guest)
+
+    def check(self, authorization: str) -> None:
+        """Refuse a request whose Authorization header does not hold the token."""
+        if not secrets.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
+            why = "write the header Authorization: Bearer TOKEN, with the token in gateway.token of the run's directory"
+            raise Refused(401, why, code="invalid_api_key")
+
+    async def next(self) -> bytes:
+        """Wait for an episode; return its offer as JSON."""
+        if self.waiting:
+            guest = self.waiting.popleft()
+            guest.taken.set_result(None)
+            return wire.dumped(guest.offer)
+        asking: asyncio.Future[Guest] = asyncio.get_running_loop().create_future()
+        self.asking.append(asking)
+        try:
+            async with asyncio.timeout(POLL):
+                return wire.dumped((await asking).offer)
+        except TimeoutError:
+            raise Refused(503, "no episode waits; ask again", code="no_episode") from None
+
+    def close_session(self, session: str, body: bytes) -> bytes:
+        """End an episode with the rewards in the body; return the receipt as JSON."""
+        said = wire.loaded(body) if body.strip() else {}
+        guest = self.playing_now.get(session)
+        if guest is None or guest.closed.done():
+            raise Refused(410, "this session is closed", code="session_closed")
+        try:
+            rewards = rewards_of(said.get("rewards"))
+        except Exception as error:  # whatever is wrong with them is for who sent them
+            raise wire.wrong("rewards", f"{error}: a number, or several by name") from None
+        guest.closed.set_result(rewards)
+        return wire.dumped({"id": session, "closed": True})
+
+    def close(self) -> None:
+        """There is nothing to end: they are told when they ask for more."""

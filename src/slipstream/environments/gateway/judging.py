@@ -1,0 +1,126 @@
+"""Judge an agent's work, out of reach of what the agent wrote: what `environment.gateway.verify` is given.
+
+The judge is the program that `verify` names. It begins in a new directory, with a new HOME, and in a sandbox of its
+own if the agent had one. It alone has the row with its answer, and the file for the verdict.
+
+The solution is a copy of the workspace. The judge asks over a socket for programs to be run there. They run in another
+sandbox, which holds nothing but the copy.
+
+The agent's processes have all ended before the copy is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.agents import judge
+from slipstream.agents.workspace import packed, put, unpack
+from slipstream.errors import SlipstreamError
+from slipstream.sandbox import sandbox_of
+from slipstream.sandbox.base import Limits, MiB, Ran, Session
+
+LARGEST = 256 * MiB
+"""Bytes that a workspace may have to be judged."""
+FILES = 50_000
+"""Files and directories that it may have."""
+LIMITS = Limits(seconds=60.0, memory=1024 * MiB, disk=1024 * MiB, output=MiB, processes=64)
+"""Limits of the sandbox in which the solution runs. Its disk has room for any workspace that may be judged."""
+OURS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO)
+"""Errors of a copy that are this machine's, and say nothing about the agent."""
+HERE = "judge"
+"""The directory in which the judge begins."""
+
+
+def too_large(workspace: Path) -> str:
+    """Return why a workspace cannot be judged, or nothing."""
+    size = count = 0
+    for folder, folders, files in os.walk(workspace):
+        count += len(folders) + len(files)
+        size += sum(os.lstat(os.path.join(folder, file)).st_size for file in files)  # noqa: PTH118 (many)
+        if size > LARGEST or count > FILES:
+            return f"it has more than {LARGEST // MiB} MiB or {FILES} files, and verify needs a copy"
+    return ""
+
+
+def prepare(place: Path, workspace: Path, row: dict[str, Any], prompt: str) -> str:
+    """Fill the judge's directory; return why the agent's work cannot be judged, or nothing.
+
+    The copy holds files, directories and links that stay within it. Another link could lead a judge to the answer.
+    """
+    for each in (HERE, "home", "tmp", "workspace"):
+        (place / each).mkdir()
+    shutil.copyfile(str(judge.__file__), place / HERE / "judge.py")
+    (place / "task.json").write_text(json.dumps(row, ensure_ascii=False), "utf-8", "replace")
+    (place / "prompt.txt").write_text(prompt, "utf-8", "replace")
+    try:
+        if why := too_large(workspace):
+            return why
+        unpack(base64.b64decode(packed(workspace)), place / "workspace")
+    except (OSError, RecursionError) as error:  # what nobody may read, or is nested too deeply
+        if isinstance(error, OSError) and error.errno in OURS:
+            raise
+        return str(error)
+    return ""
+
+
+@dataclass(eq=False)
+class Solution:
+    """The sandbox in which a judge runs the solution: it is opened by the first request."""
+
+    workspace: Path
+    seconds: float
+    """Left for all programs together, so that a slow solution fails its tests before the judge is out of time."""
+    fault: str = ""
+    """Why the sandbox failed, which says nothing about the agent."""
+    session: Session | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @asynccontextmanager
+    async def served(self, path: Path) -> AsyncIterator[None]:
+        """Answer at a socket: a request is {"argv", "stdin", "seconds"} as JSON, its answer a `Ran` as JSON."""
+        answering = list[asyncio.Task[None]]()
+
+        def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            answering.append(asyncio.create_task(self._answer(reader, writer)))
+
+        server = await asyncio.start_unix_server(begin, path)
+        try:
+            yield
+        finally:
+            server.close()
+            for task in answering:
+                task.cancel()
+            await asyncio.gather(*answering, return_exceptions=True)
+            if self.session is not None:
+                await self.session.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            writer.write(json.dumps(asdict(await self._run(**json.loads(await reader.read())))).encode())
+            await writer.drain()
+        except (SlipstreamError, ValueError, TypeError, OSError) as error:
+            self.fault = str(error)
+        finally:
+            writer.close()
+
+    async def _run(self, argv: list[str], stdin: str = "", seconds: float = 10.0) -> Ran:
+        async with self.turn:
+            if self.session is None:
+                self.session = await sandbox_of("bubblewrap").session(LIMITS)
+                await put(self.session, self.workspace, LIMITS)
+            if self.seconds <= 0:
+                return Ran("timeout", None, "", "the solution has used all its time\n", 0.0)
+            limits = replace(LIMITS, seconds=min(seconds, self.seconds))
+            ran = await self.session.run(argv, stdin=stdin, limits=limits)
+            self.seconds -= ran.seconds
+            return ran

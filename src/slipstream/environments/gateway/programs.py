@@ -1,0 +1,288 @@
+"""Agents that are started here: a process for every episode, in a workspace of its own, and what it leaves there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from slipstream.environments.gateway import judging
+from slipstream.environments.gateway.walls import PORT, Walls
+from slipstream.errors import EnvironmentFailed, SandboxError, first_line
+from slipstream.linux import LINUX
+from slipstream.rewards.functions import WHOLE, rewards_of
+from slipstream.sandbox import processes
+
+SAID = 4096
+"""Most bytes of what an agent prints that are kept: the last ones."""
+REWARD = "reward.json"
+VERDICT = "verdict.json"
+LARGEST = 1 << 20
+"""Most bytes of that."""
+MORTAL = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--") if LINUX else ()
+"""Before a command that is to end with whoever started it."""
+TOLD = "ground_truth"
+"""The part of its row that the judge is told, and the agent is not."""
+JUDGING = 0.5
+"""The share of `step_seconds` in which the solution may run while it is judged; the judge has the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agent:
+    command: tuple[str, ...]
+    """Placeholders are {base_url}, {session}, {workspace}, {prompt} and {prompt_file}."""
+    workspace: str | None
+    """A directory of which every episode has a copy."""
+    verify: tuple[str, ...] | None
+    """The judge: a program that is run apart from the workspace when the agent has ended."""
+    walled: bool = False
+    """Each of the two is in a sandbox of its own. From the agent's only the gateway is reached."""
+
+
+class Programs:
+    def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0, step_seconds: float = 60.0) -> None:
+        """`socket`: of the gateway, for agents in a sandbox; `seconds` of computing, for each process of theirs;
+        `step_seconds` for the judge."""
+        self.agent, self.socket, self.seconds, self.step_seconds = agent, socket, seconds, step_seconds
+
+    @asynccontextmanager
+    async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Program]:
+        place = Path(tempfile.mkdtemp(prefix="slipstream-agent-"))
+        try:
+            walls = Walls.new() if self.agent.walled else None
+            program = Program(self, place, row, base_url, session, walls)
+            await beside(program.prepare)
+            try:
+                await program.start(self.agent.command, place, "workspace", program._environment(), self.socket)
+                yield program
+            finally:
+                await program.end()
+        finally:
+            await beside(removed, place)
+
+    def close(self) -> None:
+        """There is nothing to end: every process has, with its episode."""
+
+
+async def beside(work: Any, *given: Any) -> Any:
+    """In a thread, and not half of it."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def removed(place: Path) -> None:
+    """By a program: what agents leave may be nested too deeply for `shutil.rmtree`."""
+    subprocess.run(["rm", "-rf", "--", place], check=False, stderr=subprocess.DEVNULL)
+
+
+@dataclass(eq=False)
+class Program:
+    kind: Programs
+    place: Path
+    row: dict[str, Any]
+    base_url: str
+    session: str
+    walls: Walls | None
+    process: asyncio.subprocess.Process | None = None
+    home: str = ""
+    """Of that process, and of no other program's."""
+    reading: list[asyncio.Task[None]] = field(default_factory=list)
+    said: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
+
+    @property
+    def agent(self) -> Agent:
+        return self.kind.agent
+
+    @property
+    def url(self) -> str:
+        """As the agent sees it."""
+        path = urlsplit(self.base_url).path
+        return self.base_url if self.walls is None else f"http://127.0.0.1:{PORT}{path}"
+
+    @property
+    def workspace(self) -> Path:
+        return self.place / "workspace"
+
+    @property
+    def prompt(self) -> str:
+        """As text: what was asked last."""
+        asked = self.row["prompt"]
+        return asked if isinstance(asked, str) else str(asked[-1]["content"])
+
+    def prepare(self) -> None:
+        if self.agent.workspace is None:
+            self.workspace.mkdir()
+        else:
+            shutil.copytree(self.agent.workspace, self.workspace, symlinks=True)
+        for each in ("home", "tmp"):
+            (self.place / each).mkdir()
+        told = {name: value for name, value in self.row.items() if name != TOLD}
+        (self.workspace / "task.json").write_text(json.dumps(told, ensure_ascii=False), "utf-8", "replace")
+        (self.place / "prompt.txt").write_text(self.prompt, "utf-8", "replace")
+        if self.walls is not None:
+            self.walls.give(self.place)
+
+    async def start(self, command: Sequence[str], place: Path, cwd: str, more: dict[str, str], socket: str) -> None:
+        """Start a program that has `place`, and begins in its directory `cwd`."""
+        given = {
+            "base_url": self.url,
+            "session": self.session,
+            "workspace": str(place / "workspace"),
+            "prompt_file": str(place / "prompt.txt"),
+            "prompt": self.prompt,
+        }
+        words, env = [filled(each, given) for each in command], environment_of(place) | more
+        self.home = env["HOME"]
+        try:
+            if self.walls is None:
+                self.process = await processes.start([*MORTAL, *words], env=env, cwd=str(place / cwd))
+            else:
+                around = self.walls.around(words, command, place, cwd, env, socket, self.kind.seconds)
+                with around as (inside, keeps):
+                    self.process = await processes.start(inside, keeps=keeps)
+        except SandboxError as error:
+            raise EnvironmentFailed("error", str(error).removeprefix("sandbox: ")) from None
+        assert self.process.stdout is not None and self.process.stderr is not None
+        for each in self.said:
+            each.clear()
+        streams = zip((self.process.stdout, self.process.stderr), self.said, strict=True)
+        self.reading = [asyncio.create_task(_read(stream, into)) for stream, into in streams]
+
+    def _environment(self) -> dict[str, str]:
+        """What the agent is told."""
+        return {
+            "OPENAI_BASE_URL": self.url,
+            "OPENAI_API_BASE": self.url,
+            "OPENAI_API_KEY": self.session,
+            "SLIPSTREAM_BASE_URL": self.url,
+            "SLIPSTREAM_SESSION": self.session,
+            "SLIPSTREAM_WORKSPACE": str(self.workspace),
+            "SLIPSTREAM_TASK": str(self.workspace / "task.json"),
+        }
+
+    async def ended(self) -> str:
+        """Wait until it has; why it failed, or nothing."""
+        assert self.process is not None
+        code = await self.process.wait()
+        await self.end()
+        if code == 0:
+            return ""
+        how = f"exit status {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+        return f"{how}{self._last()}"
+
+    def _last(self) -> str:
+        """The last line that it said."""
+        for said in reversed(self.said):
+            if lines := said.decode(errors="replace").split("\n"):
+                for line in reversed(lines):
+                    if line.strip():
+                        return f": {line.strip()[:200]}"
+        return ""
+
+    async def end(self) -> None:
+        """End it and all that it started."""
+        if self.process is None:
+            return
+        processes.kill(self.process)
+        if self.walls is None:
+            processes.kill_at_home(self.home)
+        await self.process.wait()
+        if self.reading:
+            await asyncio.wait(self.reading, timeout=processes.DRAINED)
+            for task in self.reading:
+                task.cancel()
+        processes.release(self.process)
+
+    async def rewards(self) -> dict[str, float]:
+        """Return what the judge says of the agent's work; without a judge, what the agent says."""
+        verify = self.agent.verify
+        if verify is None:
+            return rewards_in(self.workspace / REWARD, REWARD, missing={})
+        place = Path(tempfile.mkdtemp(prefix="slipstream-verify-"))
+        try:
+            if await beside(judging.prepare, place, self.workspace, self.row, self.prompt):
+                return {WHOLE: 0.0}  # a failure would let a student choose which of its episodes count
+            solution = judging.Solution(place / "workspace", JUDGING * self.kind.step_seconds)
+            async with solution.served(place / "solution"):
+                if self.walls is not None:
+                    self.walls = Walls.new()  # another user than the agent was
+                    await beside(self.walls.give, place)
+                told = {
+                    "PYTHONSAFEPATH": "1",
+                    "PYTHONNOUSERSITE": "1",
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                    "SLIPSTREAM_WORKSPACE": str(place / "workspace"),
+                    "SLIPSTREAM_TASK": str(place / "task.json"),
+                    "SLIPSTREAM_SOLUTION": str(place / "solution"),
+                    "SLIPSTREAM_VERDICT": str(place / VERDICT),
+                }
+                await self.start(verify, place, judging.HERE, told, str(place / "solution"))
+                why = await self.ended()
+            if solution.fault or why:
+                cause = "crash" if why.startswith("killed") else "error"
+                raise EnvironmentFailed(cause, f"environment.gateway.verify: {solution.fault or why}")
+            return rewards_in(place / VERDICT, "environment.gateway.verify: its verdict", missing=None)
+        finally:
+            await self.end()
+            await beside(removed, place)
+
+
+def environment_of(place: Path) -> dict[str, str]:
+    """Variables of every program here: nothing of ours, where keys may be."""
+    return {
+        "PATH": os.environ.get("PATH", processes.PATH),
+        "LANG": "C.UTF-8",
+        "HOME": str(place / "home"),
+        "TMPDIR": str(place / "tmp"),
+    }
+
+
+def filled(text: str, given: dict[str, str]) -> str:
+    """Each placeholder once: what comes in is as it is."""
+    for name, value in given.items():
+        before, mark, after = text.partition(f"{{{name}}}")
+        if mark:
+            return f"{filled(before, given)}{value}{filled(after, given)}"
+    return text
+
+
+def rewards_in(file: Path, said: str, *, missing: dict[str, float] | None) -> dict[str, float]:
+    """Read rewards, as a number or several by name; nothing but a regular file is read."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError("is no file")
+            content = opened.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"has more than {LARGEST} bytes")
+        return rewards_of(json.loads(content))
+    except FileNotFoundError:
+        if missing is not None:
+            return missing
+        why = "is missing: write rewards as JSON into the file $SLIPSTREAM_VERDICT (an exit status is no verdict)"
+        raise EnvironmentFailed("error", f"{said} {why}") from None
+    except Exception as error:  # whatever is wrong with it is theirs
+        raise EnvironmentFailed("error", f"{said}: {first_line(error)}") from None
+
+
+async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
+    """To its end, whatever it says; the last of it is kept."""
+    while part := await stream.read(1 << 16):
+        into += part
+        del into[:-SAID]

@@ -1,0 +1,341 @@
+"""One episode of an agent that asks for completions: its calls, as lineages.
+
+A call whose conversation goes on from one that was answered here is a further turn of the same lineage: what was
+sampled stays the ids that it was, and what is new is appended. Any other opens a branch: a subagent, an edited history,
+other tools. Whatever came before the first token that a branch samples is its prompt, so that every sampled token is
+trained once. What an agent sends back is compared with what it was told, so thinking, which it never sees, stays.
+
+The draws of a branch follow from the seed of the episode and from what the branch begins with, and go on with the
+tokens that it samples: not from when its calls came, nor from what runs beside it. One that begins with the prompt of
+the episode has the draws of an episode without a gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from slipstream.environments import Call, Message, Reply
+from slipstream.environments.gateway.branches import Branch, Place, Tools, canonical, chained, digest, joined, named
+from slipstream.errors import DataError
+from slipstream.protocols import Sampler, Sampling
+from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
+
+SHORT = 16 << 10
+"""Most bytes that are parsed or tokenised on the event loop."""
+THREAD = ThreadPoolExecutor(1, "gateway")
+"""Parses and tokenises what is long: one request after the other, so that memory is bounded, too."""
+T = TypeVar("T")
+
+
+class Speaks(Protocol):
+    """From messages to tokens, and from tokens to replies."""
+
+    stop_ids: frozenset[int]
+
+    @property
+    def longest(self) -> int: ...
+
+    def open(self, messages: Sequence[Message], tools: Tools = ()) -> Ints: ...
+
+    def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints: ...
+
+    def parse(self, ids: Ints, *, cut: bool = False, tools: Tools | None = None) -> Reply: ...
+
+    def visible(self, ids: Ints) -> str: ...
+
+    def text(self, ids: Ints) -> str: ...
+
+
+class Refused(Exception):
+    """A call that gets no completion; `code` is the API's word for why."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+class Failed(Exception):
+    """The sampler did: no fault of the agent's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    number: int
+    """Of the call, in its session."""
+    read: int
+    """Tokens of its prompt."""
+    ids: Ints
+    logp: Floats
+    text: str
+    calls: tuple[Call, ...]
+    finish: Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    turns: int
+    turn_tokens: int | None
+    """The longest turn; what is left of the conversation without it."""
+    vocabulary: int
+    """What the model has embeddings for."""
+
+
+class Session:
+    def __init__(
+        self, policy: Sampler, renderer: Speaks, prompt: Prompt, sampling: Sampling, index: int, bounds: Bounds
+    ) -> None:
+        self.policy, self.renderer, self.prompt, self.index = policy, renderer, prompt, index
+        self.sampling, self.bounds = sampling, bounds
+        self.branches: list[Branch] = []
+        self.places: dict[bytes, Place] = {}
+        """By the digest of the conversation."""
+        self.opened = Counter[bytes]()
+        self.begun = 0
+        """Calls so far, those that are running among them."""
+        self.counts = Counter[str]()
+        self.stopped: Finish | None = None
+        """The limit at which the latest call ended, or could not begin."""
+        self.closed = False
+        self.answers: dict[bytes, list[asyncio.Task[Answer]]] = {}
+        """By the digest of the request; equal requests have answers of their own."""
+        self.lost = set[asyncio.Task[Answer]]()
+        """Answers whose client went away before they were there."""
+        self.running = 0
+        self.since = self.began = asyncio.get_running_loop().time()
+        self.busy = 0.0
+        """Seconds in which a call was running."""
+        self.going = asyncio.Event()
+        """Cleared while nothing may be drawn: who was to be handed over waits to be gone on with."""
+        self.going.set()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Has the error of a sampler that failed."""
+
+    @property
+    def room(self) -> int:
+        """How long a conversation may be: as much longer than the row's prompt as an episode may be."""
+        return len(self.prompt.tokens) + self.sampling.max_tokens
+
+    @property
+    def holds(self) -> int:
+        """Return how many bytes of text a conversation can have at most: each token is one of the longest."""
+        return self.room * self.renderer.longest
+
+    async def answered(self, digest: bytes, again: bool, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        """Return the answer to a request. A retry has the answer of the request that it repeats.
+
+        A request is a retry if its client says so (`again`), or if an equal one lost its client before it was answered.
+        Any other equal request has an answer of its own. Cancelling this wait does not cancel the call.
+        """
+        if self.closed:
+            raise Refused(410, "this session is closed", code="session_closed")
+        known = self.answers.setdefault(digest, [])
+        known[:] = [each for each in known if not each.done() or (not each.cancelled() and each.exception() is None)]
+        task = next((each for each in known if each in self.lost), known[-1] if again and known else None)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(call())
+            task.add_done_callback(_heard)
+            known.append(task)
+        self.lost.discard(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Refused(410, "this session was closed meanwhile", code="session_closed") from None
+            self.lost.add(task)
+            raise
+
+    async def chat(self, messages: Sequence[Message], tools: Tools = (), most: int | None = None) -> Answer:
+        """`messages`: role and content, both text, and of the assistant's also tool_calls, whose arguments are
+        objects."""
+        if (size := size_of(messages, tools)) > self.holds:
+            raise over(self, f"this conversation has {size} bytes, and {self.room} tokens have at most {self.holds}")
+        digests = chained(messages, tools)
+        place = self._place(digests, messages)
+        try:
+            if place is None:
+                branch, seen = self._branch(await beside(size, self.renderer.open, messages, tools))
+            else:
+                more = messages[place.messages :]
+                tail = await beside(size_of(more), self.renderer.extend, place.turn, more)
+                branch, seen = self._from(place, tail)
+        except DataError as error:
+            raise Refused(400, str(error), param="messages") from None
+        number, turn = await self._drawn(branch, seen, most)
+        answer = self._read(number, branch, turn, tools)
+        there = Place(branch, len(branch.ids), len(messages) + 1, turn.tokens)
+        self.places.setdefault(digest(digests[-1], canonical(_told(answer))), there)
+        return answer
+
+    async def generate(self, ids: Ints, most: int | None = None) -> Answer:
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self.bounds.vocabulary:
+            raise Refused(400, f"needs ids from 0 to {self.bounds.vocabulary - 1}, at least one", param="token_ids")
+        branch, seen = self._branch(ids)
+        number, turn = await self._drawn(branch, seen, most)
+        return self._read(number, branch, turn, ())
+
+    def _place(self, digests: Sequence[bytes], messages: Sequence[Message]) -> Place | None:
+        """The latest turn of which this conversation is a continuation, with nothing said by the assistant since."""
+        for n in range(len(messages), 0, -1):
+            if n < len(messages) and (place := self.places.get(digests[n])) is not None:
+                return place
+            if messages[n - 1]["role"] == "assistant":
+                return None
+        return None
+
+    def _from(self, place: Place, tail: Ints) -> tuple[Branch, Ints]:
+        if place.length == len(place.branch.ids) and not place.branch.busy:
+            return place.branch, tail
+        return self._open(joined(place.branch.ids[: place.length], tail))
+
+    def _branch(self, ids: Ints) -> tuple[Branch, Ints]:
+        """The longest that these ids go on from, or a new one."""
+        for branch in sorted(self.branches, key=lambda branch: -len(branch.ids)):
+            known = len(branch.ids)
+            if not branch.busy and branch.parts and np.array_equal(ids[:known], branch.ids):
+                return branch, ids[known:]
+        return self._open(ids)
+
+    def _open(self, ids: Ints) -> tuple[Branch, Ints]:
+        ids = np.asarray(ids, self.prompt.tokens.dtype)
+        known = named(ids)
+        nth, seed = self.opened[known], self.prompt.seed
+        if nth or not np.array_equal(ids, self.prompt.tokens):
+            seed = derive_seed(self.prompt.seed, "branch", known.hex(), nth)
+        return Branch(ids, seed), ids[:0]
+
+    async def _drawn(self, branch: Branch, seen: Ints, most: int | None) -> tuple[int, Rollout]:
+        """One more turn of a branch."""
+        room = self.room - len(branch.ids) - len(seen)
+        if self.begun >= self.bounds.turns:
+            raise over(self, f"this session has had all of its {self.bounds.turns} calls (environment.turns)", "turns")
+        if room <= 0:
+            raise over(self, f"this conversation has {self.room - room} tokens, and may have {self.room - 1}")
+        if not branch.parts:
+            self.opened[named(branch.ids)] += 1
+            self.branches.append(branch)
+        number = self.begun
+        self.begun += 1
+        branch.busy = True
+        self._runs(1)
+        try:
+            turn = await self._turn(branch, seen, min(filter(None, (room, self.bounds.turn_tokens, most))))
+        finally:
+            self._runs(-1)
+            branch.busy = False
+        branch.add(seen, turn, number)
+        self.stopped = "length" if turn.finish == "length" and len(branch.ids) >= self.room else None
+        return number, turn
+
+    async def _turn(self, branch: Branch, seen: Ints, most: int) -> Rollout:
+        prompt = replace(
+            self.prompt,
+            tokens=joined(branch.ids, seen),
+            seed=branch.seed,
+            offset=self.prompt.offset + branch.sampled,
+            first=self.index,
+        )
+        sampling, found = replace(self.sampling, group=1, max_tokens=most, park=True), list[Handle]()
+        try:
+            while unfinished(found):
+                await self.going.wait()
+                found = await self.policy.generate(prompt, sampling, found)
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise Failed from None
+        turn: Rollout = found[0].body
+        return turn
+
+    def _read(self, number: int, branch: Branch, turn: Rollout, tools: Tools) -> Answer:
+        ids = turn.tokens
+        cut = int(ids[-1]) not in self.renderer.stop_ids
+        reply = self.renderer.parse(ids, cut=cut, tools=tools) if tools else Reply("")
+        text = reply.text if reply.calls else self.renderer.visible(ids).strip()
+        self.counts["turns"] += 1
+        self.counts["calls"] += len(reply.calls) + len(reply.faults)
+        self.counts["invalid"] += len(reply.faults)
+        return Answer(
+            number=number,
+            read=len(branch.ids) - len(ids),
+            ids=ids,
+            logp=turn.logp,
+            text=text,
+            calls=reply.calls,
+            finish="length" if cut else "tool_calls" if reply.calls else "stop",
+        )
+
+    def _runs(self, more: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.running:
+            self.busy += now - self.since
+        self.since = now
+        self.running += more
+
+    def close(self) -> None:
+        """What is running ends, and nothing is answered any more."""
+        self.closed = True
+        for task in chain.from_iterable(self.answers.values()):
+            task.cancel()
+        if self.failure.done():
+            self.failure.exception()  # it was told, or nobody asks
+
+    def rollouts(self, finish: Finish, stride: int, rewards: Mapping[str, float]) -> list[Rollout]:
+        """Its lineages, the one whose turn was the last at the end; their places in a group are `stride` apart."""
+        counted = {name: float(self.counts[name]) for name in ("turns", "calls", "invalid")}
+        spent = asyncio.get_running_loop().time() - self.began - self.busy
+        said = sorted((branch for branch in self.branches if branch.parts), key=lambda branch: branch.latest)
+        outcome = {**rewards, **counted, "branches": float(len(said)), "seconds": max(spent, 0.0)}
+        rows = [
+            lineage(
+                replace(self.prompt, tokens=branch.prompt),
+                self.index + stride * number,
+                branch.parts,
+                finish=finish,
+                branch=number,
+                outcome=outcome,
+            )
+            for number, branch in enumerate(said)
+        ]
+        return [replace(row, episode=self.index) for row in rows]
+
+
+def _heard(task: asyncio.Task[Answer]) -> None:
+    """Its error is told to who asked, if anybody still does."""
+    if not task.cancelled():
+        task.exception()
+
+
+def over(session: Session, why: str, limit: Finish = "length", status: int = 400) -> Refused:
+    """Agents stop at this one, and try again after most others. Many know it by these words, and not by its code."""
+    session.stopped = limit
+    said = f"this model's maximum context length is reached: {why}"
+    return Refused(status, said, code="context_length_exceeded", param="messages")
+
+
+def size_of(messages: Sequence[Message], tools: Tools = ()) -> int:
+    """Return the bytes of text in a conversation."""
+    texts = [text for message in messages for text in (message["content"], message.get("name", ""))]
+    texts += [json.dumps(each, ensure_ascii=False) for each in (*(m.get("tool_calls") or "" for m in messages), *tools)]
+    return sum(len(text.encode("utf-8", "replace")) for text in texts)
+
+
+async def beside(size: int, work: Callable[..., T], *given: Any) -> T:
+    """Run what takes long in the gateway's only thread for it, so that the event loop goes on; small work at once."""
+    if size <= SHORT:
+        return work(*given)
+    return await asyncio.get_running_loop().run_in_executor(THREAD, partial(work, *given))
+
+
+def _told(answer: Answer) -> Message:
+    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
+    return {"role": "assistant", "content": answer.text, "tool_calls": calls}

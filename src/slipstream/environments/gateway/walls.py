@@ -1,0 +1,131 @@
+"""An agent inside walls: it sees its workspace, its own program and /usr, and reaches the gateway and nothing else.
+
+The program is shown with the installation around it: a virtual environment, and the Python that this stands on. So are
+the files that its command names. Tools that it runs are inside the same walls. Run by root, an agent has a user of its
+own, to whom its workspace is given.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.environments.gateway import bridge
+from slipstream.sandbox import processes
+from slipstream.sandbox.base import Limits
+from slipstream.sandbox.bubblewrap import NOBODY, Bubblewrap, another_user
+
+PORT = 8008
+"""Of the gateway, as seen from inside, where no other port leads anywhere."""
+SOCKET, BRIDGE = "/run/gateway", "/run/bridge.py"
+MOST = Limits(memory=8 << 30, disk=4 << 30, processes=512)
+"""For each process of an agent; its number of processes holds for all of them."""
+ALONE = [
+    *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"),
+    *("--perms", "1777", "--size", str(64 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+]
+NOBODYS = ["--unshare-user", "--uid", NOBODY, "--gid", NOBODY, "--cap-drop", "ALL", "--disable-userns"]
+
+
+@dataclass(frozen=True)
+class Walls:
+    sandbox: Bubblewrap
+    user: int | None
+    """Under root, whom the agent is."""
+
+    @classmethod
+    def new(cls) -> Walls:
+        """ConfigError if there can be none here."""
+        return cls(Bubblewrap(), another_user())
+
+    def give(self, place: Path) -> None:
+        """All that is there to the agent."""
+        if self.user is not None:
+            for folder, _, files in os.walk(place):
+                for each in (folder, *(os.path.join(folder, file) for file in files)):  # noqa: PTH118 (there are many)
+                    os.chown(each, self.user, self.user, follow_symlinks=False)
+
+    @contextmanager
+    def around(
+        self,
+        command: Sequence[str],
+        named: Sequence[str],
+        place: Path,
+        cwd: str,
+        env: Mapping[str, str],
+        socket: str,
+        seconds: float,
+    ) -> Iterator[tuple[list[str], list[int]]]:
+        """Yield a command inside them, and the descriptors that it needs to begin.
+
+        `named` is the command as it is in the config; it begins in `cwd` of `place`, which alone it may write to. What
+        listens at `socket` is all that it reaches.
+        """
+        programs, shown = seen(named)
+        path = ":".join([*programs, self.sandbox.path])
+        with ExitStack() as opened:
+            filtering = opened.enter_context(processes.sealed(self.sandbox.filter))
+            bridging = opened.enter_context(processes.sealed(Path(bridge.__file__).read_bytes()))
+            told = dict(env) | {"PATH": path}
+            variables = [word for name, value in told.items() for word in ("--setenv", name, value)]
+            words = ["python3", "-I", "-S", BRIDGE, SOCKET, str(PORT), "--", *command]
+            limits = Limits(seconds, MOST.memory, MOST.disk, MOST.output, MOST.processes)
+            yield [
+                self.sandbox.bwrap, *ALONE, *(NOBODYS if self.user is None else []), *self.sandbox.system,
+                *("--perms", "1777", "--size", str(MOST.disk), "--tmpfs", "/tmp"),
+                *above([*shown, str(place), SOCKET]), *(word for each in shown for word in ("--ro-bind", each, each)),
+                *("--bind", str(place), str(place)),
+                *("--bind", socket, SOCKET, "--perms", "0444", "--file", str(bridging), BRIDGE, "--remount-ro", "/"),
+                *("--chdir", str(place / cwd), "--seccomp", str(filtering), "--clearenv", *variables, "--"),
+                *([] if self.user is None else become(self.user)),
+                *processes.limited(words, limits, processes=True),
+            ], [filtering, bridging]  # fmt: skip
+
+
+def above(places: Sequence[str]) -> list[str]:
+    """The directories in which these are, through which everybody may go."""
+    found = {str(each) for place in places for each in list(Path(place).parents)[:-1]} - {"/tmp", "/usr"}
+    return [word for each in sorted(found) for word in ("--perms", "0755", "--dir", each)]
+
+
+def become(user: int) -> list[str]:
+    return [
+        *("/usr/bin/setpriv", "--reuid", str(user), "--regid", str(user), "--clear-groups"),
+        *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"),
+    ]
+
+
+def seen(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Where programs are that a command names, and what of this machine it needs beside /usr."""
+    programs, shown = list[str](), dict[str, None]()
+    for word in command:
+        found = shutil.which(word) or (word if word.startswith("/") and Path(word).exists() else None)
+        if found is None or _usual(found):
+            continue
+        place = Path(found).absolute()
+        shown[str(place)] = None
+        if os.access(place, os.X_OK) and place.is_file():
+            programs.append(str(place.parent))
+            shown |= dict.fromkeys(map(str, installation(place)))
+    return programs, [each for each in shown if not _usual(each)]
+
+
+def installation(program: Path) -> list[Path]:
+    """The installation of a program, and that on which a virtual environment stands."""
+    top, settings = program.parent.parent, program.parent.parent / "pyvenv.cfg"
+    if settings.is_file():
+        lines = (line.partition("=") for line in settings.read_text("utf-8").splitlines())
+        homes = [value.strip() for key, _, value in lines if key.strip() == "home"]
+        return [top, *(Path(home).parent for home in homes)]
+    real = program.resolve()
+    return [real.parent.parent if (real.parent.parent / "lib").is_dir() else real]
+
+
+def _usual(place: str) -> bool:
+    """Part of what every sandbox shows; nobody shows all of a machine."""
+    return place == "/" or place.startswith(("/usr", "/bin", "/sbin", "/lib"))

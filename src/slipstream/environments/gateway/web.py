@@ -1,0 +1,165 @@
+"""HTTP below the gateway's routes: who may ask, bodies of bounded size, clients that go away, and uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import h11
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from slipstream.environments.gateway import wire
+from slipstream.environments.gateway.sessions import Failed, Refused
+
+HEAD = 64 << 10
+"""Most bytes of a request's headers."""
+ARRIVES = 60.0
+"""Seconds in which the body of a request must arrive."""
+IDLE = 600
+"""Seconds in which a connection may say nothing between two requests."""
+LINGERS = 2.0
+"""Seconds in which the rest of a request that is too large is thrown away: a client that is cut off reads no answer."""
+SOON = 0.05
+"""Seconds in which an answer may come before it is watched whether its client is still there."""
+CONNECTIONS = 4096
+"""Most connections at a time. One more ends one that waits for a request."""
+OPTIONS: dict[str, Any] = {
+    "log_config": None,
+    "log_level": "critical",
+    "access_log": False,
+    "server_header": False,
+    "date_header": False,
+    "proxy_headers": False,
+    "timeout_keep_alive": IDLE,
+    "h11_max_incomplete_event_size": HEAD,
+}
+"""Of uvicorn."""
+HERE = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?")
+"""Host headers that name this machine."""
+T = TypeVar("T")
+
+
+def guarded(app: ASGIApp) -> ASGIApp:
+    """Refuse pages of browsers, and requests that name another machine as their host."""
+
+    async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        host, why = headers.get(b"host", b"").decode("latin-1"), ""
+        if not HERE.fullmatch(host):
+            why = f"the Host header is {host[:100]!r}: write the address that this gateway has on its own machine"
+        elif b"origin" in headers:
+            why = "the Origin header says that this is a page of a browser, which is not served"
+        await (told(Refused(403, why, code="forbidden")) if why else app)(scope, receive, send)
+
+    return guard
+
+
+async def read(request: Request, most: int, too_large: Callable[[str], Refused]) -> bytes:
+    """Return the body of a request, or refuse it while it arrives if it has more bytes than `most`."""
+    body, size, large = bytearray(), int(request.headers.get("content-length", 0)), False
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ARRIVES) as deadline:
+            async for part in request.stream():
+                size = max(size, len(body) + len(part))
+                if size <= most:
+                    body += part
+                elif not large:
+                    large = True
+                    body.clear()
+                    deadline.reschedule(asyncio.get_running_loop().time() + LINGERS)
+            if not large:
+                return bytes(body)
+    late = f"the body did not arrive in {ARRIVES:g} s"
+    raise too_large(f"the body has more than {most} bytes") if large else Refused(408, late, code="too_slow")
+
+
+def named(request: Request, body: bytes) -> tuple[bytes, bool]:
+    """Return the digest of a request, and whether its client says that it is a retry.
+
+    Clients of OpenAI count their retries in a header. An idempotency key names one request, however often it is sent.
+    """
+    path, key = request.url.path, request.headers.get("idempotency-key", "")
+    again = bool(key) or bool(request.headers.get("x-stainless-retry-count", "").strip("0 "))
+    return hashlib.blake2b(b"\0".join((path.encode(), key.encode(), body)), digest_size=16).digest(), again
+
+
+async def while_there(request: Request, work: Awaitable[T]) -> T:
+    """Wait for the work, and cancel it if the client goes away."""
+    here = asyncio.current_task()
+    assert here is not None
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        here.cancel()
+
+    watching = list[asyncio.Task[None]]()
+    loop = asyncio.get_running_loop()
+    begins = loop.call_later(SOON, lambda: watching.append(loop.create_task(watch())))
+    try:
+        return await work
+    finally:
+        begins.cancel()
+        for task in watching:
+            task.cancel()
+
+
+def as_json(body: bytes, status: int = 200) -> Response:
+    headers = {"connection": "close"} if status in (408, 413) else None
+    return Response(body, status, headers, media_type="application/json")
+
+
+def told(error: Exception) -> Response:
+    found = said(error)
+    return as_json(wire.dumped(wire.error(found)), found.status)
+
+
+def said(error: Exception) -> Refused:
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, Failed):
+        return Refused(500, "the sampler failed; the run says why", code="sampler_failed")
+    # a defect of the gateway, which ends one call and no other
+    asyncio.get_running_loop().call_exception_handler({"message": "gateway", "exception": error})
+    return Refused(500, f"the gateway failed: {type(error).__name__}", code="gateway_failed")
+
+
+class Bounded(H11Protocol):
+    """A connection of uvicorn's, of which there are so many at a time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            known: Any = self.connections
+            idle = (each for each in known if each is not self and each.conn.their_state is h11.IDLE)
+            next(idle, self).transport.abort()
+
+
+async def listening(app: ASGIApp, sockets: Sequence[socket.socket]) -> uvicorn.Server:
+    """Answer requests on these sockets from now on, on the event loop that runs. Signals stay the run's to heed."""
+    config = uvicorn.Config(guarded(app), http=Bounded, ws="none", lifespan="off", **OPTIONS)
+    config.load()
+    found = uvicorn.Server(config)
+    found.lifespan = config.lifespan_class(config)
+    await found.startup(list(sockets))
+    return found
+
+
+def end(server: uvicorn.Server) -> None:
+    """Stop at once: nobody is answered any more."""
+    for each in server.servers:
+        each.close()
+    if not server.servers[0].get_loop().is_closed():
+        for task in server.server_state.tasks:
+            task.cancel()
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()

@@ -1,0 +1,331 @@
+"""The chat API as bytes: what a request says, or what of it cannot be served, and what an answer looks like."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slipstream.environments import Call, Message
+from slipstream.environments.chat.tool_calls import finite
+from slipstream.environments.gateway.sessions import Answer, Refused
+from slipstream.errors import first_line
+from slipstream.records import Ints
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+NOTHING: dict[str, Any] = {
+    name: value
+    for value, names in (
+        (0, "presence_penalty frequency_penalty top_logprobs min_tokens"),
+        (1, "n repetition_penalty"),
+        (False, "logprobs ignore_eos"),
+        (True, "parallel_tool_calls"),
+        ([], "stop stop_token_ids"),
+        ({}, "logit_bias chat_template_kwargs"),
+        ({"type": "text"}, "response_format"),
+    )
+    for name in names.split()
+}
+"""Values of parameters that change the answer elsewhere and ask for nothing; so does null, for any parameter."""
+INSTEAD = {
+    "n": "send the request n times",
+    "logprobs": "/inference/v1/generate tells them",
+    "chat_template_kwargs": "write data.template_args in the run's config",
+    "response_format": "a grammar changes what the student is learning from",
+}
+"""For a refused parameter, what the client should do instead."""
+HARMLESS = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("prediction", "request_id", "priority", "cache_salt", "stream_options", "model"),
+}
+"""Parameters that change nothing here, whatever their value."""
+IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed")
+"""Parameters that say how to draw, which is not the agent's to say."""
+CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stream"}
+GENERATE = {"token_ids", "sampling_params", "stream"}
+SAMPLING = {"max_tokens", "logprobs", "stop_token_ids", "detokenize"}
+SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
+"""Parameters that are served, by where they stand; among those of token ids are some that concern text alone."""
+LONGEST = 1 << 22
+"""Most tokens that can be asked for, or sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    most: int | None
+    model: str
+    stream: bool
+    usage: bool
+    """A stream ends with what it cost."""
+    imposed: tuple[str, ...]
+    """What it says of sampling, in vain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    ids: Ints
+    most: int | None
+    stops: list[int]
+    imposed: tuple[str, ...]
+
+
+def wrong(param: str, why: str) -> Refused:
+    return Refused(400, f"{param}: {why}", code="invalid_value", param=param)
+
+
+def loaded(body: bytes | str) -> dict[str, Any]:
+    try:
+        found = json.loads(body, parse_float=finite, parse_constant=finite)
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON: {first_line(error)}", code="invalid_json") from None
+    if not isinstance(found, dict):
+        raise Refused(400, "the body is no JSON object", code="invalid_json")
+    return found
+
+
+def check_options(given: dict[str, Any], served: set[str], at: str = "") -> None:
+    """Refuse by its name every parameter that is not served, unless its value asks for nothing."""
+    for name, value in given.items():
+        nothing = NOTHING.get(name)
+        if value is None or name in served or name in HARMLESS or name in IMPOSED:
+            continue
+        if nothing is None or value != nothing or isinstance(value, bool) != isinstance(nothing, bool):
+            instead = INSTEAD.get(name, "leave it out")
+            raise wrong(f"{at}{name}"[:100], f"{json.dumps(value)[:60]} is not served; {instead}")
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def chat_of(body: bytes) -> Chat:
+    given = loaded(body)
+    check_options(given, CHAT)
+    choice = given.get("tool_choice")
+    if choice not in (None, "auto", "none"):
+        raise wrong("tool_choice", 'is "auto" or "none": the student decides')
+    stream = given.get("stream", False)
+    if not isinstance(stream, bool | None):
+        raise wrong("stream", "is true or false")
+    options = given.get("stream_options")
+    return Chat(
+        messages=_messages(given.get("messages")),
+        tools=[] if choice == "none" else _tools(given.get("tools")),
+        most=_most(given, "max_completion_tokens", "max_tokens"),
+        model=given["model"] if isinstance(given.get("model"), str) else "student",
+        stream=bool(stream),
+        usage=isinstance(options, dict) and options.get("include_usage") is True,
+        imposed=tuple(name for name in IMPOSED if given.get(name) is not None),
+    )
+
+
+def tokens_of(body: bytes) -> Tokens:
+    given = loaded(body)
+    check_options(given, GENERATE)
+    ids, sampling = given.get("token_ids"), given.get("sampling_params") or {}
+    if not isinstance(ids, list) or not ids or len(ids) > LONGEST or not all(type(each) is int for each in ids):
+        raise wrong("token_ids", "is a list of token ids, at least one")
+    if max(ids) >= 1 << 31 or min(ids) < 0:
+        raise wrong("token_ids", "is a list of token ids, and none is negative or beyond 2^31")
+    if not isinstance(sampling, dict):
+        raise wrong("sampling_params", "is an object")
+    check_options(sampling, SAMPLING, "sampling_params.")
+    if sampling.get("logprobs") not in (None, 0, 1):
+        raise wrong("sampling_params.logprobs", "is 1: the answer has the log-prob of each token that was drawn")
+    stops = sampling.get("stop_token_ids") or []
+    if not isinstance(stops, list) or not all(type(each) is int for each in stops):
+        raise wrong("sampling_params.stop_token_ids", "is a list of token ids")
+    if given.get("stream") not in (None, False):
+        raise wrong("stream", "is not served here; leave it out")
+    imposed = tuple(name for name in IMPOSED if sampling.get(name) is not None)
+    return Tokens(ids=np.array(ids, np.int32), most=_most(sampling, "max_tokens"), stops=stops, imposed=imposed)
+
+
+def check_stops(asked: Collection[int], stop_ids: Collection[int]) -> None:
+    """Refuse stop tokens other than those that end a turn of the student anyway."""
+    if not set(asked) <= set(stop_ids):
+        raise wrong("sampling_params.stop_token_ids", f"the student's turns end at {sorted(stop_ids)}, and at no other")
+
+
+def _most(given: dict[str, Any], *names: str) -> int | None:
+    for name in names:
+        if (most := given.get(name)) is not None:
+            if type(most) is not int or most < 1:
+                raise wrong(name, "is a number of tokens, at least 1")
+            return int(min(most, LONGEST))
+    return None
+
+
+def _messages(given: Any) -> list[Message]:
+    if not isinstance(given, list) or not given:
+        raise wrong("messages", "is a list of messages, at least one")
+    found = [_message(f"messages[{n}]", each) for n, each in enumerate(given)]
+    if found[-1]["role"] == "assistant":
+        raise wrong(f"messages[{len(found) - 1}]", "is the assistant's: what it began is not completed here")
+    return found
+
+
+def _message(at: str, given: Any) -> Message:
+    if not isinstance(given, dict):
+        raise wrong(at, "is no object")
+    role = ROLES.get(given["role"]) if isinstance(given.get("role"), str) else None
+    if role is None:
+        raise wrong(f"{at}.role", f"is none of {', '.join(ROLES)}")
+    calls = _calls(at, given.get("tool_calls")) if role == "assistant" else []
+    message: Message = {"role": role, "content": _content(f"{at}.content", given.get("content"))}
+    if role == "tool" and isinstance(given.get("name"), str):
+        message["name"] = given["name"]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _content(at: str, given: Any) -> str:
+    if given is None or isinstance(given, str):
+        return given or ""
+    if not isinstance(given, list):
+        raise wrong(at, "is neither text nor a list of parts")
+    texts = []
+    for n, part in enumerate(given):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+            raise wrong(f"{at}[{n}].type", f"is {json.dumps(kind)[:60]}, and only text is served")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _calls(at: str, given: Any) -> list[dict[str, Any]]:
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        raise wrong(f"{at}.tool_calls", "is no list")
+    found = []
+    for n, each in enumerate(given):
+        function = each.get("function") if isinstance(each, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(f"{at}.tool_calls[{n}]", "has no function with a name")
+        said = function.get("arguments")
+        try:
+            arguments = loaded(said) if isinstance(said, str) else said
+        except Refused:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise wrong(f"{at}.tool_calls[{n}].function.arguments", "is no JSON object")
+        found.append({"function": {"name": function["name"], "arguments": arguments}})
+    return found
+
+
+def _tools(given: Any) -> list[dict[str, Any]]:
+    if given is None:
+        return []
+    if not isinstance(given, list):
+        raise wrong("tools", "is no list")
+    for n, each in enumerate(given):
+        function = each.get("function") if isinstance(each, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(f"tools[{n}]", "is no function with a name")
+        parameters = function.get("parameters")
+        if parameters is not None and not _is_schema(parameters):
+            raise wrong(f"tools[{n}].function.parameters", "is no JSON schema of an object")
+    return given
+
+
+def _is_schema(given: Any) -> bool:
+    properties = given.get("properties", {}) if isinstance(given, dict) else None
+    return isinstance(properties, dict) and all(isinstance(each, dict) for each in properties.values())
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def dumped(found: Any) -> bytes:
+    return json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def completion(answer: Answer, chat: Chat) -> bytes:
+    return dumped(
+        {
+            **_head(answer, chat, "chat.completion"),
+            "choices": [{"index": 0, "message": _said(answer), "logprobs": None, "finish_reason": answer.finish}],
+            "usage": _usage(answer),
+        }
+    )
+
+
+def chunks(answer: Answer, chat: Chat) -> Iterator[bytes]:
+    """The same as a stream of events: what was said in one, as all of it is there."""
+    head = _head(answer, chat, "chat.completion.chunk")
+    said = _said(answer)
+    calls = [{"index": n, **call} for n, call in enumerate(said.get("tool_calls", ()))]
+    delta = {"role": "assistant", "content": said["content"]} | ({"tool_calls": calls} if calls else {})
+    for each, finish in ((delta, None), ({}, answer.finish)):
+        yield event({**head, "choices": [{"index": 0, "delta": each, "logprobs": None, "finish_reason": finish}]})
+    if chat.usage:
+        yield event({**head, "choices": [], "usage": _usage(answer)})
+    yield DONE
+
+
+DONE = b"data: [DONE]\n\n"
+WAITING = b": the answer is being written\n\n"
+"""What keeps a stream alive, and no client reads."""
+
+
+def event(found: Any) -> bytes:
+    return b"data: " + dumped(found) + b"\n\n"
+
+
+def generated(answer: Answer) -> bytes:
+    """Ids, and the log-prob of each under the distribution that drew it."""
+    rows = zip(answer.ids.tolist(), answer.logp.tolist(), strict=True)
+    logprobs = [{"token": f"token_id:{id}", "logprob": logp, "bytes": None, "top_logprobs": []} for id, logp in rows]
+    return dumped(
+        {
+            "request_id": f"generate-{answer.number}",
+            "choices": [
+                {
+                    "index": 0,
+                    "token_ids": answer.ids.tolist(),
+                    "logprobs": {"content": logprobs},
+                    "finish_reason": "length" if answer.finish == "length" else "stop",
+                }
+            ],
+            "usage": _usage(answer),
+        }
+    )
+
+
+def models(name: str, longest: int) -> bytes:
+    card = {"id": name, "object": "model", "created": 0, "owned_by": "slipstream", "max_model_len": longest}
+    return dumped({"object": "list", "data": [card]})
+
+
+def error(refused: Refused) -> dict[str, Any]:
+    kind = "invalid_request_error" if refused.status < 500 else "server_error"
+    return {"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}}
+
+
+def _head(answer: Answer, chat: Chat, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": chat.model}
+
+
+def _said(answer: Answer) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": "assistant", "content": answer.text or None if answer.calls else answer.text}
+    return said | ({"tool_calls": _told(answer.number, answer.calls)} if answer.calls else {})
+
+
+def _told(number: int, calls: Sequence[Call]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"call_{number}_{n}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+        }
+        for n, call in enumerate(calls)
+    ]
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    said = len(answer.ids)
+    return {"prompt_tokens": answer.read, "completion_tokens": said, "total_tokens": answer.read + said}

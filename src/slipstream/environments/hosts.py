@@ -1,0 +1,366 @@
+"""The processes in which environments are at work, many of them in each.
+
+Environments are the user's code and may hang, crash or run out of memory, so they do not run where engines are. What of
+theirs is `async` runs on the loop of its host, all else in a thread that an environment has for itself. What hangs
+cannot be stopped there: a host with such an environment takes no further one, and is killed when the others have left
+it. A host ends with its parent, however that ends.
+
+When a host ends with several environments in it, all of them are suspects (`Suspected`). One that is placed alone has a
+new host to itself, and nobody else can end that. A few suspects at a time are tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from multiprocessing.connection import Connection
+from typing import Any
+
+from slipstream.environments import Reply, Start, Step
+from slipstream.environments.forms import Acting, Kind, kind_of, told_of
+from slipstream.errors import ConfigError, EnvironmentFailed, Suspected
+from slipstream.sandbox import sandbox_of
+from slipstream.sandbox.base import Sandbox
+from slipstream.user_code.process import STARTED, Child, begun
+
+LEAVES = 5.0
+"""Seconds in which an environment that is dropped must leave, before its host takes no further one."""
+APART = 4
+"""Suspects that are tried at once, each in a process of its own."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a host is told before it is anything."""
+
+    spec: str
+    sandbox: str | None
+    shown: int
+
+
+# --- in a host --------------------------------------------------------------------------------------------------------
+
+
+def serve(parent: Connection) -> None:
+    wanted: Wanted = begun(parent)
+    try:
+        kind = kind_of(wanted.spec)
+        if "sandbox" in kind.asks and wanted.sandbox is None:
+            raise ConfigError(
+                f"environment.use = {wanted.spec!r} runs code that the student writes: write environment.sandbox = "
+                '"bubblewrap"'
+            )
+        if "sandbox" not in kind.asks and wanted.sandbox is not None:
+            raise ConfigError(
+                f"environment.sandbox does nothing: start of {wanted.spec!r} does not ask for it; drop it"
+            )
+        sandbox, schemas = None if wanted.sandbox is None else sandbox_of(wanted.sandbox), kind.schemas
+    except ConfigError as error:
+        parent.send(error)
+        return
+    parent.send(schemas)
+    asyncio.run(Host(parent, kind, wanted.shown, sandbox).served())
+
+
+class Host:
+    def __init__(self, parent: Connection, kind: Kind, shown: int, sandbox: Sandbox | None) -> None:
+        self.parent, self.kind, self.shown, self.sandbox = parent, kind, shown, sandbox
+        self.here: dict[int, Acting] = {}
+        self.threads: dict[int, ThreadPoolExecutor] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        """What each is at."""
+
+    async def served(self) -> None:
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._hear, args=(loop,), daemon=True).start()
+        await asyncio.Event().wait()
+
+    def _hear(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                loop.call_soon_threadsafe(self._asked, *self.parent.recv())
+        os.killpg(0, signal.SIGKILL)  # whatever is at work here
+
+    def _asked(self, call: int, number: int, what: str, *given: Any) -> None:
+        work = self._answered(call, number, what, *given, last=self.tasks.get(number))
+        self.tasks[number] = asyncio.get_running_loop().create_task(work)
+
+    async def _answered(self, call: int, number: int, what: str, *given: Any, last: asyncio.Task[None] | None) -> None:
+        try:
+            if last is not None:  # it may still be at work, and its time is over
+                last.cancel()
+                await asyncio.wait([last])
+            answer = await getattr(self, f"_{what}")(number, *given)
+        except asyncio.CancelledError:
+            return
+        except EnvironmentFailed as error:
+            answer = error
+        except BaseException as error:  # whatever it raises is its own; this one ends, and no other
+            answer = EnvironmentFailed("error", f"{what} raised {told_of(self.kind, error)}")
+        self.parent.send((call, answer))
+
+    async def _start(self, number: int, given: dict[str, Any]) -> None:
+        self.threads[number] = ThreadPoolExecutor(1, "environment")
+        self.here[number] = Acting(self.kind, partial(self._run, number), self.shown)
+        await self.here[number].start(Start(**given, sandbox=self.sandbox))
+
+    async def _step(self, number: int, reply: Reply) -> Step:
+        return await self.here[number].step(reply)
+
+    async def _close(self, number: int) -> dict[str, float]:
+        """In the environment's own thread, behind a step that cannot be cancelled. If it fails, a drop follows."""
+        rewards = await self.here.pop(number).close()
+        self._gone(number)
+        return rewards
+
+    async def _drop(self, number: int) -> None:
+        """It may have opened something."""
+        with suppress(Exception):
+            if number in self.here:
+                await self.here[number].close()
+        if number in self.threads:  # which may never come back
+            await asyncio.get_running_loop().run_in_executor(self.threads[number], int)
+        self._gone(number)
+
+    def _gone(self, number: int) -> None:
+        self.here.pop(number, None)
+        self.tasks.pop(number, None)
+        if number in self.threads:
+            self.threads.pop(number).shutdown(wait=False)
+
+    async def _run(self, number: int, method: Callable[..., Any], *args: Any, **given: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*args, **given)
+        call = partial(method, *args, **given)
+        found = await asyncio.get_running_loop().run_in_executor(self.threads[number], call)
+        return await found if inspect.isawaitable(found) else found
+
+
+# --- and in its parent ------------------------------------------------------------------------------------------------
+
+
+class NotStarted(ConfigError):
+    """The process of an environment ended, or said nothing, before it was ready."""
+
+
+class HostProcess(Child):
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__("slipstream.environments.hosts", wanted)
+        self.wanted = wanted
+        self.live = set[int]()
+        """Episodes that are there."""
+        self.crowd = frozenset[int]()
+        """Those that were there when the process ended."""
+        self.schemas: list[dict[str, Any]] | None = None
+        self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any], int]] = {}
+        """By the number of the call, as an answer may come after its call was given up; and the episode that waits."""
+        self.calls = count()
+        self.starting, self.lock = threading.Lock(), threading.Lock()
+        self.reader = threading.Thread(target=self._hear, daemon=True)
+
+    def ready(self) -> list[dict[str, Any]]:
+        """Wait until it is: the schemas of its tools. ConfigError if the environment cannot be had."""
+        with self.starting:  # several may wait, and one hears
+            if self.schemas is None:
+                try:
+                    if not self.connection.poll(STARTED):
+                        raise NotStarted(f"environment.use: what it imports takes more than {STARTED:.0f} s")
+                    said = self.connection.recv()
+                except (EOFError, OSError):
+                    raise NotStarted(
+                        f"environment.use = {self.wanted.spec!r}: its process ends as it is imported ({self.end()})"
+                    ) from None
+                if isinstance(said, ConfigError):
+                    raise said
+                self.reader.start()
+                self.schemas = said
+            return self.schemas
+
+    async def call(self, number: int, what: str, *given: Any) -> Any:
+        loop, call = asyncio.get_running_loop(), next(self.calls)
+        answer: asyncio.Future[Any] = loop.create_future()
+        with self.lock:
+            self.waiting[call] = loop, answer, number
+        try:
+            self.connection.send((call, number, what, *given))
+            found = await answer
+        except OSError:
+            self.kill()
+            self.reader.join(LEAVES)  # which notes who was there
+            raise self._lost(number, acting=False) from None
+        finally:
+            with self.lock:
+                self.waiting.pop(call, None)
+        if isinstance(found, EnvironmentFailed):
+            raise found
+        return found
+
+    def _hear(self) -> None:
+        try:
+            while True:
+                self._tell(*self.connection.recv())
+        except (EOFError, OSError, pickle.UnpicklingError):
+            self.crowd = frozenset(self.live)
+            for call, (*_, number) in list(self.waiting.items()):
+                self._tell(call, self._lost(number, acting=True))
+
+    def _lost(self, number: int, *, acting: bool) -> EnvironmentFailed:
+        said = f"{self.wanted.spec} ended its process: {self.end()}"
+        return EnvironmentFailed("crash", said) if self.crowd == {number} else Suspected(said, acting=acting)
+
+    def _tell(self, call: int, answer: Any) -> None:
+        with self.lock:
+            loop, waiting, _ = self.waiting.pop(call, (None, None, 0))
+        if loop is not None and waiting is not None:
+            with suppress(RuntimeError):  # its loop is closed, and nobody waits
+                loop.call_soon_threadsafe(settle, waiting, answer)
+
+    def close(self) -> None:
+        self.kill()
+        if self.reader.is_alive():
+            self.reader.join()
+        super().close()
+
+
+def settle(waiting: asyncio.Future[Any], answer: Any) -> None:
+    if not waiting.done():
+        waiting.set_result(answer)
+
+
+class Hosts:
+    """Environments of one kind, spread over a few processes."""
+
+    def __init__(self, wanted: Wanted, processes: int = 1) -> None:
+        self.wanted, self.numbers = wanted, count()
+        self.processes = [HostProcess(wanted) for _ in range(processes)]  # they start while models load
+        self.retired: list[HostProcess] = []
+        """Those that take no further environment, and have some left."""
+        self.apart: dict[HostProcess, asyncio.Future[None]] = {}
+        """Those that have one suspect each; done when it has left."""
+        self.leaving: set[asyncio.Task[None]] = set()
+
+    def ready(self) -> list[dict[str, Any]]:
+        """Return the schemas of the tools. A process that is killed or stopped while it starts is started once more."""
+        try:
+            return self.processes[0].ready()
+        except NotStarted:
+            self.processes[0].close()
+            self.processes[0] = HostProcess(self.wanted)
+            return self.processes[0].ready()
+
+    def place(self, *, alone: bool = False) -> Episode:
+        return Episode(self, next(self.numbers), alone)
+
+    async def host(self, *, alone: bool) -> HostProcess:
+        """The process that has fewest, or wait until there may be one more for a suspect alone."""
+        for host in [host for host in self.processes if host.ended]:
+            self.retire(host)
+        if not alone:
+            return min(self.processes, key=lambda host: len(host.live))
+        while len(self.apart) >= APART:
+            await asyncio.wait(self.apart.values(), return_when=asyncio.FIRST_COMPLETED)
+        host = HostProcess(self.wanted)
+        self.apart[host] = asyncio.get_running_loop().create_future()
+        return host
+
+    def drop(self, host: HostProcess, number: int) -> None:
+        """Nobody waits for it any more."""
+        task = asyncio.get_running_loop().create_task(self._dropped(host, number))
+        self.leaving.add(task)
+        task.add_done_callback(self.leaving.discard)
+
+    async def _dropped(self, host: HostProcess, number: int) -> None:
+        try:
+            async with asyncio.timeout(LEAVES):
+                if host.schemas is not None:  # else it was never there
+                    await host.call(number, "drop")
+        except (TimeoutError, EnvironmentFailed):
+            self.retire(host)
+        finally:
+            self.left(host, number)
+
+    def left(self, host: HostProcess, number: int) -> None:
+        """One is gone, or will never go; a host that was retired ends with the last."""
+        host.live.discard(number)
+        if host in self.retired and not host.live:
+            self.retired.remove(host)
+            host.close()
+        if host in self.apart:
+            self.apart.pop(host).set_result(None)
+            host.close()
+
+    def retire(self, host: HostProcess) -> None:
+        """Another one takes its place."""
+        if host in self.processes:
+            self.processes[self.processes.index(host)] = HostProcess(self.wanted)
+            if host.live:
+                self.retired.append(host)
+            else:
+                host.close()
+
+    def close(self) -> None:
+        for host in [*self.processes, *self.retired, *self.apart]:
+            host.kill()
+        for host in [*self.processes, *self.retired, *self.apart]:
+            host.close()
+
+
+@dataclass
+class Episode:
+    """An environment at work in a host."""
+
+    hosts: Hosts
+    number: int
+    alone: bool
+    host: HostProcess = field(init=False)
+
+    async def ready(self) -> None:
+        self.host = await self.hosts.host(alone=self.alone)
+        self.host.live.add(self.number)
+        if self.host.schemas is None:
+            try:
+                await asyncio.to_thread(self.host.ready)
+            except ConfigError as error:
+                self.hosts.retire(self.host)
+                raise EnvironmentFailed("crash", str(error)) from None
+
+    async def start(self, given: dict[str, Any]) -> None:
+        await self.host.call(self.number, "start", given)
+
+    async def step(self, reply: Reply) -> Step:
+        found: Step = await self.host.call(self.number, "step", reply)
+        return found
+
+    async def close(self) -> dict[str, float]:
+        rewards: dict[str, float] = await self.host.call(self.number, "close")
+        self.hosts.left(self.host, self.number)
+        return rewards
+
+    def drop(self) -> None:
+        if hasattr(self, "host"):
+            self.hosts.drop(self.host, self.number)
+
+
+def schemas(wanted: Wanted) -> list[dict[str, Any]]:
+    """Of the tools of an environment; ConfigError if it cannot be had."""
+    hosts = Hosts(wanted)
+    try:
+        return hosts.ready()
+    finally:
+        hosts.close()
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, ConnectionError):  # a parent that is gone, before it asked for anything
+        serve(Connection(int(sys.argv[1])))

@@ -1,1 +1,0 @@
-"""What runs have written, for a person: read from their directories alone."""

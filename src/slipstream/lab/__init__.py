@@ -1,1 +1,0 @@
-"""Experiments: what a study asks, its runs, and what came of them."""

@@ -1,0 +1,159 @@
+"""README.md of a final student: what was trained, on what, how, and what came of it, all of it from the run's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import slipstream
+from slipstream.errors import ModelError
+from slipstream.models.resolve import file_of
+from slipstream.run_dir.writing import METRICS, read_lines
+
+SHOWN = (
+    "loss",
+    "teacher/kl",
+    "teacher/\\w+/kl",
+    "student/entropy",
+    "reward/\\w+",
+    "length/mean",
+    "truncated",
+    "lag/mean",
+)
+"""Metrics of updates that tell how a run went."""
+FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
+Tree = Mapping[str, Any]
+Row = tuple[str, ...]
+
+
+def card(config: Tree, path: Path) -> str:
+    """Of a run with this configuration, in this directory, that has made all of its updates."""
+    lines = read_lines(path / METRICS)
+    trained, evaluated = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
+    parts = [
+        head(config),
+        f"# {path.absolute().name}",
+        f"{named(config['student'])}, trained {how(config)} with Slipstream {slipstream.__version__}.",
+        table(["", ""], setup(config, trained)),
+        *section("From the first update to the last", ["", "first", "last"], course(trained)),
+        *section("Held-out prompts", ["set", "update", "answers", "mean reward"], accuracies(config, evaluated)),
+        "## How to load it",
+        loading(config, path / "final"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def head(config: Tree) -> str:
+    """What a model hub reads."""
+    student = str(config["student"])
+    base = [f"base_model: {student}"] if is_hub_name(student) else []
+    return "\n".join(["---", *base, "library_name: transformers", "tags:", "- on-policy-distillation", "---"])
+
+
+def is_hub_name(model: str) -> bool:
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model)) and not Path(model).exists()
+
+
+def named(model: str) -> str:
+    return f"[{model}](https://huggingface.co/{model})" if is_hub_name(model) else f"`{model}`"
+
+
+def how(config: Tree) -> str:
+    ways = [
+        "by on-policy distillation" if config["loss"]["weight"] else "",
+        "by policy gradients on task rewards" if config.get("policy") else "",
+    ]
+    return " and ".join(filter(None, ways))
+
+
+def setup(config: Tree, trained: Sequence[Tree]) -> Iterator[Row]:
+    data, sampler, learner = (config[name] for name in ("data", "sampler", "learner"))
+    yield "student", named(config["student"])
+    for name, teacher in config["teachers"].items():
+        there = ", behind an endpoint" if teacher.get("base_url") else ""
+        yield f"teacher {name}", (f"`{teacher['model']}`" if there else named(teacher["model"])) + there
+    yield "prompts", f"`{data['train']}`" + (f", the first {data['limit']:,}" if data.get("limit") else "")
+    if config["task"]["reward"]:
+        yield "graded by", ", ".join(f"`{reward}`" for reward in config["task"]["reward"])
+    if config["loss"]["weight"]:
+        yield "loss", settings(config["loss"])
+    if policy := config.get("policy"):
+        yield "policy loss", f"{policy['loss']} on {policy['advantage']}, weight {policy['weight']:g}"
+    if reference := config.get("reference"):
+        yield "reference", f"KL in the {reference['into']}, weight {reference['weight']:g}"
+    if config["correction"]["preset"] != "disabled":
+        yield "correction", str(config["correction"]["preset"])
+    yield "schedule", settings(config["schedule"])
+    yield "learning", f"learning rate {learner['lr']:g}, {learner['batch_size']} samples an update"
+    if lora := learner.get("lora"):
+        yield "adapters", f"rank {lora['rank']}, alpha {lora['alpha']:g}, merged here and by themselves in `adapter`"
+    yield "answers", f"at most {sampler['max_tokens']:,} tokens, at temperature {sampler['temperature']:g}"
+    samples, tokens = (sum(line.get(name, 0) for line in trained) for name in ("samples", "tokens"))
+    yield "updates", f"{len(trained):,}, on {samples:,.0f} answers of {tokens:,.0f} tokens together"
+    yield "seed", str(config["seed"])
+
+
+def settings(section: Tree) -> str:
+    """A section of several kinds, as `async (tau = 4)`."""
+    rest = [f"{name} = {value}" for name, value in section.items() if name != "kind" and value is not None]
+    return f"{section['kind']} ({', '.join(rest)})" if rest else str(section["kind"])
+
+
+def course(trained: Sequence[Tree]) -> Iterator[Row]:
+    """As far as they were measured at both ends."""
+    for shown in SHOWN if trained else ():
+        for name, last in trained[-1].items():
+            if re.fullmatch(shown, name) and name in trained[0]:
+                yield name, f"{trained[0][name]:.4g}", f"{last:.4g}"
+
+
+def accuracies(config: Tree, evaluated: Sequence[Tree]) -> Iterator[Row]:
+    """Of every set, before and after."""
+    held_out = config["data"].get("eval")
+    for name in dict.fromkeys(line.get("set", "") for line in evaluated):
+        of_set = [line for line in evaluated if line.get("set", "") == name]
+        source = held_out[name] if name else held_out
+        for line in [of_set[0], *of_set[1:][-1:]]:
+            yield f"`{source}`", str(line["update"]), f"{line['samples']:,.0f}", f"{line['accuracy']:.4g}"
+
+
+def loading(config: Tree, final: Path) -> str:
+    code = [
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{final}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{final}")',
+    ]
+    lora = config["learner"].get("lora")
+    if lora and not misread(config["student"], lora["targets"]):
+        code += [
+            "",
+            "# or the adapter alone, on what it was trained on",
+            "from peft import AutoPeftModelForCausalLM",
+            "",
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
+        ]
+    return "\n".join(["```python", *code, "```"])
+
+
+def misread(student: str, targets: str | Sequence[str]) -> bool:
+    """Whether PEFT would take adapters of layers that are no experts for those of experts, which are fused."""
+    try:
+        file = file_of(student, "config.json")
+    except ModelError:  # a run that ends does not fail by what was moved since it began
+        return False
+    experts = file is not None and "experts" in file.read_text("utf-8")
+    return experts and (targets == "all-linear" or not FEED_FORWARD.isdisjoint(targets))
+
+
+def section(title: str, names: Sequence[str], rows: Iterable[Row]) -> list[str]:
+    """Nothing where there is nothing to tell."""
+    found = list(rows)
+    return [f"## {title}", table(names, found)] if found else []
+
+
+def table(names: Sequence[str], rows: Iterable[Row]) -> str:
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

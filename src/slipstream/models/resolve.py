@@ -1,0 +1,68 @@
+"""Tiny models that ship with the package, and what `builtin:` names mean."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from slipstream.errors import ModelError, did_you_mean, first_line
+from slipstream.models.adapters import base_of, is_adapter
+
+HERE = Path(__file__).parent / "builtin"
+DEMO = HERE / "demo.toml"
+MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher")
+KNOCK = 10.0
+"""Seconds in which the hub must answer."""
+
+
+def model_path(name: str) -> str:
+    """`builtin:student` as a directory, an adapter's as that of its base, and every other name as it is. A path, which
+    no hub name looks like, must exist."""
+    if not name.strip():
+        raise ModelError(f"{name!r} names no model: write an HF directory or a hub name")
+    if is_adapter(name):
+        try:
+            return model_path(base_of(name))
+        except ModelError as error:
+            raise ModelError(str(error) if str(error).startswith(name) else f"{name}: its base is {error}") from None
+    kind, _, rest = name.partition(":")
+    if kind != "builtin":
+        if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+            raise ModelError(f"{name}: no such directory")
+        if Path(name).is_file():
+            raise ModelError(f"{name}: is a file; a model is a directory, or a name on the hub")
+        return name
+    if rest not in MODELS:
+        raise ModelError(f"no built-in model {rest!r}; {did_you_mean(rest, MODELS)}")
+    return str(HERE / rest)
+
+
+def file_of(name: str, file: str) -> Path | None:
+    """In its directory, or in the cache of the hub."""
+    path = Path(model_path(name))
+    if path.is_dir():
+        return found if (found := path / file).exists() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(str(path), file)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+@cache
+def check_reachable(name: str) -> None:
+    """The hub, for a model of which nothing is here: its library asks again and again for a minute."""
+    path = model_path(name)
+    if Path(path).is_dir():
+        return
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        known = any(file_of(name, file) for file in ("config.json", "tokenizer_config.json"))
+        if not known and not constants.is_offline_mode():
+            get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=KNOCK)
+    except (HfHubHTTPError, HFValidationError):  # it answers, or is not asked: its library has words for that
+        return
+    except Exception as error:  # whichever client it has, and whatever that raises
+        said = f"no such directory, and the hub does not answer: {first_line(error)}"
+        raise ModelError(f"{name}: {said}") from None

@@ -1,0 +1,184 @@
+"""What the samples of an update are worth, and what each of their tokens counts for it in the loss.
+
+    Σ_i w_i Σ_t (ℓ_it + λ D_roll,it) / w̄N    over tokens, N of which are trained
+    Σ_i w_i (ℓ_i + λ D_roll,i) / w̄|M|        over samples: means over the aligned tokens of each, M episodes
+    w̄ = the mean of w over the samples of the optimizer step: a gradient does not shrink as its samples grow older
+    w_i = relu(f_i − ξ),  f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
+
+A sample is a lineage: it has a weight of its own, and the means ℓ_i and D_roll,i of an episode are over the aligned
+tokens of all its lineages. What is decided stays for all steps of the update.
+
+Shapes: B samples, N trained tokens (of one sample, or of several behind one another), M cached draws.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.config.freshness import FreshnessConfig
+from slipstream.estimators.freshness import aligned_mean, rollout_kl_from_cache, score, weight
+from slipstream.objective.frozen import Frozen, padded
+from slipstream.protocols import Weighed
+from slipstream.records import Scored
+
+Key = tuple[int, int]
+"""Number of the group, and index in it, or episode of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A sample's weight, and what each of its trained tokens counts for it in distillation and in the anchor."""
+
+    weighed: Weighed
+    distill_N: Tensor
+    anchor_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Drifted:
+    """How far student or teacher is at every trained token from what it was, and where that can be known."""
+
+    kl_N: Tensor
+    known_N: Tensor
+
+
+def drifted(sample: Scored, logp_NM: Tensor) -> Drifted:
+    """By the student's log-probs of the draws that were recorded with it."""
+    kl_N = rollout_kl_from_cache(logp_NM, torch.from_numpy(sample.rollout.action_logp).double())
+    return Drifted(kl_N, torch.ones_like(kl_N, dtype=torch.bool))
+
+
+def supervision(sample: Scored) -> Drifted:
+    """Of its teacher, which stands still unless it was asked again."""
+    if sample.supervision_kl is None:
+        n = sample.rollout.trained_tokens
+        return Drifted(torch.zeros(n, dtype=torch.float64), torch.ones(n, dtype=torch.bool))
+    kl_N = torch.from_numpy(sample.supervision_kl).double()
+    return Drifted(kl_N, ~kl_N.isnan())
+
+
+def means(drift: Sequence[Drifted]) -> tuple[Tensor, list[float]]:
+    """Of each sample: over what is known, and which share that is."""
+    mean_B = aligned_mean(padded([each.kl_N for each in drift]), padded([each.known_N for each in drift]))
+    return mean_B, [float(each.known_N.sum()) / max(len(each.known_N), 1) for each in drift]
+
+
+class Judge:
+    """Of one update after the other."""
+
+    def __init__(self, freshness: FreshnessConfig) -> None:
+        self.freshness = freshness
+        self.begin()
+
+    def begin(self) -> None:
+        """Let go of the update before."""
+        self.judged: dict[Key, Judged] = {}
+        self.drifted: dict[Key, Drifted] = {}
+        """Where that is known before the pass that learns."""
+        self.supervised, self.replayed = Counter[Key](), Counter[Key]()
+        """Aligned tokens of every episode that are learned from."""
+        self.left, self.share = Counter[Key](), dict[Key, tuple[Key, int]]()
+        """Tokens of every episode that are learned from; and of every sample its episode, and how many of these."""
+
+    def take(self, samples: Sequence[Scored], frozen: Sequence[Frozen], found: Sequence[Drifted] | None = None) -> None:
+        """Whole episodes, with what is `found` of their drift already."""
+        for i, (sample, each) in enumerate(zip(samples, frozen, strict=True)):
+            episode, left_N = episode_of(sample), each.mask_T[torch.from_numpy(sample.rollout.loss_mask)]
+            if found is not None:
+                self.drifted[key_of(sample)] = found[i]
+            self.share[key_of(sample)] = episode, int(left_N.sum())
+            self.left[episode] += int(left_N.sum())
+            known_N = left_N if found is None else left_N & found[i].known_N
+            self.supervised[episode] += int((left_N & supervision(sample).known_N).sum())
+            self.replayed[episode] += int(known_N.sum())
+
+    def of(
+        self,
+        samples: Sequence[Scored],
+        frozen: Sequence[Frozen],
+        *,
+        version: int,
+        draws: Callable[[], Sequence[Tensor]],
+    ) -> list[Judged]:
+        """Of these samples; `version` is that of the learner, and `draws` its log-probs of their draws, [N, M] each."""
+        keys = [key_of(sample) for sample in samples]
+        if new := [i for i, key in enumerate(keys) if key not in self.judged]:
+            if missing := [i for i in new if keys[i] not in self.drifted]:
+                logp = draws()
+                self.drifted |= {keys[i]: drifted(samples[i], logp[i]) for i in missing}
+            found = self._judge([samples[i] for i in new], [frozen[i] for i in new], version)
+            self.judged |= {keys[i]: each for i, each in zip(new, found, strict=True)}
+        return [self.judged[key] for key in keys]
+
+    def total(self, keys: Iterable[Key]) -> tuple[float, float]:
+        """Return the sum of the weights of these judged samples, and how many samples they are.
+
+        Branches share the one sample that their episode is, by their tokens. Samples that were rejected are none.
+        """
+        parts = [(self.judged[key].weighed.w, n / (self.left[e] or 1)) for key in keys for e, n in [self.share[key]]]
+        return sum(w * part for w, part in parts), sum(part for _, part in parts)
+
+    def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
+        """What these would be worth now, whoever learns from them later."""
+        freshness = self.freshness
+        (roll_B, rolls), (sup_B, sups) = means(drift), means([supervision(sample) for sample in samples])
+        lag_B = torch.tensor([version - oldest(sample, version) for sample in samples], dtype=roll_B.dtype)
+        f_B = score(lag_B if freshness.lag else 0 * lag_B, roll_B, sup_B, alpha=freshness.alpha, beta=freshness.beta)
+        match freshness.weight:
+            case "freshness":
+                w_B = weight(f_B, threshold=freshness.threshold)
+            case "lag":
+                w_B = score(lag_B, torch.zeros_like(roll_B), torch.zeros_like(sup_B))
+            case "equal":
+                w_B = torch.ones_like(f_B)
+        columns = (x_B.tolist() for x_B in (lag_B, roll_B, sup_B, f_B, w_B))
+        return [
+            Weighed(lag=int(lag), roll=roll, sup=sup, f=f, w=w, roll_coverage=of_roll, sup_coverage=of_sup)
+            for lag, roll, sup, f, w, of_roll, of_sup in zip(*columns, rolls, sups, strict=True)
+        ]
+
+    def _judge(self, samples: Sequence[Scored], frozen: Sequence[Frozen], version: int) -> list[Judged]:
+        drift, freshness = [self.drifted[key_of(sample)] for sample in samples], self.freshness
+        weighed = self.weigh(samples, drift, version=version)
+        of_sample = [len(each.kl_N) for each in drift]
+        left_N = torch.cat(
+            [f.mask_T[torch.from_numpy(s.rollout.loss_mask)] for s, f in zip(samples, frozen, strict=True)]
+        )
+        known_N = left_N & torch.cat([each.known_N for each in drift])
+        episodes = [episode_of(sample) for sample in samples]
+        over_samples = freshness.over == "samples"
+
+        def counted(w: Sequence[float], aligned_N: Tensor, counts: Counter[Key]) -> tuple[Tensor, ...]:
+            share = [x / max(counts[each], 1) if over_samples else x for x, each in zip(w, episodes, strict=True)]
+            share_N = torch.tensor(share, dtype=torch.float64).repeat_interleave(torch.tensor(of_sample))
+            return torch.split(share_N * aligned_N, of_sample)
+
+        supervised_N = left_N & torch.cat([supervision(sample).known_N for sample in samples])
+        distill = counted([each.w for each in weighed], supervised_N, self.supervised)
+        anchor = counted([freshness.anchor * each.w for each in weighed], known_N, self.replayed)
+        return [Judged(*each) for each in zip(weighed, distill, anchor, strict=True)]
+
+
+def mean_of(totals: Iterable[tuple[float, float]]) -> float:
+    """Return the mean weight of the samples of all ranks; 1 where every weight is 0, and nothing is left to scale."""
+    weights, samples = (sum(each) for each in zip(*totals, strict=True))
+    return weights / samples if weights else 1.0
+
+
+def key_of(sample: Scored) -> Key:
+    return sample.rollout.prompt.number, sample.rollout.index
+
+
+def episode_of(sample: Scored) -> Key:
+    return sample.rollout.prompt.number, sample.rollout.episode
+
+
+def oldest(sample: Scored, version: int) -> int:
+    """The version of its oldest trained token."""
+    rollout = sample.rollout
+    return int(rollout.versions[rollout.loss_mask].min(initial=version))

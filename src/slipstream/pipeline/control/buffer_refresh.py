@@ -1,0 +1,163 @@
+"""How fresh the buffer is, and when to begin anew: pure, from what was learned from and what is ready.
+
+The buffer is every scored sample that is not learned from yet. Its mean freshness follows from the lags in it and from
+the drift that was found at each lag (`Curve`), or from a pass over all of it. When it is too low, everything that was
+rolled out under older weights is rolled out again (`admission.refresh`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, isfinite, sqrt
+from statistics import fmean
+
+from slipstream.config.freshness import FreshnessConfig
+from slipstream.metrics import Metrics
+from slipstream.protocols import Weighed
+from slipstream.records import Header
+
+RATE = 0.1
+"""What the newest update counts in the drift of a lag."""
+DRIFT = "freshness/drift/lag_"
+
+
+class Curve:
+    """Drift by lag: a rolling mean at each lag that was seen, straight lines between them and from (0, 0) on."""
+
+    def __init__(self, known: Mapping[int, float] | None = None) -> None:
+        self.known = dict(known or {})
+
+    def learn(self, lag: int, drift: float) -> None:
+        before = self.known.get(lag)
+        self.known[lag] = drift if before is None else before + RATE * (drift - before)
+
+    def __call__(self, lag: int) -> float:
+        if lag in self.known:
+            return self.known[lag]
+        below = max((each for each in self.known if each < lag), default=None)
+        above = min((each for each in self.known if each > lag), default=None)
+        if above is None:
+            return self.known[below] * lag / below if below else 0.0
+        start = 0 if below is None else below
+        low = 0.0 if below is None else self.known[below]
+        return low + (self.known[above] - low) * (lag - start) / (above - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Means over the buffer."""
+
+    f: float = 1.0
+    roll_coverage: float = 1.0
+    sup_coverage: float = 1.0
+
+
+class Buffer:
+    def __init__(
+        self, freshness: FreshnessConfig, *, steps: int, last: Mapping[str, float], say: Callable[[str], None]
+    ) -> None:
+        """`steps` are those of one update; `last` is the line that the last update wrote, of a run that is gone on
+        with."""
+        self.freshness, self.steps, self.say = freshness, steps, say
+        self.curve = Curve({int(name.removeprefix(DRIFT)): x for name, x in last.items() if name.startswith(DRIFT)})
+        self.sup = last.get("freshness/sup", 0.0)
+        """Drift of supervision, as it was found last."""
+        self.coverage = Level(1.0, last.get("freshness/roll_coverage", 1.0), last.get("freshness/sup_coverage", 1.0))
+        self.refreshes = round(last.get("freshness/refreshes", 0))
+        self.refreshed = round(last.get("freshness/refreshed", 0))
+        """The update after which it was done last; 0 for never."""
+        self.tokens = round(last.get("freshness/refreshed_tokens", 0))
+        """That were thrown away for it."""
+
+    def look(self, weighed: Sequence[Weighed]) -> Metrics:
+        """At the samples of an update."""
+        known = [each for each in weighed if isfinite(each.roll)]
+        by_lag: dict[int, list[float]] = {}
+        for each in known:
+            by_lag.setdefault(each.lag, []).append(each.roll)
+        for lag, drifts in by_lag.items():
+            self.curve.learn(lag, fmean(drifts))
+        self.coverage = Level(
+            1.0, fmean(each.roll_coverage for each in weighed), fmean(each.sup_coverage for each in weighed)
+        )
+        self.sup = fmean([each.sup for each in weighed if isfinite(each.sup)] or [0.0])
+        return {
+            "freshness/f": fmean(each.f for each in weighed),
+            "freshness/weight": fmean(each.w for each in weighed),
+            "freshness/roll": fmean([each.roll for each in known] or [0.0]),
+            "freshness/sup": self.sup,
+            "freshness/gated": fmean(each.w == 0 for each in weighed),
+            "freshness/invalid": fmean(each.f == 0 for each in weighed),
+            "freshness/roll_coverage": self.coverage.roll_coverage,
+            "freshness/sup_coverage": self.coverage.sup_coverage,
+            **{f"{DRIFT}{lag}": drift for lag, drift in sorted(self.curve.known.items())},
+        }
+
+    def modelled(self, headers: Sequence[Header], version: int) -> Level:
+        """Of a buffer, by the lags in it."""
+        if not headers:
+            return Level()
+        f = fmean(self._f(max(0, version - header.oldest)) for header in headers)
+        return Level(f, self.coverage.roll_coverage, self.coverage.sup_coverage)
+
+    def _f(self, lag: int) -> float:
+        """`estimators.freshness.score` of what is usual at a lag."""
+        freshness, roll = self.freshness, max(0.0, self.curve(lag))
+        drift = freshness.alpha * sqrt(roll) + freshness.beta * sqrt(max(0.0, self.sup))
+        return exp(-drift) / ((lag if freshness.lag else 0) + 1)
+
+    def measures(self, update: int) -> bool:
+        """Whether there is to be a pass over the buffer after this update."""
+        freshness = self.freshness
+        every = freshness.measure or (1 if freshness.buffer == "measured" else 20)
+        return freshness.refresh == "adaptive" and update % every == 0
+
+    def level(self, headers: Sequence[Header], measured: Sequence[Weighed], version: int) -> tuple[Level, Metrics]:
+        """Of the buffer, and what is written of it; `measured` is what such a pass has found, if there was one."""
+        modelled = found = self.modelled(headers, version)
+        numbers: Metrics = {}
+        if measured:
+            exact = Level(
+                fmean(each.f for each in measured),
+                fmean(each.roll_coverage for each in measured),
+                fmean(each.sup_coverage for each in measured),
+            )
+            numbers["freshness/model_error"] = modelled.f - exact.f
+            found = exact if self.freshness.buffer == "measured" else modelled
+        return found, numbers | {
+            "freshness/buffer_f": found.f,
+            "freshness/buffer_roll_coverage": found.roll_coverage,
+            "freshness/buffer_sup_coverage": found.sup_coverage,
+        }
+
+    def why(self, level: Level, update: int) -> str | None:
+        """Why all that is older than the weights of this update should be rolled out again, if it should."""
+        freshness, since = self.freshness, update - self.refreshed
+        match freshness.refresh:
+            case "never":
+                return None
+            case "fixed":
+                return f"every {freshness.every} updates" if since >= freshness.every else None
+        if self.refreshed and since * self.steps < freshness.cooldown:
+            return None
+        if level.f <= freshness.kappa_f:
+            return f"mean freshness {level.f:.3g} of the buffer <= {freshness.kappa_f:g}"
+        if level.roll_coverage < freshness.kappa_roll:
+            return f"the drift of only {level.roll_coverage:.0%} of the buffer can be known"
+        if level.sup_coverage < freshness.kappa_sup:
+            return f"supervision of only {level.sup_coverage:.0%} of the buffer can be compared"
+        return None
+
+    def done(self, update: int, *, groups: int, tokens: int, why: str) -> None:
+        self.refreshes, self.refreshed, self.tokens = self.refreshes + 1, update, self.tokens + tokens
+        self.say(f"refresh after update {update}: {groups} groups begin again, {why}")
+
+    @property
+    def metrics(self) -> Metrics:
+        """All that a run that is gone on with has to know, beside the curve."""
+        return {
+            "freshness/refreshes": float(self.refreshes),
+            "freshness/refreshed": float(self.refreshed),
+            "freshness/refreshed_tokens": float(self.tokens),
+        }

@@ -1,0 +1,1 @@
+"""Cost measurements, and predictions of what a run would take on given devices."""

@@ -1,0 +1,245 @@
+"""What a run would do with so many devices: for every schedule the best way to split them, and what one more would buy.
+
+Only splits are simulated that may be the best, as far as an estimate tells that knows of the slowest stage alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from slipstream.config.base import at_first
+from slipstream.config.file import load
+from slipstream.config.schedule import Async, Periodic, Replay, ScheduleConfig, StepOff, Sync
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError
+from slipstream.pipeline.schedules import schedule_of
+from slipstream.planning.costs import Costs
+from slipstream.planning.simulate import Forecast, Split, Work, forecast
+from slipstream.run_dir.reading import RunDir
+
+USUAL: tuple[ScheduleConfig, ...] = (Sync(), Periodic(), StepOff(k=1), StepOff(k=2), Async(tau=1), Async(tau=4))
+WITHIN, MOST = 0.7, 4
+"""Splits are simulated whose estimate is at least this part of the best one's, and no more than so many."""
+SAMPLES, UPDATES = 2500, (10, 25)
+"""Of a simulation: so many samples, in so many updates at the least and at the most."""
+
+
+LEAST = Split(1, 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Who may have more devices, and who has what there is."""
+
+    scorers: int | None = None
+    """Workers that score and take no device: endpoints, or none that takes time. Without it they are split, too."""
+    least: Split = LEAST
+
+    def splits(self, devices: int) -> Iterator[Split]:
+        for samplers in range(self.least.samplers, devices + 1):
+            if self.scorers is not None:
+                if devices - samplers >= self.least.ranks:
+                    yield Split(samplers, self.scorers, devices - samplers)
+                continue
+            for scorers in range(self.least.scorers, devices - samplers - self.least.ranks + 1):
+                yield Split(samplers, scorers, devices - samplers - scorers)
+
+    def devices(self, split: Split) -> int:
+        return split.samplers + split.ranks + (split.scorers if self.scorers is None else 0)
+
+
+HERE = Stage()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    schedule: str
+    split: Split
+    forecast: Forecast
+    seconds: float
+    """Of the whole run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    devices: int
+    offers: Sequence[Offer]
+    """All that were simulated with so many devices."""
+    more: Sequence[Offer]
+    """And with one more."""
+
+    @property
+    def best(self) -> dict[str, Offer]:
+        """Of each schedule."""
+        return fastest(self.offers)
+
+    @property
+    def next(self) -> dict[str, Offer]:
+        """With one more device, which may be left idle."""
+        return fastest([*self.best.values(), *self.more])
+
+
+def fastest(offers: Sequence[Offer]) -> dict[str, Offer]:
+    """Of each schedule; the first of several that are alike."""
+    found = dict[str, Offer]()
+    for offer in offers:
+        known = found.get(offer.schedule)
+        if known is None or offer.forecast.samples_per_s > known.forecast.samples_per_s:
+            found[offer.schedule] = offer
+    return found
+
+
+def outlook(
+    costs: Costs,
+    work: Work,
+    *,
+    devices: int,
+    updates: int,
+    schedules: Sequence[ScheduleConfig] = USUAL,
+    stage: Stage = HERE,
+    say: Callable[[str], None] = lambda _: None,
+) -> Outlook:
+    if not any(stage.splits(devices)):
+        least = stage.devices(stage.least)
+        raise ConfigError(f"--devices {devices}: sampler, scorer and learner need one each: write {least} or more")
+
+    def offers(count: int) -> list[Offer]:
+        found, splits, scored = list[Offer](), list(stage.splits(count)), stage.scorers != 0
+        for schedule in schedules:
+            for split in sensible(costs, work, splits, schedule, teacher=scored):
+                say(f"{name_of(schedule)} on {count} devices, split {split}")
+                seen = forecast(costs, split, schedule, work, updates=simulated(work), teacher=scored)
+                seconds = seen.seconds(updates, work.batch)
+                found.append(Offer(schedule=name_of(schedule), split=split, forecast=seen, seconds=seconds))
+        return found
+
+    return Outlook(devices=devices, offers=offers(devices), more=offers(devices + 1))
+
+
+def simulated(work: Work) -> int:
+    """Updates that say how it goes on."""
+    least, most = UPDATES
+    return max(least, min(most, SAMPLES // work.batch))
+
+
+def sensible(
+    costs: Costs, work: Work, splits: Sequence[Split], schedule: ScheduleConfig, *, teacher: bool = True
+) -> list[Split]:
+    """Those with the highest estimates, in that order."""
+    estimates = {split: estimate(costs, work, split, schedule, teacher=teacher) for split in splits}
+    best = max(estimates.values())
+    return sorted((s for s in splits if estimates[s] >= WITHIN * best), key=lambda s: -estimates[s])[:MOST]
+
+
+def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig, *, teacher: bool = True) -> float:
+    """Samples per second of the slowest stage, its workers always busy, or of all stages in turn, or of the cores that
+    they share. Rows share a step: those of a batch, where whole batches roll out, or all that may be in flight."""
+    knobs = schedule_of(schedule, work.batch // work.group)
+    together = work.batch if knobs.submit == "batch" else knobs.credits * work.group
+    rows = min(work.slots, max(1.0, together / split.samplers))
+    each = per_sample(costs, work, rows=rows, teacher=teacher)
+    workers = {"rollout": split.samplers, "score": max(1, split.scorers), "learn": split.ranks, "coordinator": 1}
+    seconds = [each[stage] / count for stage, count in workers.items()]
+    cores = sum(each.values()) / costs.cores if costs.cores is not None else 0.0
+    return 1 / max(sum(seconds) if knobs.stages == "turns" else max(seconds), cores)
+
+
+def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -> dict[str, float]:
+    """Seconds of one device that each stage spends on a sample, at the least: so many rows in every step, and passes
+    that cost nothing by themselves."""
+    lengths, decode, learn = costs.lengths, costs.decode, costs.learn
+    drawn = [min(work.max_tokens, lengths.draw(number, 0)) for number in range(1000)]
+    mean, context = fmean(drawn), fmean(n * (lengths.prompt + n / 2) for n in drawn)
+    passed = lengths.prompt + mean
+    return {
+        "rollout": mean * (decode.step / rows + decode.row)
+        + decode.context * context
+        + costs.read.token * lengths.prompt / work.group,
+        "score": costs.score.token * passed * (1 + work.rechecked) if teacher else 0.0,
+        "learn": learn.token * passed * work.epochs + learn.step * work.minibatches * work.epochs / work.batch,
+        "coordinator": costs.coordinator,
+    }
+
+
+def name_of(schedule: ScheduleConfig) -> str:
+    match schedule:
+        case StepOff(k=k) | Replay(k=k):
+            return f"{schedule.kind}({k})"
+        case Async(tau=tau):
+            return f"async({tau if tau == 'auto' else f'{tau:g}'})"
+    return schedule.kind
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: a config, or that of a run."""
+
+    config: Config
+    run: RunDir | None = None
+
+    @classmethod
+    def of(cls, source: str, changes: Sequence[tuple[str, str]], say: Callable[[str], None]) -> Subject:
+        if Path(source).is_dir():
+            run = RunDir(source)
+            return cls(load(run.path / "config.toml", changes, say=say), run)
+        return cls(load(source, changes, say=say))
+
+    def check(self, devices: int | None) -> None:
+        if self.config.runtime.kind == "inline" and devices is not None:
+            raise ConfigError(
+                '--devices: runtime.kind = "inline" has all engines in one process: write "local" or "ray"'
+            )
+
+    @property
+    def devices(self) -> int:
+        """As many as it has workers."""
+        config = self.config
+        scorers = [at_first(teacher.replicas) for teacher in config.teachers.values() if teacher.base_url is None]
+        return at_first(config.sampler.replicas) + sum(scorers) + config.learner.ranks
+
+    @property
+    def schedules(self) -> list[ScheduleConfig]:
+        """The usual ones that it could have, and its own."""
+        learner, own = self.config.learner, self.config.schedule
+        several = learner.minibatches * learner.epochs > 1
+        usual = [each for each in USUAL if not (several and isinstance(each, Periodic))]
+        if isinstance(own, Async) and own.tau == "auto":
+            return usual
+        return [each for each in usual if name_of(each) != name_of(own)] + [own]
+
+    @property
+    def stage(self) -> Stage:
+        teachers = self.config.teachers.values()
+        elsewhere = [teacher for teacher in teachers if teacher.base_url is not None]
+        return Stage(scorers=len(elsewhere)) if len(elsewhere) == len(teachers) else HERE
+
+    def outlook(self, costs: Costs, devices: int | None, say: Callable[[str], None]) -> Outlook:
+        return outlook(
+            costs,
+            Work.of(self.config),
+            devices=devices or self.devices,
+            updates=self.config.updates,
+            schedules=self.schedules,
+            stage=self.stage,
+            say=say,
+        )
+
+
+def numbers(outlook: Outlook) -> dict[str, Any]:
+    """All of it as plain data: for figures, and for whoever reads JSON."""
+
+    def plain(offer: Offer) -> Mapping[str, Any]:
+        return {"schedule": offer.schedule, "split": asdict(offer.split), "seconds": offer.seconds} | asdict(
+            offer.forecast
+        )
+
+    return {
+        "devices": outlook.devices,
+        "best": {name: plain(offer) for name, offer in outlook.best.items()},
+        "next": {name: plain(offer) for name, offer in outlook.next.items()},
+        "offers": [plain(offer) for offer in outlook.offers],
+    }

@@ -1,0 +1,280 @@
+"""A schedule on devices that are not here: the real pipeline on a virtual clock, with engines that only take time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.schedule import ScheduleConfig
+from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
+from slipstream.data.prompts import Prompts, Row
+from slipstream.engines.native.config import GATHERED
+from slipstream.metrics import throughput
+from slipstream.pipeline.run import Run
+from slipstream.pipeline.schedules import schedule_of
+from slipstream.planning.costs import Costs, PassCost, ScoreCost
+from slipstream.protocols import Engines, Fingerprint, Metrics, Sampling, Weighed, WeightsRef
+from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Prompt
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import virtual_clock as virtual
+from slipstream.simulation.cores import Cores
+from slipstream.simulation.sleep import Length, Server, SleepLearner, SleepSampler, SleepScorer
+
+WARMUP = 5
+"""Updates that say nothing of how it goes on."""
+
+
+@dataclass(frozen=True, order=True)
+class Split:
+    """How many devices each stage has."""
+
+    samplers: int
+    scorers: int
+    ranks: int
+
+    @property
+    def devices(self) -> int:
+        return self.samplers + self.scorers + self.ranks
+
+    def __str__(self) -> str:
+        return f"{self.samplers}+{self.scorers}+{self.ranks}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What there is to do, whoever does it."""
+
+    batch: int
+    """Samples of an update."""
+    group: int = 1
+    max_tokens: int
+    slots: int
+    """Rows of a sampler."""
+    gather: int = 0
+    """So many of them are free before some are filled."""
+    minibatches: int = 1
+    epochs: int = 1
+    rebuilds: bool = True
+    """Prefixes are read again after a publish."""
+    rechecked: float = 0.0
+    """Share of the groups that is scored twice."""
+
+    @classmethod
+    def of(cls, config: Config) -> Work:
+        sampler, learner = config.sampler, config.learner
+        rechecks = [teacher.recheck for teacher in config.teachers.values()]
+        return cls(
+            batch=learner.batch_size,
+            group=sampler.group,
+            max_tokens=sampler.max_tokens,
+            slots=sampler.slots,
+            gather=sampler.slots // GATHERED if sampler.engine == "native" else 0,
+            minibatches=learner.minibatches,
+            epochs=learner.epochs,
+            rebuilds=sampler.on_publish == "rebuild",
+            rechecked=fmean(rechecks) if rechecks else 0.0,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What a run would do, after its first updates."""
+
+    samples_per_s: float
+    tokens_per_s: float
+    """Of responses."""
+    lag: float
+    """Mean over tokens, in updates."""
+    max_lag: float
+    idle: dict[str, float]
+    """Share of the time in which a stage's workers have nothing to do, of each stage."""
+    overlap: float
+    """Of the three stages over all of it, as `overlap/stages` has it."""
+    work: float
+    """Seconds of devices that a sample takes, of all stages."""
+    first: float
+    """Seconds until the updates that say nothing are made."""
+
+    def seconds(self, updates: int, batch: int) -> float:
+        """Of a run of so many updates, its warm-up included."""
+        return self.first + max(0, updates - WARMUP) * batch / self.samples_per_s
+
+
+def forecast(
+    costs: Costs, split: Split, schedule: ScheduleConfig, work: Work, *, updates: int = 30, teacher: bool = True
+) -> Forecast:
+    config = Config(
+        student="none",
+        teachers={"main": TeacherConfig(model="none", recheck=work.rechecked)},
+        updates=WARMUP + updates + ahead(schedule, work),
+        sampler=SamplerConfig(max_tokens=work.max_tokens, group=work.group, slots=work.slots),
+        learner=LearnerConfig(batch_size=work.batch, minibatches=work.minibatches, epochs=work.epochs),
+        schedule=schedule,
+        checkpoint=CheckpointConfig(minutes=0),  # of virtual time
+        health=HealthConfig(canary=0),  # nobody says anything
+    )
+    with tempfile.TemporaryDirectory() as path:
+        cores = Cores(math.inf if costs.cores is None else costs.cores, others=costs.others)
+        made = engines(costs, split, work, cores, teacher=teacher)
+        with RunLog(Path(path), [], trace=False) as log:
+            virtual.run(Run(config, made, prompts(costs), log, say=lambda _: None).train())
+        lines = read_lines(Path(path) / "metrics.jsonl")
+    return told(lines, cores.done, updates=updates)
+
+
+def ahead(schedule: ScheduleConfig, work: Work) -> int:
+    """The last updates of a run, in which nothing new rolls out, are faster than others or slower."""
+    groups = work.batch // work.group
+    return math.ceil(schedule_of(schedule, groups).credits / groups)
+
+
+def told(lines: Sequence[dict[str, Any]], work: float, *, updates: int) -> Forecast:
+    """From the lines of a run, so many of its updates after the first, and the seconds of all devices in all of it."""
+    samples = sum(line["samples"] for line in lines)
+    lines = lines[: WARMUP + updates]
+    times, late = [line["time"] for line in lines], lines[WARMUP:]
+    wall = sum(line["seconds/update"] for line in late)
+    stages = {"rollout": "sampler", "score": "scorer", "learn": "learner"}
+
+    def idle(worker: str) -> float:
+        names = [name for name in late[0] if name.startswith(f"idle/{worker}")]
+        return float(sum(fmean(line[name] for name in names) * line["seconds/update"] for line in late) / wall)
+
+    return Forecast(
+        samples_per_s=throughput([line["samples"] for line in lines], times, warmup=WARMUP),
+        tokens_per_s=throughput([line["tokens"] for line in lines], times, warmup=WARMUP),
+        lag=sum(line["lag/mean"] * line["tokens"] for line in late) / sum(line["tokens"] for line in late),
+        max_lag=max(line["lag/max"] for line in lines),
+        idle={stage: idle(worker) for stage, worker in stages.items()},
+        overlap=sum(line["overlap/stages"] * line["seconds/update"] for line in lines) / times[-1],
+        work=work / samples,
+        first=times[WARMUP - 1],
+    )
+
+
+def prompts(costs: Costs) -> Prompts:
+    tokens = np.ones(costs.lengths.prompt, np.int32)
+    return Prompts([Row(id="p", prompt="x")], [tokens], seed=0, shuffle=False)
+
+
+def engines(costs: Costs, split: Split, work: Work, cores: Cores, *, teacher: bool = True) -> Engines:
+    coordinator = Server(lambda samples: samples * costs.coordinator / 2, cores)
+
+    def length(prompt: Prompt, index: int) -> int:
+        return min(work.max_tokens, costs.lengths.draw(prompt.number, index))
+
+    def sampler() -> Rows:
+        return Rows(
+            length,
+            coordinator,
+            step=lambda rows: costs.decode.step + costs.decode.row * rows,
+            slots=work.slots,
+            load=costs.publish.load,
+            context=costs.decode.context,
+            read=lambda tokens: through(costs.read, tokens),
+            rebuilds=work.rebuilds,
+            gather=work.gather,
+            cores=cores,
+        )
+
+    score = costs.score if teacher else ScoreCost()
+    return Engines(
+        samplers=tuple(sampler() for _ in range(split.samplers)),
+        scorers={"": tuple(Passes(score, coordinator, cores) for _ in range(max(1, split.scorers)))},
+        learner=Ranks(costs, split.ranks, cores),
+        close=lambda: None,
+    )
+
+
+def through(cost: PassCost, tokens: int) -> float:
+    return cost.call + cost.token * tokens if tokens else 0.0
+
+
+def sequence(header: Header) -> int:
+    return header.prompt_tokens + header.tokens
+
+
+class Rows(SleepSampler):
+    """The coordinator has half of its work with a group when that comes from its sampler."""
+
+    def __init__(self, length: Length, coordinator: Server, **options: Any) -> None:
+        super().__init__(length, **options)
+        self.coordinator = coordinator
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        group = await super().generate(prompt, sampling, begun)
+        await self.coordinator.work(len(group))
+        return group
+
+
+class Passes(SleepScorer):
+    """Scores what waits together, and lets more come if little does; then the coordinator has the other half."""
+
+    def __init__(self, costs: ScoreCost, coordinator: Server, cores: Cores) -> None:
+        super().__init__(lambda tokens: through(costs, tokens), cores)
+        self.costs, self.coordinator = costs, coordinator
+        self.waiting: list[tuple[Group, asyncio.Future[None]]] = []
+        self.driver: asyncio.Task[None] | None = None
+        self.enough = asyncio.Event()
+        self.ended = float("-inf")
+
+    async def score(self, group: Group) -> list[Handle]:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append((group, answer))
+        if sum(handle.header.tokens for group, _ in self.waiting for handle in group) >= self.costs.enough:
+            self.enough.set()
+        if self.driver is None or self.driver.done():
+            self.driver = asyncio.get_running_loop().create_task(self._drive())
+        await answer
+        await self.coordinator.work(len(group))
+        return list(group)
+
+    async def _drive(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while self.waiting:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.enough.wait(), max(0.0, self.ended + self.costs.apart - clock()))
+            taken, self.waiting = self.waiting, []
+            self.enough.clear()
+            await self.work(sum(sequence(handle.header) for group, _ in taken for handle in group))
+            self.ended = clock()
+            for _, answer in taken:
+                if not answer.done():
+                    answer.set_result(None)
+
+
+class Ranks(SleepLearner):
+    """They share an update out evenly, and wait for each other."""
+
+    def __init__(self, costs: Costs, ranks: int, cores: Cores) -> None:
+        super().__init__(lambda tokens: costs.learn.call + costs.learn.token * tokens / ranks, cores)
+        self.costs, self.ranks, self.update = costs, ranks, 0
+
+    async def work(self, tokens: int) -> None:
+        async with self.turn:
+            await self.cores.work(self.cost(tokens), wide=self.ranks)
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+        await self.work(sum(map(sequence, batch.headers)))
+        self.update = batch.update
+        return []
+
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+        """One of several, if there are several mini-batches: the version is that of the update."""
+        learn = self.costs.learn
+        await self.cores.work(learn.step + learn.exchange * (self.ranks - 1), wide=self.ranks)
+        self.steps = self.update
+        return {}
+
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        await self.cores.work(self.costs.publish.export)
+        return await super().export(teacher)

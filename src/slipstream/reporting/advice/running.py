@@ -1,0 +1,149 @@
+"""Rules about what a run loses, and what it waits for."""
+
+from __future__ import annotations
+
+from slipstream.config.schedule import Async
+from slipstream.reporting.advice.answer import Change, Found
+from slipstream.reporting.advice.readings import Case, values_of
+
+WAITED = 0.5
+"""Share of the time: whoever waits longer could do twice as much."""
+LOST, THROWN = 0.1, 0.25
+"""Shares of groups, and of tokens."""
+RESTS, NEARLY_ALL = 0.1, 0.8
+"""Shares of the time: of a learner that hardly waits, and of one stage where only one runs at a time."""
+
+
+# --- lost -------------------------------------------------------------------------------------------------------------
+
+
+def drops(case: Case) -> Found | None:
+    trained = sum(values_of(case.lines, "samples")) / case.config.sampler.group
+    lost = case.last("dropped")
+    if lost < 3 or lost / (lost + trained) <= LOST:
+        return None
+    reasons = {name: value for line in case.lines[-1:] for name, value in line.items() if name.startswith("dropped/")}
+    reason = max(reasons, key=lambda name: reasons[name], default="dropped")
+    waits: list[Change] = (
+        [{"schedule.on_old": "wait"}, {"schedule.on_old": "restart"}] if "old" in reason or "lag" in reason else []
+    )
+    return Found(
+        metric=reason, value=lost / (lost + trained), limit=LOST, changes=waits,
+        run=f"grep -v trained {case.at}/ledger.jsonl | tail",
+    )  # fmt: skip
+
+
+def breaks(case: Case) -> Found | None:
+    """Members of groups that no engine could answer, or nobody could grade."""
+    sound = sum(values_of(case.lines, "samples"))
+    names = {name for line in case.lines for name in line if name.startswith("ungraded/") or name == "failed_samples"}
+    for name in sorted(names):
+        if (failed := case.last(name)) >= 3 and failed / (failed + sound) > LOST:
+            timeout: list[Change] = [{"task.timeout": 2 * case.config.task.timeout}] if name.endswith("timeout") else []
+            return Found(
+                metric=name, value=failed / (failed + sound), limit=LOST, changes=timeout,
+                run=f"grep error {case.at}/ledger.jsonl | tail",
+            )  # fmt: skip
+    return None
+
+
+def throws(case: Case) -> Found | None:
+    thrown, tokens = case.last("thrown_tokens"), sum(values_of(case.lines, "tokens"))
+    if not tokens or thrown / (thrown + tokens) <= THROWN:
+        return None
+    changes: list[Change] = []
+    if isinstance(case.config.schedule, Async):
+        if case.config.schedule.on_publish == "restart":
+            changes.append({"schedule.on_publish": "keep"})
+        if case.config.schedule.on_old in ("restart", "drop"):
+            changes.append({"schedule.on_old": "wait"})
+    if case.config.freshness is not None and case.config.freshness.refresh == "adaptive":
+        changes.append({"freshness.cooldown": 2 * max(case.config.freshness.cooldown, 1)})
+    return Found(
+        metric="thrown_tokens", value=thrown / (thrown + tokens), limit=THROWN, changes=changes, weight="speed"
+    )
+
+
+def dies(case: Case) -> Found | None:
+    names = {name for line in case.lines for name in line if name.startswith("restarts/")}
+    worst = max(names, key=case.last, default=None)
+    if worst is None or case.last(worst) < 2:
+        return None
+    return Found(metric=worst, value=case.last(worst), limit=1.0, weight="watch", run=f"cat {case.at}/meta.json")
+
+
+# --- slow -------------------------------------------------------------------------------------------------------------
+
+
+def enough(case: Case) -> bool:
+    return len(case.lines) >= 10
+
+
+def stages(case: Case) -> tuple[str, str, float, float]:
+    """Whom the learner waits for, by which metric, what share of the time, and what is too much of it."""
+    if case.config.schedule.kind in ("sync", "replay"):  # everybody waits for everybody, as is meant
+        scored, rolled = case.usual("stage/score"), case.usual("stage/rollout")
+        who = "teacher" if scored > rolled else "sampler"
+        return who, f"stage/{'score' if who == 'teacher' else 'rollout'}", max(scored, rolled), NEARLY_ALL
+    scored = case.usual("groups/waiting") + case.usual("groups/scoring")
+    who = "teacher" if scored > case.usual("groups/rolling") else "sampler"
+    return who, "seconds/data", case.share("seconds/data"), WAITED
+
+
+def slow_teacher(case: Case) -> Found | None:
+    who, metric, share, limit = stages(case)
+    if not enough(case) or who != "teacher" or share <= limit or not case.config.teachers:
+        return None
+    changes: list[Change] = []
+    for name, teacher in case.config.teachers.items():
+        if teacher.base_url is not None:
+            changes.append({f"teachers.{name}.concurrency": 2 * teacher.concurrency})
+        elif teacher.replicas != "auto":
+            changes.append({f"teachers.{name}.replicas": 2 * teacher.replicas})
+    return Found(metric=metric, value=share, limit=limit, changes=changes)
+
+
+def slow_sampler(case: Case) -> Found | None:
+    who, metric, share, limit = stages(case)
+    if not enough(case) or who != "sampler" or share <= limit:
+        return None
+    changes: list[Change] = [] if metric == "seconds/data" else [{"schedule.kind": "periodic"}]
+    if case.config.sampler.replicas != "auto":
+        changes.append({"sampler.replicas": 2 * case.config.sampler.replicas})
+    return Found(metric=metric, value=share, limit=limit, changes=changes)
+
+
+def slow_learner(case: Case) -> Found | None:
+    """It hardly ever waits, and a batch is ready whenever it is done."""
+    waited = case.share("seconds/data") + case.share("seconds/turn")
+    if not enough(case) or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
+        return None
+    learner = case.config.learner
+    changes: list[Change] = [{"learner.ranks": 2 * learner.ranks}]
+    if case.config.runtime.device.startswith("cuda"):  # on CPUs bfloat16 is slower
+        changes.append({"learner.compute_dtype": "bfloat16"})
+    if not learner.shared_prompt and case.config.sampler.group > 1:
+        changes.insert(0, {"learner.shared_prompt": True})
+    return Found(metric="seconds/data", value=waited, limit=RESTS, changes=changes)
+
+
+def slow_publish(case: Case) -> Found | None:
+    share, schedule = case.share("seconds/weights"), case.config.schedule
+    if not enough(case) or share <= WAITED or not isinstance(schedule, Async):
+        return None  # other schedules publish when nothing runs any more
+    changes: list[Change] = [{"schedule.on_publish": "keep"}] if schedule.on_publish == "drain" else []
+    if schedule.tau == "auto" and schedule.publish_every != "auto":
+        changes.append({"schedule.publish_every": "auto"})
+    elif schedule.publish_every != "auto":
+        changes.append({"schedule.publish_every": 2 * schedule.publish_every})
+    return Found(metric="seconds/weights", value=share, limit=WAITED, changes=changes)
+
+
+def waits_its_turn(case: Case) -> Found | None:
+    share = case.share("seconds/turn")
+    if not enough(case) or share <= WAITED or not isinstance(case.config.schedule, Async):
+        return None  # other schedules have their age by waiting
+    changes: list[Change] = [{"schedule.order": "mixture"}] if case.config.schedule.order == "submission" else []
+    if case.config.schedule.max_lag is not None:
+        changes.append({"schedule.max_lag": 2 * case.config.schedule.max_lag})
+    return Found(metric="seconds/turn", value=share, limit=WAITED, changes=changes)

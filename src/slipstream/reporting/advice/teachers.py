@@ -1,0 +1,140 @@
+"""Rules about teachers: do they say what no model can, see another prompt, or teach what is graded worse?"""
+
+from __future__ import annotations
+
+from math import exp, hypot, sqrt
+from statistics import correlation, fmean
+
+from slipstream.reporting.advice.answer import Found
+from slipstream.reporting.advice.readings import (
+    CHANCE,
+    WINDOW,
+    Case,
+    Level,
+    Line,
+    distance,
+    kls,
+    level,
+    values_of,
+)
+
+BELOW_ZERO = -0.05
+"""Nats below 0 to which a mean reverse KL may seem to fall, by rounding."""
+UNUSABLE = 0.1
+"""Share of a teacher's answers that may fail."""
+ENOUGH = 256
+"""Tokens by which a teacher is judged."""
+SURE = 0.1
+"""Nats: a student that is surer of every token leaves nothing to compare a teacher by."""
+HEAD, LOST = 4, 3.0
+"""So many first tokens of an answer, which the teacher finds so many nats less likely than the student: 20 times."""
+UNLIKELY = 4.6
+"""Nats by which a teacher finds the student's end token less likely than the student: 100 times."""
+FOREIGN = 2.3
+"""Nats of KL at the first updates: the teacher finds every token ten times less likely than the student does."""
+ALIKE = 0.02
+"""KL between student and teacher that leaves nothing to learn."""
+PATIENCE = 50
+"""Updates in which something ought to have moved."""
+
+
+def check(case: Case) -> str:
+    return f"slipstream doctor {case.at}/config.toml"
+
+
+def lies(case: Case) -> Found | None:
+    """No distribution is below 0."""
+    for name in sorted({name for line in case.late for name in kls(line)}):
+        lines = [line for line in case.late[-10:] if name in line]
+        mean, error = fmean(values_of(lines, name)), hypot(*values_of(lines, f"{name}_error")) / len(lines)
+        if len(lines) >= 3 and Level(mean, error).under(BELOW_ZERO):
+            return Found(metric=name, value=mean, limit=BELOW_ZERO, run=check(case))
+    return None
+
+
+def fails(case: Case) -> Found | None:
+    invalid, sound = (sum(values_of(case.late, name)) for name in ("teacher/invalid", "samples"))
+    if invalid >= 3 and invalid / (invalid + sound) > UNUSABLE:
+        return Found(metric="teacher/invalid", value=invalid / (invalid + sound), limit=UNUSABLE, run=check(case))
+    differed, asked = (sum(values_of(case.late, name)) for name in ("teacher/differed", "teacher/rechecked"))
+    if differed >= 3 and differed / asked > UNUSABLE:
+        return Found(
+            metric="teacher/differed", value=differed / asked, limit=UNUSABLE, run=check(case),
+            why="Groups that were scored twice came back with other log-probs: replicas of different models, or a "
+            "server that mixes up its requests.",
+        )  # fmt: skip
+    return None
+
+
+def another_teacher(case: Case) -> Found | None:
+    """Had its numbers nothing to do with these tokens, their correlation with the student's would have mean 0 and
+    standard deviation 1/√(n − 1), whatever they are: over three of these is the bar, as before a run."""
+    if distance(case.lines[:WINDOW]).above(case.kl_first):  # of a student that ran away it tells nothing
+        return None
+    pairs = [pair for sample in case.samples for pair in pairs_of(sample)][: 4 * ENOUGH]
+    if len(pairs) < ENOUGH or min(ours for ours, _ in pairs) > -SURE:  # too few, or the student is sure of them all
+        return None
+    ours_N, theirs_N = ([exp(logp) for logp in side] for side in zip(*pairs, strict=True))
+    found = correlation(ours_N, theirs_N) if len(set(theirs_N)) > 1 else 0.0
+    chance = CHANCE / sqrt(len(pairs) - 1)
+    if found >= chance:
+        return None
+    return Found(metric="samples.jsonl: correlation", value=found, limit=chance, run=check(case))
+
+
+def pairs_of(sample: Line) -> list[tuple[float, float]]:
+    """Log-probs of its trained tokens, by the student that drew them and by its teacher."""
+    if sample.get("teacher_logp") is None:
+        return []
+    pairs = zip(sample["logp"], sample["teacher_logp"], strict=True)
+    return [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
+
+
+def another_prompt(case: Case) -> Found | None:
+    """A teacher that sees another prompt than it was made for is lost where the answer begins, and finds its way by the
+    answer itself: so the gap of the first tokens is larger than that of what follows, from the first update on. Of a
+    student that ran away in these updates it tells nothing."""
+    if distance(case.lines[:WINDOW]).above(case.kl_first):
+        return None
+    first = [pairs_of(sample) for sample in case.samples if sample["update"] <= WINDOW]
+    heads = [fmean(ours - theirs for ours, theirs in pairs[:HEAD]) for pairs in first if pairs]
+    tails = [fmean(ours - theirs for ours, theirs in pairs[2 * HEAD :]) for pairs in first if len(pairs) > 2 * HEAD]
+    head = level(heads)
+    if head.over(LOST) and (not tails or head.mean > fmean(tails)):
+        return Found(
+            metric="samples.jsonl: gap of the first tokens", value=head.mean, limit=LOST, run=check(case),
+            changes=[{f"teachers.{name}.context": None} for name, t in case.config.teachers.items() if t.context],
+        )  # fmt: skip
+    start = distance(case.lines[:3])
+    if not case.samples and start.over(FOREIGN) and case.kl_now.mean > start.mean / 2:
+        return Found(metric="teacher/kl", value=start.mean, limit=FOREIGN, run=check(case))
+    return None
+
+
+def other_end(case: Case) -> Found | None:
+    """Where answers of the first updates end by themselves, and only there, the teacher disagrees."""
+    first = [sample for sample in case.samples if sample["update"] <= WINDOW and sample.get("finish") == "eos"]
+    gaps = [[ours - theirs for ours, theirs in pairs_of(sample)] for sample in first]
+    ends, rest = level([each[-1] for each in gaps if each]), [gap for each in gaps for gap in each[:-1]]
+    if not ends.over(UNLIKELY) or (rest and ends.mean < fmean(rest) + UNLIKELY):
+        return None
+    return Found(
+        metric="samples.jsonl: gap of the last token", value=ends.mean, limit=UNLIKELY,
+        run=f"slipstream config {case.at}/config.toml --check",
+    )  # fmt: skip
+
+
+def wrong_lessons(case: Case) -> Found | None:
+    """The student comes nearer to its teacher, and is graded worse for it; not one that was nearer, and has left."""
+    fall = case.fall
+    if fall is None or not case.kl_then.above(case.kl_now) or case.kl_now.above(case.kl_best):
+        return None
+    return Found(metric=fall.name, value=fall.now, limit=0.9 * fall.best, run=f"slipstream samples {case.at} -n 5")
+
+
+def nothing_to_teach(case: Case) -> Found | None:
+    kl = distance(case.lines)
+    moving = any(teacher.follow is not None for teacher in case.config.teachers.values())
+    if moving or case.config.policy is not None or len(case.lines) < PATIENCE or not kl.under(ALIKE):
+        return None
+    return Found(metric="teacher/kl", value=kl.mean, limit=ALIKE, weight="watch")

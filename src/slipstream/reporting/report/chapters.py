@@ -1,0 +1,116 @@
+"""A study as a page of Markdown; and docs/findings.md, which tells of such pages and of those that scripts wrote.
+
+slipstream report runs/finding1 --markdown docs/findings
+python -m slipstream.reporting.report.chapters docs/findings/finding1.md … > docs/findings.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import get_args
+
+from slipstream.reporting.report import arms
+from slipstream.reporting.report.findings import duration
+from slipstream.reporting.report.panels import words
+from slipstream.reporting.report.sections import written
+from slipstream.reporting.report.study import apart, compared, said, slopes, title_of
+from slipstream.studies.results import STUDY_FILE, Sweep
+from slipstream.studies.statistics import Verdict
+
+STUDIES = Path("configs/lab")
+CLAIM = re.compile(rf"^\| (.*?) \| .* \| \*\*({'|'.join(get_args(Verdict))})\*\* \|$", re.MULTILINE)
+"""Of a study's page: what is said, and what came of it."""
+VERDICT = re.compile(r"^(?:In short: .*|.*\bconjecture [a-z ]*? here\b.*)$", re.MULTILINE)
+"""Of a script's, what it comes to."""
+FIGURE = re.compile(r"^!\[(.*)\]\((.*)\)$", re.MULTILINE)
+HEAD = """# Findings
+
+What the papers say of distillation on stale rollouts, tried on a laptop: a student of 140 k parameters learns
+arithmetic from a teacher of twice its size, both brought along. Effects are of this task and these models; where they
+show, and where they do not, is said either way. Each title leads to a page with all numbers and the commands that make
+it anew: it is a study ([how they work](lab.md)), or what a script has measured. This page is made of those by
+
+```console
+{command}
+```
+
+Numbers are means over seeds ± one standard error. A claim is what a paper says, or what was to be expected; it *holds*
+where the difference by seed has its sign and is more than two standard errors from 0, *does not hold* where it is as
+far on the other side, and is *not visible* in between: of nine claims about nothing one would be seen, as five seeds
+are few. Of a conjecture a script says whether it *fails*.
+"""
+
+
+def index(pages: Sequence[Path]) -> Iterator[str]:
+    yield HEAD.format(command=" ".join(["python -m", __spec__.name, *map(str, pages), "> docs/findings.md"]))
+    for path in pages:
+        text, there = path.read_text("utf-8"), path.parent.name
+        yield f"\n## [{text.splitlines()[0].removeprefix('# ')}]({there}/{path.name})\n"
+        if claims := CLAIM.findall(text):
+            yield "| claim | |\n| --- | --- |"
+            yield from (f"| {says} | {verdict} |" for says, verdict in claims)
+            yield ""
+        yield from VERDICT.findall(text)
+        if figure := FIGURE.search(text):
+            yield f"![{figure[1]}]({there}/{figure[2]})"
+
+
+def chapter(sweep: Sweep, directory: Path) -> Iterator[str]:
+    study = sweep.study.sweep
+    config = STUDIES / f"{sweep.path.resolve().name}.toml"
+    again = str(config) if config.exists() else f"{sweep.path / STUDY_FILE} --output {sweep.path}"
+    yield f"# {title_of(sweep)}\n"
+    if study.about:
+        yield f"{study.about.strip()}\n"
+    yield f"```console\nslipstream sweep {again}\nslipstream report {sweep.path} --markdown {directory}\n```\n"
+    for file, figure in arms.drawn(sweep).items():
+        yield f"![{figure.title}]({file})\n"
+    if claims := sweep.claims():
+        yield "| claim | claimed to be below 0 | is | |\n| --- | --- | --- | --- |"
+        for each in claims:
+            yield f"| {each.claim.says} | {compared(each)} | {apart(each.found, each.measure)} | **{each.verdict}** |"
+        yield ""
+    for measure in sweep.measures:
+        yield from table(sweep, measure)
+    head, rows = slopes(sweep)
+    if rows:
+        yield from markdown([head, *rows])
+    yield f"{made(sweep)}\n"
+
+
+def table(sweep: Sweep, measure: str) -> Iterator[str]:
+    """A row for every series, a column for every x."""
+    places = arms.places(sweep)
+    setting = sweep.study.x
+    head = [words(measure)[0], *(f"{setting} = {written(x)}" if setting else "" for x in places)]
+    cells = {(row.series, repr(row.x)): said(row, measure) for row in sweep.table(measure)}
+    rows = [[series, *(cells.get((series, repr(x)), "") for x in places)] for series in sweep.series()]
+    yield from markdown([head, *rows])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """A table, the first row of which is its head."""
+    head, *others = rows
+    yield f"| {' | '.join(head)} |\n|{' --- |' * len(head)}"
+    yield from (f"| {' | '.join(row)} |" for row in others)
+    yield ""
+
+
+def made(sweep: Sweep) -> str:
+    """Of how many runs, in which time, where."""
+    done, missing = [cell.done for cell in sweep.finished], len(sweep.cells) - len(sweep.finished)
+    meta = sweep.finished[0].run.meta
+    seeds = ", ".join(map(str, sweep.study.sweep.seeds))
+    return (
+        f"{len(done)} runs{f', {missing} are missing' if missing else ''}; seeds {seeds}; "
+        f"{sum(each['updates'] for each in done):,.0f} updates in "
+        f"{duration(sum(each['cpu_seconds'] for each in done))} of CPU; "
+        f"{meta['cpus']} cores, torch {meta['packages']['torch']}, {meta['started'][:10]}."
+    )
+
+
+if __name__ == "__main__":
+    print("\n".join(index([Path(path) for path in sys.argv[1:]])))

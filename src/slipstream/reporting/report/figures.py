@@ -1,0 +1,279 @@
+"""Figures as plain data: a title that says what to see, and the traces and layout that a page draws with plotly.js.
+
+Nothing here knows a library, a run or a study. Colours are names of the page's palette (`var(--s1)`), so that one
+figure is right in light, in dark and on paper; `page.js` puts in what they are there, and what all figures share.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+from slipstream.metric_names import Band
+from slipstream.reporting.report.points import beside, reach, smoothed, thinned
+
+Json = dict[str, Any]
+COLOURS = 8
+DASHES = ("solid", "dash", "dot", "dashdot")
+HEIGHT = 250
+FEW = 40
+"""So many points are drawn one by one; of more there is also the mean over neighbours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    title: str
+    note: str
+    """How to read it."""
+    data: list[Json]
+    layout: Json
+    height: int = HEIGHT
+    wide: bool = False
+    legend: bool = False
+    """Whether it needs one of its own: colours that are runs are told at the top of the page."""
+    zoom: bool = False
+    """Whether one looks around in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points of one run, or of one arm, and the error of each."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    slot: int = 0
+    """Which colour it has."""
+    error: Sequence[float | None] = field(default=())
+
+    def ends(self) -> Iterator[float]:
+        """As far as it may be, up and down."""
+        for value, error in zip(self.y, self.error or [None] * len(self.y), strict=True):
+            yield from (value - (error or 0.0), value + (error or 0.0))
+
+
+def colour(slot: int, alpha: float = 1.0) -> str:
+    return shade(f"s{slot % COLOURS + 1}", alpha)
+
+
+def shade(name: str, alpha: float = 1.0) -> str:
+    """A colour of the page's palette."""
+    return f"var(--{name})" if alpha == 1 else f"var(--{name}/{alpha:g})"
+
+
+def plain(text: str) -> str:
+    """Text that plotly takes for text: it reads tags and entities in labels."""
+    return html.escape(text, quote=False)
+
+
+def number(x: float) -> float | None:
+    """To five digits; what JSON has no word for is left out."""
+    return float(f"{x:.5g}") if isfinite(x) else None
+
+
+def numbers(values: Iterable[float | None]) -> list[float | None]:
+    return [None if x is None else number(x) for x in values]
+
+
+def curves(
+    title: str,
+    note: str,
+    series: Sequence[Series],
+    *,
+    x: str,
+    y: str,
+    share: bool = False,
+    band: Band | None = None,
+    marks: bool = False,
+    exact: bool = False,
+    wide: bool = False,
+    legend: bool = False,
+    height: int = HEIGHT,
+) -> Figure:
+    """A line for each. With `marks` every point is one; else many points are a faint line below their running mean,
+    unless they are `exact`."""
+    few = marks or all(len(each.x) <= FEW for each in series)
+    how = points if few else course if exact else trail
+    data = [trace for each in series for trace in how(each)]
+    layout = axes(x, y, share=share)
+    span = reach(end for each in series for end in each.ends())
+    if span and band:
+        low, high = span = beside(band, span)
+        layout["shapes"] = [healthy(band, low, high)]
+    if span:
+        layout["yaxis"]["range"] = numbers(span)
+    return Figure(title, note, data, layout, height, wide=wide, legend=legend)
+
+
+def axes(x: str, y: str, *, share: bool = False) -> Json:
+    vertical: Json = {"title": {"text": y}} | ({"tickformat": ".0~%"} if share else {})
+    return {"xaxis": {"title": {"text": x}}, "yaxis": vertical}
+
+
+def points(each: Series) -> list[Json]:
+    bars = {"error_y": {"array": numbers(each.error), "thickness": 1.2, "width": 3}} if each.error else {}
+    return [
+        {
+            **named(each),
+            "mode": "lines+markers",
+            "x": numbers(each.x),
+            "y": numbers(each.y),
+            "line": {"color": colour(each.slot), "width": 2, "dash": dash(each)},
+            "marker": {"size": 5},
+            **bars,
+        }
+    ]
+
+
+def course(each: Series) -> list[Json]:
+    raw = thinned(each.x, each.y)
+    return [{**named(each), **line(raw), "line": {"color": colour(each.slot), "width": 2, "dash": dash(each)}}]
+
+
+def trail(each: Series) -> list[Json]:
+    """All points as a faint line, and their mean over neighbours."""
+    raw, mean = thinned(each.x, each.y), smoothed(each.x, each.y)
+    return [
+        {
+            **named(each),
+            **line(raw),
+            "line": {"color": colour(each.slot, 0.3), "width": 1},
+            "hoverinfo": "skip",
+            "showlegend": False,
+        },
+        {**named(each), **line(mean), "line": {"color": colour(each.slot), "width": 2, "dash": dash(each)}},
+    ]
+
+
+def ribbons(title: str, note: str, series: Sequence[Series], *, x: str, y: str, share: bool = False) -> Figure:
+    """A line for each, in a ribbon as wide as its error."""
+    data: list[Json] = []
+    for each in series:
+        errors = [error or 0.0 for error in each.error]
+        low = [value - error for value, error in zip(each.y, errors, strict=True)]
+        high = [value + error for value, error in zip(each.y, errors, strict=True)]
+        data += [
+            {
+                **named(each),
+                "mode": "lines",
+                "x": numbers([*each.x, *reversed(each.x)]),
+                "y": numbers([*high, *reversed(low)]),
+                "fill": "toself",
+                "fillcolor": colour(each.slot, 0.16),
+                "line": {"width": 0, "color": colour(each.slot)},
+                "hoverinfo": "skip",
+                "showlegend": False,
+            },
+            {
+                **named(each),
+                **line((each.x, each.y)),
+                "line": {"color": colour(each.slot), "width": 2, "dash": dash(each)},
+            },
+        ]
+    return Figure(title, note, data, axes(x, y, share=share))
+
+
+def dash(each: Series) -> str:
+    """Where colours come again, lines differ."""
+    return DASHES[each.slot // COLOURS % len(DASHES)]
+
+
+def line(points: tuple[Sequence[float], Sequence[float]]) -> Json:
+    return {"mode": "lines", "x": numbers(points[0]), "y": numbers(points[1])}
+
+
+def named(each: Series) -> Json:
+    return {"type": "scatter", "name": plain(each.name), "meta": each.slot}
+
+
+def healthy(band: Band, low: float, high: float) -> Json:
+    """The part of a figure in which a metric is healthy, shaded."""
+    bottom = low if band.low is None else min(max(band.low, low), high)
+    top = high if band.high is None else max(min(band.high, high), low)
+    place = {"xref": "paper", "x0": 0, "x1": 1, "y0": number(bottom), "y1": number(top)}
+    return {
+        "type": "rect",
+        "layer": "below",
+        "line": {"width": 0},
+        "fillcolor": shade("healthy", 0.13),
+        **place,
+    }
+
+
+def bars(
+    title: str,
+    note: str,
+    labels: Sequence[str],
+    series: Sequence[Series],
+    *,
+    y: str,
+    x: str = "",
+    share: bool = False,
+    wide: bool = False,
+    height: int = HEIGHT,
+) -> Figure:
+    """Bars beside one another over labels; `Series.y` has a number for each label."""
+    names = [plain(label) for label in labels]
+    data = [
+        {
+            "type": "bar",
+            "name": plain(each.name),
+            "meta": each.slot,
+            "x": names,
+            "y": numbers(each.y),
+            "marker": {"color": colour(each.slot)},
+            **({"error_y": {"array": numbers(each.error), "thickness": 1.2, "width": 3}} if each.error else {}),
+        }
+        for each in series
+    ]
+    layout = axes(x, y, share=share)
+    layout["xaxis"] |= {"type": "category"}
+    gap = {"bargap": 0.6 if len(labels) < 4 else 0.25}
+    return Figure(title, note, data, layout | gap, height, wide=wide)
+
+
+def dots(
+    title: str, note: str, labels: Sequence[str], series: Sequence[Series], *, x: str, share: bool = False
+) -> Figure:
+    """A point for each label, one below the other, with its error: for more labels than bars have room for."""
+    data = [
+        {
+            **named(each),
+            "mode": "markers",
+            "y": [plain(label) for label in labels],
+            "x": numbers(each.y),
+            "marker": {"size": 8, "color": colour(each.slot)},
+            "error_x": {"array": numbers(each.error), "thickness": 1.5, "width": 4},
+        }
+        for each in series
+    ]
+    layout = axes(x, "")
+    layout["xaxis"] |= {"tickformat": ".0~%"} if share else {}
+    layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": data[0]["y"][::-1]}
+    return Figure(title, note, data, layout | {"hovermode": "closest"}, height=90 + 26 * len(labels), wide=True)
+
+
+def stacks(
+    title: str, note: str, rows: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, share: bool = False
+) -> Figure:
+    """A bar for each row, lying, made of parts that have a colour each."""
+    names = [plain(row) for row in rows]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": plain(part),
+            "y": names,
+            "x": numbers(values),
+            "marker": {"color": colour(slot)},
+        }
+        for slot, (part, values) in enumerate(parts.items())
+    ]
+    layout = axes(x, "")
+    layout["xaxis"] |= {"tickformat": ".0~%"} if share else {}
+    layout["yaxis"] |= {"type": "category", "autorange": "reversed"}
+    more = {"barmode": "stack", "bargap": 0.35, "hovermode": "closest"}
+    return Figure(title, note, data, layout | more, height=130 + 34 * len(rows), legend=True, wide=True)

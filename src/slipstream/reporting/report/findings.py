@@ -1,0 +1,105 @@
+"""What a figure shows, in a sentence: from the numbers that it is drawn of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import floor, isfinite, log10, sqrt
+from statistics import fmean, stdev
+
+from slipstream.metric_names import Band
+
+ENDS = 10
+"""Updates at either end of a run that are compared."""
+SURE = 2.0
+"""Standard errors beyond which a change is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """From the first updates to the last."""
+
+    first: float
+    last: float
+    error: float
+    """Standard error of the difference, the updates being independent."""
+
+    @property
+    def sure(self) -> bool:
+        return abs(self.last - self.first) > SURE * self.error
+
+
+def change(values: Sequence[float]) -> Change:
+    """Between the means of the first and the last ten of these, or of as many as do not overlap."""
+    count = max(1, min(ENDS, len(values) // 2))
+    first, last = values[:count], values[-count:]
+    error = sqrt(sum(stdev(part) ** 2 / count for part in (first, last))) if count > 1 else float("inf")
+    return Change(fmean(first), fmean(last), error)
+
+
+def shown(value: float, *, share: bool = False) -> str:
+    """A number as a person writes it: three digits that count, thousands apart."""
+    if not isfinite(value):
+        return "unknown"
+    if share:
+        return f"{100 * value:.3g} %"
+    if value and abs(value) < 1e-4:
+        return f"{value:.1e}".replace("e-0", "e-")
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+def estimate(mean: float | None, error: float | None, *, share: bool = False) -> str:
+    """A mean and its standard error, to the digits that the error leaves."""
+    if mean is None:
+        return "–"
+    if error is None:
+        return shown(mean, share=share)
+    scale, unit = (100.0, " %") if share else (1.0, "")
+    mean, error = mean * scale, error * scale
+    digits = 2 if error <= abs(mean) * 1e-9 else min(max(1 - floor(log10(error)), 0), 6)
+    return f"{mean:,.{digits}f} ± {error:.{digits}f}{unit}"
+
+
+def course(label: str, runs: Mapping[str, Sequence[float]], *, share: bool = False) -> str:
+    """Where it went in one run, or where it ended in several."""
+
+    def say(x: float) -> str:
+        return shown(x, share=share)
+
+    ends = {name: change(values) for name, values in runs.items() if values}
+    if len(ends) == 1:
+        (only,) = ends.values()
+        if len(set(map(say, values_of(runs)))) == 1:
+            return f"{label} stayed at {say(only.last)}"
+        if only.sure:
+            return f"{label} {'rose' if only.last > only.first else 'fell'} from {say(only.first)} to {say(only.last)}"
+        return f"{label}: {say(fmean(values_of(runs)))} on average, no clear trend"
+    values = {name: each.last for name, each in ends.items()}
+    if len(set(map(say, values.values()))) == 1:
+        return f"{label} ended at {say(next(iter(values.values())))} in every run"
+    if len(values) <= 3:
+        return f"{label} ended at " + ", ".join(f"{say(value)} ({name})" for name, value in values.items())
+    least, most = min(values, key=values.__getitem__), max(values, key=values.__getitem__)
+    return f"{label} ended between {say(values[least])} ({least}) and {say(values[most])} ({most})"
+
+
+def values_of(runs: Mapping[str, Sequence[float]]) -> list[float]:
+    return [value for values in runs.values() for value in values]
+
+
+def inside(band: Band, runs: Mapping[str, Sequence[float]]) -> str:
+    """How often it was healthy."""
+
+    counts = {name: (sum(value in band for value in values), len(values)) for name, values in runs.items() if values}
+    if all(count == total for count, total in counts.values()):
+        told = "all updates"
+    else:
+        of = "" if len(counts) == 1 else " ({})"
+        told = ", ".join(f"{count} of {total} updates{of.format(name)}" for name, (count, total) in counts.items())
+    return f"Healthy in {told}: {band}."

@@ -1,0 +1,177 @@
+"""One HTML file that needs nothing else: text, tables, figures as JSON, style, and plotly.js once.
+
+Whatever is not `Html` is text, and is escaped where it becomes part of the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from textwrap import wrap
+from typing import NewType
+
+from slipstream.reporting.report.figures import Figure, Json, plain
+from slipstream.reporting.report.quotes import visible
+
+Html = NewType("Html", str)
+Part = Figure | Html
+STEPS = '<div class="steps">{}</div>'.format(
+    "".join(
+        f'<button type="button" data-step="{step}" aria-label="{told}" title="{told}">{sign}</button>'
+        for step, told, sign in (
+            ("back", "earlier", "←"),
+            ("on", "later", "→"),
+            ("in", "nearer", "+"),
+            ("out", "wider", "−"),
+            ("all", "all of it", "all"),
+        )
+    )
+)
+"""How one looks around where nobody can drag."""
+LINE = 88
+"""Letters in a line of a title that is drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    title: str
+    intro: str
+    parts: Sequence[Part]
+
+    @property
+    def anchor(self) -> str:
+        return "-".join("".join(char if char.isalnum() else " " for char in self.title.lower()).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    kicker: str
+    title: str
+    lead: str
+    sections: Sequence[Section]
+    legend: Mapping[int, str]
+    """What has which colour in every figure; empty where that is clear."""
+    footer: Html
+
+
+def document(page: Page) -> str:
+    sections = [section for section in page.sections if section.parts]
+    figures = dict(numbered(part for section in sections for part in section.parts if isinstance(part, Figure)))
+    names = iter(figures)
+    contents = "".join(f'<li><a href="#{each.anchor}">{visible(each.title)}</a></li>' for each in sections)
+    body = [
+        f'<p class="kicker">{visible(page.kicker)}</p><h1>{visible(page.title)}</h1>',
+        f'<p class="lead">{visible(page.lead)}</p>' if page.lead else "",
+        f'<nav aria-label="contents"><ol>{contents}</ol></nav>',
+        legend(page.legend),
+        *(render(section, names) for section in sections),
+        f"<footer>{page.footer}</footer>",
+    ]
+    return shell(page.title, "<main>" + "\n".join(body) + "</main>", figures)
+
+
+def shell(title: str, body: str, figures: Mapping[str, Figure], script: str = "page.js") -> str:
+    """A page with its style, its figures and what draws them."""
+    data = {name: drawn(figure) for name, figure in figures.items()}
+    plotly = f"<script>{plotly_js()}</script>" if figures else ""
+    return sound(
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{visible(title)}</title><style>{asset('page.css')}</style></head><body>\n{body}\n"
+        "<noscript><p>The figures need JavaScript; nothing is loaded from elsewhere.</p></noscript>\n"
+        f'<script type="application/json" id="figures">{as_json(data)}</script>\n{plotly}\n'
+        f"<script>{asset(script)}</script>\n</body></html>\n"
+    )
+
+
+def drawn(figure: Figure) -> Json:
+    """What page.js needs of it: its words are in the page."""
+    kept = {name: value for name, value in asdict(figure).items() if name not in ("note", "wide")}
+    return kept | {"title": "<br>".join(wrap(plain(figure.title), LINE))}
+
+
+def numbered(figures: Iterable[Figure]) -> Iterator[tuple[str, Figure]]:
+    for number, figure in enumerate(figures, 1):
+        yield f"figure-{number}", figure
+
+
+def render(section: Section, names: Iterator[str]) -> str:
+    intro = f'<p class="lead">{visible(section.intro)}</p>' if section.intro else ""
+    head = f'<div class="head"><h2>{visible(section.title)}</h2>{intro}</div>'
+    # beside the first figures, or the two come on different sheets of paper
+    parts, grid = ([], [head]) if isinstance(section.parts[0], Figure) else ([head], list[str]())
+    for part in section.parts:
+        if isinstance(part, Figure):
+            grid.append(shown(part, next(names)))
+            continue
+        parts += [f'<div class="grid">{"".join(grid)}</div>', part] if grid else [part]
+        grid = []
+    parts += [f'<div class="grid">{"".join(grid)}</div>'] if grid else []
+    return f'<section id="{section.anchor}">{"".join(parts)}</section>'
+
+
+def shown(figure: Figure, name: str) -> str:
+    kind = ' class="wide"' if figure.wide else ""
+    zoom, steps = (" zoom", STEPS) if figure.zoom else ("", "")
+    title = visible(figure.title)
+    return (
+        f"<figure{kind}><figcaption><b>{title}</b><span>{visible(figure.note)}</span></figcaption>{steps}"
+        f'<div class="plot{zoom}" id="{name}" role="img" aria-label="{title}" style="height:{figure.height}px"></div>'
+        "</figure>"
+    )
+
+
+def legend(names: Mapping[int, str]) -> str:
+    if not names:
+        return ""
+    chips = "".join(
+        f'<button type="button" data-slot="{slot}" aria-pressed="true" style="--c:var(--s{slot % 8 + 1})">'
+        f"{visible(name)}</button>"
+        for slot, name in names.items()
+    )
+    return f'<div class="legend">{chips}</div>'
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> Html:
+    """Text; of numbers all columns but the first stand to the right."""
+    kind = ['class="n"' if numbers and i else "" for i in range(len(head))]
+    top = "".join(f"<th {k}>{visible(name)}</th>" for k, name in zip(kind, head, strict=True))
+    body = "".join(
+        f"<tr>{''.join(f'<td {k}>{visible(cell)}</td>' for k, cell in zip(kind, row, strict=True))}</tr>"
+        for row in rows
+    )
+    return Html(f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>')
+
+
+def paragraph(text: str) -> Html:
+    return Html(f"<p>{visible(text)}</p>")
+
+
+def folded(title: str, text: str) -> Html:
+    """Something long, behind its title."""
+    return Html(
+        f'<details><summary>{visible(title)}</summary><div class="box"><pre>{visible(text)}</pre></div></details>'
+    )
+
+
+def as_json(data: object) -> str:
+    """As part of a script: nothing in it ends one."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def sound(text: str) -> str:
+    """Text that a file can hold: halves of characters are replaced."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def asset(name: str) -> str:
+    return files("slipstream.reporting.report").joinpath(name).read_text("utf-8")
+
+
+def plotly_js() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())

@@ -1,0 +1,191 @@
+"""Small figures of one metric each, by section: all that is drawn the same way, as a table.
+
+What a metric means, and where it is healthy, is in the vocabulary; here are only its words on an axis.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from slipstream import metric_names as vocabulary
+from slipstream.reporting.report import figures
+from slipstream.reporting.report.figures import Figure, Series
+from slipstream.reporting.report.findings import course, inside
+from slipstream.reporting.report.runs import Reading
+
+
+class Panel(NamedTuple):
+    names: str
+    """A pattern of metrics; its group, if it has one, goes into the label."""
+    label: str
+    unit: str
+    """On the axis."""
+    exact: bool = False
+    """It is set, not measured: there is no noise to take a mean of."""
+
+
+SHARE = "share"
+PANELS: dict[str, tuple[Panel, ...]] = {
+    "rewards": (
+        Panel(r"reward/(exact|math)", "Reward {}", SHARE),
+        Panel(r"reward/([\w/]+)", "Reward {}", "mean over responses"),
+        Panel(r"policy/rows_moved", "Responses with an advantage", SHARE),
+        Panel(r"policy/clip_fraction", "Clipped tokens", SHARE),
+        Panel(r"policy/ratio_max", "Largest ratio p/p_old", "ratio"),
+    ),
+    "learning": (
+        Panel(r"teacher/kl", "KL to the teacher", "nats per token"),
+        Panel(r"loss", "Loss", "nats per token"),
+        Panel(r"grad_norm", "Gradient norm", "before clipping"),
+        Panel(r"student/entropy", "Entropy of the student", "nats per token"),
+        Panel(r"lr", "Learning rate", "per step", True),
+        Panel(r"reference/kl", "KL to the start", "nats per token"),
+        Panel(r"distill/clip_fraction", "Clipped draws", SHARE),
+        Panel(r"distill/masked_fraction", "Draws taken out", SHARE),
+        Panel(r"distill/dropped_fraction", "Draws above the cap", SHARE),
+        Panel(r"distill/student_mass", "Student's mass on the compared ids", SHARE),
+        Panel(r"distill/teacher_mass", "Teacher's mass on the compared ids", SHARE),
+        Panel(r"distill/overlap_ratio", "Teacher's top-k in the student's", SHARE),
+    ),
+    "throughput": (
+        Panel(r"tokens_per_s", "Throughput", "tokens per second"),
+        Panel(r"overlap/stages", "Overlap of the three stages", "seconds of work per second"),
+        Panel(r"seconds/update", "Time of an update", "seconds"),
+        Panel(r"seconds/publish", "Time of a publish", "seconds"),
+        Panel(r"rows/filled", "Rows that are not padding", SHARE),
+    ),
+    "staleness": (
+        Panel(r"lag/mean", "Mean lag", "updates"),
+        Panel(r"tau", "tau", "updates in flight", True),
+    ),
+    "drift": (
+        Panel(r"drift/k3_kl", "KL from what drew (k3)", "nats per token"),
+        Panel(r"drift/chi2_token", "χ² of token weights", "variance"),
+        Panel(r"drift/chi2_row_p95", "χ² of a response, 95th percentile", "variance"),
+        Panel(r"drift/ess", "Effective sample size, tokens", SHARE),
+        Panel(r"drift/chi2_seq", "χ² of whole responses", "variance"),
+        Panel(r"drift/ess_seq", "Effective sample size, responses", SHARE),
+        Panel(r"drift/ess_row_min", "Least effective sample size of a response", SHARE),
+        Panel(r"drift/tv", "Total variation from what drew", "probability"),
+        Panel(r"drift/probs_pearson", "Correlation with what drew", "Pearson's r"),
+        Panel(r"drift/rollout_kl", "Exact KL from what drew", "nats per token"),
+        Panel(r"mismatch/k3_kl", "KL of engines at one version (k3)", "nats per token"),
+        Panel(r"mismatch/probs_pearson", "Correlation of engines at one version", "Pearson's r"),
+    ),
+    "corrections": (
+        Panel(r"correction/ess", "Effective sample size of the weights", SHARE),
+        Panel(r"correction/rollout_is_mean", "Mean weight", "weight"),
+        Panel(r"correction/rollout_is_std", "Spread of the weights", "standard deviation"),
+        Panel(r"correction/rollout_is_ratio_fraction_high", "Ratios above the threshold", SHARE),
+        Panel(r"correction/rollout_rs_masked_fraction", "Rejected tokens", SHARE),
+        Panel(r"correction/rollout_rs_seq_masked_fraction", "Responses that lost a token", SHARE),
+    ),
+    "freshness": (
+        Panel(r"freshness/f", "Freshness of what is learned from", "f, from 0 to 1"),
+        Panel(r"freshness/weight", "Weight of a sample", "mean weight"),
+        Panel(r"freshness/gated", "Samples that count nothing", SHARE),
+        Panel(r"freshness/roll", "KL from what drew, by sample", "nats per token"),
+        Panel(r"freshness/sup", "KL from what teachers said", "nats per token"),
+        Panel(r"freshness/buffer_f", "Freshness of what waits", "f, from 0 to 1"),
+        Panel(r"freshness/refreshes", "Refreshes so far", "count", True),
+    ),
+    "guards": (
+        Panel(r"guard/(?!kl)(\w+)", "Guard {}", "factor on the learning rate", True),
+        Panel(r"guard/(kl)", "Guard {}", "updates off tau", True),
+    ),
+    "noise": (Panel(r"gradient/cosine", "Cosine of fresh and stale gradients", "cosine"),),
+    "lengths": (
+        Panel(r"length/mean", "Length of a response", "tokens"),
+        Panel(r"length/trend", "Growth of the mean length", "ratio"),
+        Panel(r"truncated", "Responses cut off", SHARE),
+    ),
+    "teachers": (
+        Panel(r"teacher/(\w+)/kl", "KL to teacher {}", "nats per token"),
+        Panel(r"teacher/(\w+)/loss", "Loss on teacher {}'s tokens", "nats per token"),
+        Panel(r"teacher/(\w+)/share", "Teacher {}'s share of tokens", SHARE),
+        Panel(r"teacher/(\w+)/version", "Version of teacher {}", "update", True),
+        Panel(r"teacher/moved", "KL by which supervision moved", "nats per token"),
+        Panel(r"teacher/invalid", "Responses with unusable scores", "count"),
+        Panel(r"teacher/floored", "Tokens on the floor of log-probs", "count"),
+    ),
+    "episodes": (
+        Panel(r"episode/turns", "Turns of an episode", "turns"),
+        Panel(r"episode/calls", "Calls of tools", "per episode"),
+        Panel(r"episode/invalid", "Episodes with an invalid call", SHARE),
+        Panel(r"episode/looped", "Episodes that went in circles", SHARE),
+        Panel(r"episode/out_of_turns", "Episodes out of turns", SHARE),
+        Panel(r"episode/out_of_time", "Episodes out of time", SHARE),
+        Panel(r"episode/seconds", "Waiting for the environment", "seconds per episode"),
+        Panel(r"environment/([\w/]+)", "Environment: {}", "mean over episodes"),
+    ),
+}
+OF_EVAL, OF_TIME = Panel(r"eval/(?:\w+/)?accuracy", "Held-out accuracy", SHARE), Panel("time", "Time", "seconds")
+"""What studies measure beside metrics."""
+IDLE = (
+    "guard/",
+    "distill/clip",
+    "distill/masked",
+    "distill/dropped",
+    "policy/clip",
+    "teacher/invalid",
+    "teacher/floored",
+    "episode/looped",
+    "episode/out_of",
+    "freshness/refreshes",
+)
+"""What is drawn only if it ever was something else than nothing done, and nothing wrong."""
+
+
+def panels(section: str, runs: Sequence[Reading]) -> Iterator[Figure]:
+    """Every metric of a section that any of the runs has."""
+    left = list(dict.fromkeys(name for run in runs for name in run.columns))
+    for panel in PANELS[section]:
+        for name in [name for name in left if re.fullmatch(panel.names, name)]:
+            left.remove(name)
+            if not uneventful(name, runs):
+                yield draw(name, runs)
+
+
+def uneventful(name: str, runs: Sequence[Reading]) -> bool:
+    if not name.startswith(IDLE):
+        return False
+    usual = 1.0 if name.startswith("guard/") and name != "guard/kl" else 0.0
+    return all(value == usual for run in runs for value in run.values(name))
+
+
+def words(name: str) -> tuple[str, str]:
+    """What a person calls a metric, and its unit; of one that has no panel, its name."""
+    panel = panel_of(name)
+    return panel.label, panel.unit
+
+
+def panel_of(name: str) -> Panel:
+    """With the label of this very metric."""
+    for panel in [OF_EVAL, OF_TIME, *(panel for section in PANELS.values() for panel in section)]:
+        if match := re.fullmatch(panel.names, name):
+            return panel._replace(label=panel.label.format(*match.groups()))
+    return Panel(name, name, "")
+
+
+def draw(name: str, runs: Sequence[Reading]) -> Figure:
+    panel = panel_of(name)
+    values = {run.name: run.values(name) for run in runs}
+    (term,) = vocabulary.find(name)
+    band, share = vocabulary.band(name), panel.unit == SHARE
+    health = f" {inside(band, values)}" if band else "" if term.healthy == "–" else f" Healthy: {term.healthy}."
+    return figures.curves(
+        course(panel.label, values, share=share),
+        f"{name}: {term.meaning}.{health}",
+        series(name, runs),
+        x="update",
+        y=panel.unit,
+        exact=panel.exact,
+        share=share,
+        band=band,
+    )
+
+
+def series(name: str, runs: Sequence[Reading]) -> list[Series]:
+    return [Series(run.name, *run.columns[name], slot) for slot, run in enumerate(runs) if name in run.columns]

@@ -1,0 +1,146 @@
+"""What the student said, as HTML: every token coloured by how much less likely the teacher found it, or more.
+
+A student may say anything: all text is escaped, and characters that a browser would obey, or not show, are made
+visible.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import Any
+from unicodedata import category
+
+from slipstream.reporting.report.findings import shown
+from slipstream.reporting.report.runs import Reading
+from slipstream.run_dir.writing import SAMPLES
+
+MOST = 1200
+"""Tokens, or characters of what was not said, that are shown of one sample."""
+FULL = 4.0
+"""Nats at which the colour is at its strongest."""
+SEEN = 0.1
+"""Nats below which a token has no colour."""
+ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
+
+
+def chosen(run: Reading, count: int) -> list[dict[str, Any]]:
+    """Samples from the first to the last update, evenly."""
+    total = 0
+
+    def tell(number: int, line: bytes) -> bool:
+        nonlocal total
+        total = number + 1
+        return False
+
+    run.run.picked(SAMPLES, tell)
+    count = min(count, total)
+    wanted = {round(i * (total - 1) / max(count - 1, 1)) for i in range(count)} if count > 1 else {total - 1}
+    return run.run.picked(SAMPLES, lambda number, line: number in wanted)
+
+
+def sample(quote: dict[str, Any], name: str = "") -> str:
+    """One sample as an article."""
+    parts = [f'<p class="head">{visible(head(quote, name))}</p>', block("prompt", visible(cut_end(quote["prompt"])))]
+    tokens = list(marked(quote))
+    said = [text for who, text in quote.get("turns") or [("said", quote["response"])] if who == "said"]
+    if tokens and "".join(token for token, *_ in tokens) == "".join(said):
+        parts += turns(quote, tokens)
+    else:  # tokens that are no characters by themselves do not add up to what was said
+        parts += [
+            block(who if quote.get("turns") else "response", visible(cut(text)))
+            for who, text in quote.get("turns") or [("response", quote["response"])]
+        ]
+        parts += [block("its tokens", coloured(tokens))] if tokens else []
+    if quote.get("context") is not None:
+        parts.append(block("the teacher saw", visible(cut(quote["context"]))))
+    if gaps := [gap for _, _, _, gap in tokens if gap is not None]:
+        mean, teacher = fmean(gaps), visible(quote["teacher"] or "the teacher")
+        parts.append(f'<p class="note">On average {teacher} finds a token {shown(abs(mean))} nats '
+                     f"{'less' if mean > 0 else 'more'} likely than the student did.</p>")  # fmt: skip
+    return f'<article class="sample">{"".join(parts)}</article>'
+
+
+def head(quote: dict[str, Any], name: str) -> str:
+    versions = [version for version, _ in quote["versions"]]
+    drawn = f"{min(versions)}–{max(versions)}" if len(set(versions)) > 1 else f"{versions[0]}" if versions else "none"
+    rewards = "".join(f", {each} {value:.3g}" for each, value in quote["rewards"].items())
+    ended = ENDED.get(quote["finish"], quote["finish"])
+    run = f"{name}, " if name else ""
+    return f"{run}update {quote['update']}: {len(quote['tokens'])} tokens by version {drawn}, {ended}{rewards}"
+
+
+Marked = tuple[str, float | None, float | None, float | None]
+"""A token, its log-prob by the student and by the teacher, and what lies between."""
+
+
+def marked(quote: dict[str, Any]) -> Iterator[Marked]:
+    theirs = quote["teacher_logp"] or [None] * len(quote["tokens"])
+    for token, ours, other in zip(quote["tokens"], quote["logp"], theirs, strict=True):
+        yield token, ours, other, None if ours is None or other is None else ours - other
+
+
+def turns(quote: dict[str, Any], tokens: Sequence[Marked]) -> Iterator[str]:
+    """What was said, coloured, between what was seen."""
+    if not quote.get("turns"):
+        yield block("response", coloured(tokens))
+        return
+    left = list(tokens)
+    for who, text in quote["turns"]:
+        if who != "said":
+            yield block(who, visible(cut(text)))
+            continue
+        own, length = list[Marked](), 0
+        while left and length < len(text):
+            own.append(left.pop(0))
+            length += len(own[-1][0])
+        yield block(who, coloured(own))
+
+
+def block(label: str, inner: str) -> str:
+    kind = label if label in ("prompt", "said", "seen", "response") else "other"
+    return f'<div class="turn {kind}"><span class="who">{visible(label)}</span><pre>{inner}</pre></div>'
+
+
+def coloured(tokens: Sequence[Marked]) -> str:
+    shown = "".join(map(span, tokens[:MOST]))
+    return shown + (f"<i>… and {len(tokens) - MOST:,} tokens more</i>" if len(tokens) > MOST else "")
+
+
+def span(token: Marked) -> str:
+    text, ours, theirs, gap = token
+    if gap is None:
+        return visible(text)
+    told = f"student {ours:.2f}, teacher {theirs:.2f}"
+    if abs(gap) < SEEN:
+        return f'<span title="{told}">{visible(text)}</span>'
+    strength = min(1.0, abs(gap) / FULL)
+    kind = "less" if gap > 0 else "more"
+    return f'<span class="{kind}" style="--a:{0.12 + 0.68 * strength:.2f}" title="{told}">{visible(text)}</span>'
+
+
+def visible(text: str) -> str:
+    """As HTML that shows it all: control characters as pictures of themselves, what turns text round as its number."""
+    return html.escape("".join(map(picture, text)))
+
+
+def picture(char: str) -> str:
+    if char in "\n\t":
+        return char
+    match category(char):
+        case "Cc":
+            return chr(0x2400 + ord(char)) if ord(char) < 32 else "␡" if char == "\x7f" else f"\\x{ord(char):02x}"
+        case "Cf" | "Cs" | "Zl" | "Zp":
+            return f"\\u{ord(char):04x}"
+        case _:
+            return char
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= MOST else f"{text[:MOST]}… and {len(text) - MOST:,} characters more"
+
+
+def cut_end(text: str) -> str:
+    """Of a prompt its end is what is answered."""
+    return text if len(text) <= MOST else f"{len(text) - MOST:,} characters and …{text[-MOST:]}"

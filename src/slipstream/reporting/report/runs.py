@@ -1,0 +1,141 @@
+"""Runs as a report sees them: each with a name of its own, its metrics by name, and its settings against defaults."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.base import Section
+from slipstream.config.file import differing
+from slipstream.config.schema import Config, TeacherConfig
+from slipstream.errors import RunDirError
+from slipstream.metrics import digest
+from slipstream.reporting.advice.readings import Case
+from slipstream.run_dir.reading import Line, RunDir
+from slipstream.run_dir.writing import SAMPLES
+
+Column = tuple[list[float], list[float]]
+"""Updates, and what a metric was then."""
+FIRST = 400
+"""Samples that advice is made from."""
+OPTIONAL = ("environment", "policy", "reference", "freshness")
+"""Sections that do nothing unless they are written."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    name: str
+    run: RunDir
+    config: Config
+    meta: Mapping[str, Any]
+    metrics: list[Line]
+    evaluations: list[Line]
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """Every metric by name, where it is a number."""
+        found: dict[str, Column] = {}
+        for line in self.metrics:
+            update = float(line["update"])
+            for name, value in line.items():
+                if isinstance(value, int | float) and isfinite(value):
+                    updates, values = found.setdefault(name, ([], []))
+                    updates.append(update)
+                    values.append(float(value))
+        return found
+
+    def values(self, name: str) -> list[float]:
+        return self.columns.get(name, ([], []))[1]
+
+    def last(self, name: str) -> float | None:
+        values = self.values(name)
+        return values[-1] if values else None
+
+    @cached_property
+    def digest(self) -> dict[str, float]:
+        return digest(self.metrics)
+
+    @cached_property
+    def case(self) -> Case:
+        """As the rules of advice see it; they look at the first samples, and of freshness at all groups."""
+        samples = self.run.picked(SAMPLES, lambda number, _: number < FIRST)
+        ledger = self.run.ledger if self.config.freshness else []
+        return Case(self.config, self.metrics, self.evaluations, samples, ledger, str(self.run.path))
+
+    def at(self, update: float) -> float:
+        return seconds_at(self.metrics, update)
+
+    def accuracy(self) -> Iterator[tuple[str, list[float], list[float], list[float | None]]]:
+        """Of every held-out set: its name, updates, accuracy, and one standard error at most."""
+        sets = dict.fromkeys(line.get("set", "") for line in self.evaluations)
+        for each in sets:
+            lines = [line for line in self.evaluations if line.get("set", "") == each and "accuracy" in line]
+            prompts = [line.get("samples", 0.0) / self.config.eval.n for line in lines]
+            values = [line["accuracy"] for line in lines]
+            errors = [standard_error(value, count) for value, count in zip(values, prompts, strict=True)]
+            yield each, [float(line["update"]) for line in lines], values, errors
+
+
+def seconds_at(metrics: Sequence[Line], update: float) -> float:
+    """Seconds that a run had gone on when it had made so many updates."""
+    place = bisect_left(metrics, update, key=lambda line: float(line["update"]))
+    return float(metrics[min(place, len(metrics) - 1)].get("time", 0.0)) if update > 0 else 0.0
+
+
+def standard_error(mean: float, count: float) -> float | None:
+    """Of a mean of numbers from 0 to 1, whose variance is at most p(1 − p); of others nobody knows."""
+    return sqrt(mean * (1 - mean) / count) if 0 <= mean <= 1 and count else None
+
+
+def read(paths: Sequence[Path]) -> list[Reading]:
+    """Each run under a name that no other has."""
+    runs = [RunDir(path) for path in paths]
+    found = list[Reading]()
+    for name, run in zip(distinguished(paths), runs, strict=True):
+        metrics = run.metrics
+        if not metrics:
+            raise RunDirError(f"{run.path} has made no update yet: there is nothing to report")
+        found.append(Reading(name, run, run.config, run.meta, metrics, run.evaluations))
+    return found
+
+
+def distinguished(paths: Sequence[Path]) -> list[str]:
+    """The ends of paths, as short as tells them apart; the same path twice gets a number."""
+    whole = [path.resolve() for path in paths]
+    names = [path.name or str(path) for path in whole]
+    for depth in range(2, max(len(path.parts) for path in whole) + 1):
+        names = [
+            "/".join(path.parts[-depth:]).lstrip("/") if names.count(name) > 1 else name
+            for path, name in zip(whole, names, strict=True)
+        ]
+    return [f"{name} ({names[: i + 1].count(name)})" if names.count(name) > 1 else name for i, name in enumerate(names)]
+
+
+def defaults(config: Config) -> Config:
+    """What it would be if it said no more than its student, its teachers and which kinds it has."""
+    sections = {name: _default(value) for name, value in config if isinstance(value, Section)}
+    teachers = {name: TeacherConfig.model_construct(model=each.model) for name, each in config.teachers.items()}
+    given: dict[str, Any] = {"student": config.student, "teachers": teachers, **sections}
+    return Config.model_construct(_fields_set=None, **given)
+
+
+def _default(section: Section) -> Section:
+    kind = getattr(section, "kind", None)
+    return type(section).model_construct(_fields_set=None, **({} if kind is None else {"kind": kind}))
+
+
+def changed(config: Config) -> dict[str, tuple[Any, Any]]:
+    """Every setting that a config has otherwise than by default: the default, and what it is."""
+    apart = differing(defaults(config), config)
+    found = {name: (theirs, ours) for name, theirs, ours in apart if theirs != {}}  # what is in it has rows of its own
+    for name in ("loss", "schedule"):
+        usual, ours = Config.model_fields[name].default.kind, getattr(config, name).kind
+        if ours != usual:
+            found[f"{name}.kind"] = (usual, ours)
+    found |= {f"[{name}]": (None, "in use") for name in OPTIONAL if getattr(config, name) is not None}
+    return found

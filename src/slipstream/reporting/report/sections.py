@@ -1,0 +1,259 @@
+"""The page of one run, or of several over one another: what is known of them, section by section."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import slipstream
+from slipstream.config.file import differing, to_toml
+from slipstream.reporting.advice.tree import advise
+from slipstream.reporting.report import charts, quotes, timeline
+from slipstream.reporting.report.figures import FEW
+from slipstream.reporting.report.findings import change, duration, shown
+from slipstream.reporting.report.page import Html, Page, Part, Section, folded, paragraph, table
+from slipstream.reporting.report.panels import panels
+from slipstream.reporting.report.points import window
+from slipstream.reporting.report.quotes import visible
+from slipstream.reporting.report.runs import Reading, changed
+from slipstream.run_dir.writing import LEDGER
+
+SAMPLES = 6
+"""Samples of one run; of several each has fewer."""
+CAUSES = 8
+NAMED = 5
+"""Runs that a title names."""
+KEY = Html(
+    '<p class="note key">The colour of a token: <span class="less" style="--a:.6">the teacher finds it less '
+    'likely</span> <span class="more" style="--a:.6">more likely</span> than the student did; strongest from '
+    f"{quotes.FULL:g} nats on. Point at one for both log-probs.</p>"
+)
+
+
+def page(runs: Sequence[Reading], command: str) -> Page:
+    names = [run.name for run in runs]
+    several = len(runs) > 1
+    return Page(
+        kicker="Slipstream report",
+        title=title_of(names),
+        lead=" ".join(filter(None, [what(runs[0]) if not several else "", lines_of(runs)])),
+        sections=list(sections(runs)),
+        legend=dict(enumerate(names)) if several else {},
+        footer=made_by(command),
+    )
+
+
+def title_of(names: Sequence[str]) -> str:
+    if len(names) > NAMED:
+        return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} others"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def lines_of(runs: Sequence[Reading]) -> str:
+    """How to read curves, if any run is so long that it matters."""
+    longest = max(len(run.metrics) for run in runs)
+    if longest <= FEW:
+        return ""
+    return f"Thin lines are single updates, thick ones the mean over as many as {window(longest)} neighbours."
+
+
+def what(run: Reading) -> str:
+    """What was trained, from whom and how, in a line."""
+    config = run.config
+    teachers = ", ".join(config.model_of(each) for each in config.teachers.values())
+    distilled = f" · {config.loss.kind} from {teachers}" if teachers else ""
+    policy = f" · {config.policy.loss} on {', '.join(config.task.names)}" if config.policy else ""
+    tau = f"({config.schedule.tau:g})" if config.schedule.kind == "async" and config.schedule.tau != "auto" else ""
+    began = str(run.meta.get("started", ""))[:16].replace("T", " ")
+    return f"{config.student}{distilled}{policy} · schedule {config.schedule.kind}{tau} · begun {began} UTC."
+
+
+def sections(runs: Sequence[Reading]) -> Iterator[Section]:
+    """In the order in which a person asks. One without figures is left out."""
+    yield Section("At a glance", "", [headlines(runs)])
+    yield Section("Advice", "What slipstream advise makes of the numbers.", list(advice(runs)))
+    yield Section("Configuration", "What was written, or follows from what was written; all else is default.", list(
+        configuration(runs)
+    ))  # fmt: skip
+    yield Section("Accuracy and rewards", "", [*charts.accuracy(runs), *panels("rewards", runs)])
+    yield Section("Learning", "", list(panels("learning", runs)))
+    found = [timeline.slices(run) for run in runs]
+    yield Section("Overlap of the stages", "", list(overlap(runs, found)))
+    yield Section("Throughput", "", list(panels("throughput", runs)))
+    yield Section(
+        "Waits",
+        "What each stage waited for.",
+        present(charts.waits(runs), charts.idle(runs), charts.places(runs), charts.publishes(runs)),
+    )
+    yield Section(
+        "Staleness", "How old the tokens were that were learned from.",
+        [*present(charts.lags(runs), charts.drift_by_lag(runs)), *panels("staleness", runs)],
+    )  # fmt: skip
+    yield Section(
+        "Drift", "How far the learner was from what drew its samples. The shaded part is healthy.",
+        list(panels("drift", runs)),
+    )  # fmt: skip
+    yield Section("Corrections", "What importance weights and rejection did.", list(panels("corrections", runs)))
+    yield Section("Freshness", "What samples were worth.", list(panels("freshness", runs)))
+    yield Section("Guards", "What the run did by itself when its numbers went wrong.", list(panels("guards", runs)))
+    yield Section("Noise", "", [*present(charts.noise(runs)), *panels("noise", runs)])
+    yield Section("Lengths", "", list(panels("lengths", runs)))
+    yield Section("Teachers", "", list(panels("teachers", runs)))
+    stages = [figure for run in runs if run.values("episode/turns") for figure in present(timeline.episodes(run))]
+    yield Section("Episodes", "", [*stages, *panels("episodes", runs)])
+    yield Section("Samples", "", list(samples(runs)))
+    yield Section("Lost work", "", list(losses(runs)))
+
+
+def present(*figures: Any) -> list[Part]:
+    return [figure for figure in figures if figure is not None]
+
+
+def headlines(runs: Sequence[Reading]) -> Html:
+    rows = [[label, *cells] for label, cells in facts(runs) if any(cell for cell in cells)]
+    if len(runs) == 1:
+        told = "".join(f"<div><dt>{visible(label)}</dt><dd>{visible(cell)}</dd></div>" for label, cell in rows)
+        return Html(f'<dl class="facts">{told}</dl>')
+    return table(["", *(run.name for run in runs)], rows, numbers=len(runs) > 1)
+
+
+def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
+    """What is asked first, and its answer for each run; empty where there is none."""
+    yield (
+        "updates",
+        [
+            f"{len(run.metrics):,}" + ("" if run.run.finished else f" of {run.config.updates}, not finished")
+            for run in runs
+        ],
+    )
+    yield "wall clock", [duration(run.values("time")[-1]) for run in runs]
+    sets = dict.fromkeys(name for run in runs for name, *_ in run.accuracy())
+    for each in sets:
+        found = [next((a for a in run.accuracy() if a[0] == each), None) for run in runs]
+        yield f"accuracy{f' on {each}' if each else ''}", [accuracy_of(one) for one in found]
+    for name, label in [*rewards(runs), ("teacher/kl", "KL to the teacher")]:
+        ends = [change(run.values(name)) if run.values(name) else None for run in runs]
+        yield label, [f"{shown(end.first)} → {shown(end.last)}" if end else "" for end in ends]
+    for name, label in (
+        ("tokens_per_s", "tokens per second"),
+        ("overlap/stages", "overlap of stages"),
+        ("lag/mean", "mean lag, in updates"),
+        ("lag/max", "largest lag"),
+    ):
+        yield label, [shown(run.digest[name]) if run.digest else "" for run in runs]
+    yield "groups lost or begun again", [shown(run.digest["lost"]) if run.digest else "" for run in runs]
+
+
+def rewards(runs: Sequence[Reading]) -> list[tuple[str, str]]:
+    names = dict.fromkeys(name for run in runs for name in run.columns if name.startswith("reward/"))
+    return [(name, f"reward {name.removeprefix('reward/')}") for name in names]
+
+
+def accuracy_of(found: tuple[str, list[float], list[float], list[float | None]] | None) -> str:
+    if found is None:
+        return ""
+    _, _, values, errors = found
+    error = f" ± {100 * errors[-1]:.2g}" if errors[-1] else ""
+    return f"{100 * values[0]:.3g} → {100 * values[-1]:.3g}{error} %"
+
+
+def advice(runs: Sequence[Reading]) -> Iterator[Part]:
+    """What is wrong, by which number, why, and what to write instead."""
+    found = [(run.name, advise(run.case)) for run in runs]
+    rows = [
+        [name, each.name, f"{each.metric} = {shown(each.value)}", each.cause, each.cli or each.run]
+        for name, advice in found
+        for each in advice.answers
+    ]
+    skip = 1 if len(runs) == 1 else 0
+    if rows:
+        yield table(["run", "finding", "seen", "cause", "write"][skip:], [row[skip:] for row in rows])
+    calm = [name for name, advice in found if not advice.wrong]
+    if calm:
+        yield paragraph("Nothing is wrong." if skip else f"Nothing is wrong with {title_of(calm)}.")
+
+
+def configuration(runs: Sequence[Reading]) -> Iterator[Part]:
+    """A row for every setting that is not the default in all runs; first those in which runs differ."""
+    found = [changed(run.config) for run in runs]
+    apart = {name for run in runs[1:] for name, *_ in differing(runs[0].config, run.config)}
+    names = sorted({name for each in found for name in each} - {"output"}, key=lambda name: (name not in apart, name))
+    rows = []
+    for name in names:
+        usual = next(each[name][0] for each in found if name in each)
+        rows.append([name, *(written(setting(run, name)) for run in runs), written(usual)])
+    if len(runs) > 1 and apart:
+        yield paragraph("The first rows are those in which the runs differ.")
+    yield table(["setting", *(run.name if len(runs) > 1 else "here" for run in runs), "default"], rows)
+    for run in runs:
+        of = f" of {run.name}" if len(runs) > 1 else ""
+        yield folded(f"config.toml{of} in full, and where it ran", f"{to_toml(run.config)}\n{machine(run)}")
+
+
+def setting(run: Reading, name: str) -> Any:
+    """What a run has there; none where it has no such setting."""
+    if name.startswith("["):
+        return "in use" if getattr(run.config, name.strip("[]")) is not None else None
+    value: Any = run.config.model_dump(mode="json")
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def written(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def machine(run: Reading) -> str:
+    meta = run.meta
+    packages = [f"{name} {version}" for name, version in dict(meta.get("packages", {})).items()]
+    of = [f"{name} {meta[name]}" for name in ("python", "platform", "cpus", "git", "started") if meta.get(name)]
+    return "\n".join([begun(run), *of, *packages])
+
+
+def begun(run: Reading) -> str:
+    """The command that made it."""
+    words = [str(word) for word in run.meta.get("command") or []]
+    return shlex.join([Path(words[0]).name if words[0] != "-c" else "slipstream", *words[1:]]) if words else ""
+
+
+def overlap(runs: Sequence[Reading], found: Sequence[list[timeline.Slice]]) -> Iterator[Part]:
+    there = [(run, each) for run, each in zip(runs, found, strict=True) if each]
+    if there:
+        yield timeline.gantt([run for run, _ in there], [each for _, each in there])
+    for run, each in there:
+        yield timeline.busy(run, each, named=len(runs) > 1)
+
+
+def samples(runs: Sequence[Reading]) -> Iterator[Part]:
+    count = SAMPLES if len(runs) == 1 else max(2, SAMPLES // len(runs))
+    found = [(run, quote) for run in runs for quote in quotes.chosen(run, count)]
+    if found:
+        yield KEY
+    for run, quote in found:
+        yield Html(quotes.sample(quote, run.name if len(runs) > 1 else ""))
+
+
+def losses(runs: Sequence[Reading]) -> Iterator[Part]:
+    figure = charts.lost(runs)
+    if figure is None:
+        yield paragraph("Every group that was submitted was trained on, or was still under way at the end.")
+        return
+    yield figure
+    rows = [[run.name, *cause] for run in runs for cause in causes(run)]
+    if rows:
+        yield table(["run", "group", "why", "cause"], rows)
+
+
+def causes(run: Reading) -> Iterable[list[str]]:
+    """The first groups that were dropped, and why."""
+    room = iter(range(CAUSES))
+    lines = run.run.picked(LEDGER, lambda _, line: b'"end": "dropped"' in line and next(room, None) is not None)
+    return [[str(line["number"]), str(line["reason"]), str(line.get("cause", ""))] for line in lines]
+
+
+def made_by(command: str) -> Html:
+    return Html(f"Made by <code>{visible(command)}</code> with slipstream {slipstream.__version__}, plotly.js (MIT).")

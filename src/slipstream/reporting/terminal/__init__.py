@@ -1,0 +1,1 @@
+"""Live and finished runs as terminal panels."""

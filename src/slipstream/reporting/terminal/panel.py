@@ -1,0 +1,197 @@
+"""A run as lines of a terminal: from plain data, whether a run tells it of itself or its directory does."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from slipstream.errors import printable
+from slipstream.reporting.terminal.charts import (
+    BAR,
+    chosen,
+    filled,
+    lags,
+    lost,
+    outside,
+    stage_bars,
+    stages,
+    table,
+    waits,
+    watched_rows,
+)
+from slipstream.reporting.terminal.layout import MANY, Block, Lines, beside, fitting, stack
+from slipstream.reporting.terminal.progress import Course, Quote
+from slipstream.reporting.terminal.readings import hours
+from slipstream.reporting.terminal.samples import PROMPT_LINES, SAMPLE_LINES, said
+
+WIDE, BROAD = 80, 120
+"""Columns that have room for a bar, and for two things beside each other."""
+GAP = 4
+"""Columns between these."""
+NAME = 18
+"""Columns of a name that is watched."""
+LEAST = 10
+"""Columns below which a bar is of no use."""
+SAMPLE = 12
+"""Lines of a sample where there is room for several."""
+
+
+@dataclass(frozen=True)
+class View:
+    title: str
+    update: int
+    updates: int
+    elapsed: float
+    """Seconds."""
+    left: float | None
+    doing: str
+    course: Course
+    state: str = ""
+    style: str = ""
+    """Of the state."""
+    quotes: Sequence[Quote] = ()
+    """The one that is shown, and those to be shown where there is room."""
+    place: str = ""
+    """Of the first of them."""
+    news: Sequence[str] = ()
+    keys: str = ""
+
+
+def inline(view: View, width: int, height: int) -> Lines:
+    """Below what a command prints."""
+    blocks = [*top(view, width), *middle(view, width), sample(view, width, PROMPT_LINES + SAMPLE_LINES + 1)]
+    return fitting(stack(blocks, height), width)
+
+
+def screen(view: View, width: int, height: int) -> Lines:
+    """All of a terminal."""
+    if width >= BROAD:
+        half = (width - GAP) // 2
+        parts = [*middle(view, half), blank(), outer(view, half), news(view, half)]
+        body = [columns(parts[0], parts[1:], half)]
+    else:
+        body = [*middle(view, width), outer(view, width), news(view, width)]
+    room = height - bool(view.keys)
+    lines = stack([*top(view, width), blank(), *body, blank(), sample(view, width, height)], room)
+    keys = [*[Text()] * (room - len(lines)), Text(view.keys, style="dim")] if view.keys else []
+    return fitting([*lines, *keys], width)
+
+
+def page(view: View, width: int) -> Lines:
+    """All there is to say, in as many lines as that takes."""
+    body = [*top(view, width), *middle(view, width), outer(view, width), news(view, width)]
+    return fitting(stack([*body, sample(view, width, PROMPT_LINES + SAMPLE_LINES + 1)], MANY), width)
+
+
+def blank() -> Block:
+    return Block(9, 0, 0, 1, lambda _: [Text()])
+
+
+def columns(left: Block, right: list[Block], width: int) -> Block:
+    """As high as the higher one."""
+    least, good, most = (
+        max(getattr(left, what), sum(getattr(block, what) for block in right)) for what in ("least", "good", "most")
+    )
+    return Block(1, min(4, least), good, most, lambda n: beside(stack([left], n), stack(right, n), width + GAP))
+
+
+# --- how far it is ----------------------------------------------------------------------------------------------------
+
+
+def top(view: View, width: int) -> list[Block]:
+    doing = textwrap.wrap(printable(f"{view.state}: {view.doing}" if view.state else view.doing), width)
+    return [
+        Block(0, 1, 1, 1, lambda _: [head(view, width)]),
+        Block(0, 1, 2, min(3, len(doing)), lambda n: state(doing[:n], view)),
+    ]
+
+
+def head(view: View, width: int) -> Text:
+    times = hours(view.elapsed) + (f", {hours(view.left)} to go" if view.left is not None else "")
+    right = f"update {view.update}/{view.updates}  {times}"
+    room = max(0, width - cell_len(right) - 2)
+    title = Text(" ".join(printable(view.title).split()), style="bold")
+    bar = min(BAR, max(LEAST, room - title.cell_len - 2)) if width >= WIDE else 0
+    title.truncate(room - bar - 2 * bool(bar), overflow="ellipsis", pad=True)
+    line = title.copy()
+    if bar:
+        line.append("  ").append_text(filled(view.update / max(view.updates, 1), bar, "━", "─", "green"))
+    return line.append(f"  {right}")
+
+
+def state(lines: Sequence[str], view: View) -> Lines:
+    found = [Text(line, style="cyan") for line in lines]
+    if found and view.state:
+        found[0].stylize(view.style, 0, len(view.state))
+    return found
+
+
+# --- how it goes ------------------------------------------------------------------------------------------------------
+
+
+def middle(view: View, width: int) -> list[Block]:
+    """What is watched, and then all about time, age and loss."""
+    rows, bars = watched_rows(view.course), stages(view.course)
+    found = [Block(1, min(4, len(rows)), min(10, len(rows)), len(rows), lambda n: table(chosen(rows, n), width, NAME))]
+    if bars:
+        found.append(Block(3, 1, 1, len(bars), partial(stage_bars, bars, width)))
+    for rank, text, style in (
+        (4, lost(view.course), "yellow"),
+        (5, lags(view.course), ""),
+        (6, waits(view.course), "dim"),
+    ):
+        if text:
+            found.append(wrapped(rank, text, width, style))
+    return found
+
+
+def outer(view: View, width: int) -> Block:
+    rows = outside(view.course)
+    return Block(7, 0, min(3, len(rows)), min(8, len(rows)), lambda n: table(rows[:n], width, 2 * NAME))
+
+
+def news(view: View, width: int) -> Block:
+    """The newest at the bottom, and each of them whole where there is room for it."""
+    told = [textwrap.wrap(printable(text), width, subsequent_indent="  ") for text in view.news[-8:]]
+
+    def draw(room: int) -> Lines:
+        lines = told[-1][:room] if len(told[-1]) <= room else [*told[-1][: room - 1], told[-1][room - 1] + " …"]
+        for each in reversed(told[:-1]):
+            if len(each) + len(lines) > room:
+                break
+            lines = each + lines
+        return [Text(line, style="magenta") for line in lines]
+
+    count = sum(map(len, told))
+    return Block(8, min(1, count), min(3, count), min(10, count), draw)
+
+
+def wrapped(rank: int, text: str, width: int, style: str) -> Block:
+    lines = [Text(line, style=style) for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+    return Block(rank, 1, len(lines), len(lines), lambda n: lines[:n])
+
+
+# --- what the student says --------------------------------------------------------------------------------------------
+
+
+def sample(view: View, width: int, most: int) -> Block:
+    """One, and others below it where there is room."""
+
+    def draw(room: int) -> Lines:
+        lines: Lines = []
+        each = max(SAMPLE, room // max(1, min(3, len(view.quotes))))
+        for quote in view.quotes:
+            left = room - len(lines)
+            drawn = partial(said, quote, width, beside="" if lines else view.place)
+            whole = drawn(each)
+            if len(whole) > left:
+                return lines if lines and left < SAMPLE // 2 else lines + drawn(left)
+            lines += whole
+        return lines
+
+    return Block(2, 3, 5, most, draw) if view.quotes else Block(2, 0, 0, 0, lambda _: [])

@@ -1,0 +1,1 @@
+"""Rewards: how an answer is graded, and the processes that grade."""

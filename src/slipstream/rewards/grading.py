@@ -1,0 +1,236 @@
+"""The processes in which answers are graded, one answer at a time.
+
+A reward may loop, crash or run out of memory on what a model writes, so it does not run where engines are. An answer
+that takes too long, or ends its process, or whose reward is no number, is `Ungraded`, and no other one is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+
+from slipstream.errors import ConfigError, EngineError
+from slipstream.records import Group, Handle, Rollout, Ungraded, said_and_seen
+from slipstream.rewards.functions import MAKES, Answer, Grades, Reward, check_installed, grade, is_own, reward_of
+from slipstream.sandbox import sandbox_of
+from slipstream.sandbox.base import Sandbox
+from slipstream.user_code.process import STARTED, Child, begun
+
+GRACE = 5.0
+"""Seconds after an answer's deadlines in which its process may still say so itself."""
+
+
+# --- in a grading process ---------------------------------------------------------------------------------------------
+
+
+def serve(parent: Connection) -> None:
+    """First the names of all rewards, or of what else is to be made, and then answers by their grades; as long as there
+    is a parent."""
+    makes, specs, timeout, wanted = begun(parent)
+    inbox = SimpleQueue[bytes]()
+    threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
+    try:
+        rewards = [MAKES[makes](spec) for spec in specs]
+        sandbox = sandbox_for(rewards, wanted)
+    except ConfigError as error:
+        parent.send(error)
+        return
+    parent.send({reward.spec: reward.needs for reward in rewards})
+    while True:
+        for answer in pickle.loads(inbox.get()):
+            parent.send(grade(rewards, answer if sandbox is None else replace(answer, sandbox=sandbox), timeout))
+
+
+def sandbox_for(rewards: Sequence[Reward], wanted: str | None) -> Sandbox | None:
+    """What those of them run code in that ask for it."""
+    if wanted is None:
+        for reward in rewards:
+            if "sandbox" in inspect.signature(reward.function).parameters:  # **kwargs is only given what there is
+                told = 'it asks for a sandbox: write task.sandbox = "bubblewrap"'
+                raise ConfigError(f"task.reward = {reward.spec!r}: {told}")
+        return None
+    if not any("sandbox" in reward.asks for reward in rewards):
+        raise ConfigError("task.sandbox does nothing: no function of task.reward asks for 'sandbox'; drop it")
+    return sandbox_of(wanted)
+
+
+def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
+    with suppress(EOFError, OSError):
+        while True:
+            inbox.put(parent.recv_bytes())
+    os.killpg(0, signal.SIGKILL)  # whatever is at work here
+
+
+# --- and in its parent ------------------------------------------------------------------------------------------------
+
+
+class GradingProcess(Child):
+    """All that is asked of it is asked by one thread at a time."""
+
+    def __init__(self, specs: Sequence[str], timeout: float, makes: str = "reward", sandbox: str | None = None) -> None:
+        super().__init__("slipstream.rewards.grading", (makes, tuple(specs), timeout, sandbox))
+        self.specs, self.timeout = tuple(specs), timeout
+        self.needs: dict[str, tuple[str, ...]] = {}
+
+    def ready(self) -> None:
+        """Wait until it is; ConfigError if a reward cannot be had."""
+        if self.needs:
+            return
+        try:
+            if not self.connection.poll(STARTED):
+                raise ConfigError(f"task.reward: what it imports takes more than {STARTED:.0f} s")
+            said = self.connection.recv()
+        except (EOFError, OSError):
+            own = ", ".join(filter(is_own, self.specs))
+            raise EngineError(f"no grading process can start ({self.end()}), importing {own or 'nothing'}") from None
+        if isinstance(said, ConfigError):
+            raise said
+        self.needs = said
+
+    def grades(self, answers: Sequence[Any]) -> list[Grades]:
+        """In turn, up to the first that ends the process."""
+        found: list[Grades] = []
+        self.ready()
+        try:
+            self.connection.send(answers)
+            while len(found) < len(answers):
+                if not self.connection.poll(self.timeout * len(self.specs) + GRACE):
+                    self.close()
+                    limit = f"{self.timeout:g} s (task.timeout) and did not stop"
+                    return [*found, Ungraded("timeout", f"{', '.join(self.specs)} took more than {limit}")]
+                found.append(self.connection.recv())
+        except (EOFError, OSError):
+            return [*found, Ungraded("crash", f"{', '.join(self.specs)} ended its process: {self.end()}")]
+        return found
+
+    def end(self) -> str:
+        """How it ended, or was ended now."""
+        said = super().end()
+        self.close()
+        return said
+
+
+def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[str, ...]]:
+    """What each of these rewards cannot do without; ConfigError if one cannot be had. What is not ours is looked at in
+    a process of its own."""
+    check_installed(specs)
+    if sandbox is None and not any(map(is_own, specs)):
+        return {spec: reward_of(spec).needs for spec in specs}
+    process = GradingProcess(specs, timeout=0.0, sandbox=sandbox)
+    try:
+        process.ready()
+    finally:
+        process.close()
+    return process.needs
+
+
+class PoolGrader:
+    """Grades whole groups by every reward; without any it hands them on."""
+
+    def __init__(
+        self,
+        rewards: Sequence[str],
+        decode: Callable[[Any], str],
+        *,
+        processes: int = 1,
+        timeout: float = 30.0,
+        tells: bool = False,
+        sandbox: str | None = None,
+    ) -> None:
+        """`tells`: headers come with the text of their response."""
+        check_installed(rewards)
+        self.rewards, self.decode, self.timeout, self.tells = tuple(rewards), decode, timeout, tells
+        self.closed, self.sandbox = False, sandbox
+        self.processes = [self._process() for _ in range(processes if rewards else 0)]  # they start while models load
+        self.idle = SimpleQueue[int]()
+        for place in range(len(self.processes)):
+            self.idle.put(place)
+        self.threads = ThreadPoolExecutor(max(1, processes), "grading")
+
+    def _process(self) -> GradingProcess:
+        return GradingProcess(self.rewards, self.timeout, sandbox=self.sandbox)
+
+    async def grade(self, group: Group) -> list[Handle]:
+        if self.tells:
+            group = [Handle(replace(h.header, said=self.decode(h.body.tokens)), h.body) for h in group]
+        if not self.rewards:
+            return list(group)
+        answers = [self._answer(handle.body) for handle in group]
+        found = await asyncio.get_running_loop().run_in_executor(self.threads, self._grades, answers)
+        return [with_grades(handle, each) for handle, each in zip(group, found, strict=True)]
+
+    def _answer(self, rollout: Rollout) -> Answer:
+        prompt, messages = (
+            rollout.prompt,
+            [
+                {"role": "assistant" if said else "observation", "content": self.decode(tokens)}
+                for said, tokens in said_and_seen(rollout)
+            ],
+        )
+        return Answer(
+            text=next(message["content"] for message in reversed(messages) if message["role"] == "assistant"),
+            messages=messages,
+            tokens=rollout.tokens.tolist(),
+            prompt=self.decode(prompt.tokens),
+            ground_truth=prompt.ground_truth,
+            meta=prompt.meta,
+            data_source=prompt.data_source,
+            finish=rollout.finish,
+            outcome=rollout.outcome,
+        )
+
+    def _grades(self, answers: Sequence[Answer]) -> list[Grades]:
+        """By whichever process is free. One that an answer has ended is replaced, and the others are not lost."""
+        place, found = self.idle.get(), list[Grades]()
+        try:
+            while len(found) < len(answers) and not self.closed:
+                found += self._ready(place).grades(answers[len(found) :])
+            return found
+        finally:
+            self.idle.put(place)
+
+    def _ready(self, place: int) -> GradingProcess:
+        """One that is killed or stopped while it starts is started once more."""
+        for again in (True, False):
+            if self.processes[place].ended:
+                self.processes[place].close()
+                self.processes[place] = self._process()
+            try:
+                self.processes[place].ready()
+                break
+            except (ConfigError, EngineError):
+                self.processes[place].close()
+                if self.closed or not again:
+                    raise
+        return self.processes[place]
+
+    def close(self) -> None:
+        self.closed = True
+        for process in self.processes:
+            process.kill()
+        self.threads.shutdown(cancel_futures=True)
+        for process in self.processes:
+            process.close()
+
+
+def with_grades(handle: Handle, grades: Grades) -> Handle:
+    if isinstance(grades, Ungraded):
+        return Handle(replace(handle.header, ungraded=grades), handle.body)
+    return Handle(replace(handle.header, rewards=grades), handle.body)
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, ConnectionError):  # a parent that is gone, before it asked for anything
+        serve(Connection(int(sys.argv[1])))

@@ -1,0 +1,454 @@
+"""The run directory: the only contract between a run and the tools that read it. Guarantor of invariant 10.
+
+config.toml    the resolved configuration          metrics.jsonl   one line per update (and per evaluation)
+meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended
+checkpoints/N  HF directories to go on from        samples.jsonl   some samples of every update: what the student said
+final/         the trained student, a HF directory trace.json      what every worker did when, in Chrome's format
+eval.jsonl     what `eval` found, one line per set lock            who writes here, as long as somebody does
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from textwrap import indent
+from types import TracebackType
+from typing import Any, Protocol
+
+from slipstream.config.file import differing, parse, to_toml
+from slipstream.config.schema import Config, Tracker
+from slipstream.errors import ConfigError, RunDirError, first_line
+from slipstream.run_dir.atomic_files import Extent, Lines, begins_with, reading, write_atomic, writing
+from slipstream.run_dir.formats import FORMAT, checked, format_of, object_of, parsed, upgraded
+
+PACKAGES = ("slipstream", "torch", "transformers", "numpy")
+META, METRICS, LEDGER, SAMPLES, TRACE = "meta.json", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"
+SOCKET = "scale.sock"
+"""By which a run that goes on is told to have more workers or fewer."""
+EVALS = "eval.jsonl"
+"""Written by `eval`, whoever else writes in the run meanwhile."""
+LOOKED_AT = (SAMPLES, TRACE)
+"""What is large, and nothing depends on."""
+AHEAD = 1 << 16
+"""Bytes of the trace that wait to be written together."""
+FIXED = ("student", "seed", "sampler.group", "learner.batch_size", "learner.lora", "schedule.kind")
+"""Settings that say what everything in a run means: they cannot change in it."""
+Mark = Mapping[str, Any]
+"""Where the log stood at a checkpoint."""
+Quotes = Sequence[Mapping[str, Any]]
+"""Lines of samples.jsonl."""
+TEXTS = 10
+"""Of so many updates a tracker gets the samples of one: it keeps, and draws, every text for itself."""
+
+
+class Sink(Protocol):
+    """Where metrics are also sent, and samples."""
+
+    every: int
+    """Of so many updates it gets the samples of one, the first one among them."""
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None: ...
+    def samples(self, quotes: Quotes, step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class RunLog:
+    def __init__(
+        self, path: Path, sinks: list[Sink], *, samples: bool = True, trace: bool = True, mark: Mark | None = None
+    ) -> None:
+        """With a `mark`, go on from there: what the files hold beyond it is cut off."""
+        self.path, self.sinks = path, sinks
+        before = mark or {}
+        ends = ends_of(path, mark) if mark else {}
+        self.say: Callable[[str], None] = print
+        """Told what the run survives."""
+        self.heard: Mapping[str, Callable[[dict[str, Any]], None]] = {}
+        """Who is told of every line of the metrics, by its kind; what they raise ends the run."""
+        self.last: Mapping[str, Any] = before.get("last", {})
+        """The metrics of the last update."""
+        self.evaluated: int | None = before.get("evaluated")
+        """The last update after which there was an evaluation."""
+        self.time: float = before.get("time", 0.0)
+        """Seconds that the run had gone on when it was stopped."""
+        names = (METRICS, LEDGER, *([SAMPLES] if samples else []), *([TRACE] if trace else []))
+        with writing(path):
+            self.files = {
+                name: Lines(path / name, end=ends.get(name), ahead=AHEAD if name == TRACE else 0) for name in names
+            }
+        self.trace = self.files.get(TRACE)
+        if self.trace and not self.trace.size:
+            self.trace.write("[\n")  # a list of events, one on each line, that need not be closed
+
+    @classmethod
+    def create(cls, config: Config, path: Path, *, prompts: str | None = None) -> RunLog:
+        """A new run directory, on these prompts (their digest). One that already holds a run is left alone."""
+        check_free(path)
+        check_trackers(config.log.to)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+            write_atomic(path / "config.toml", to_toml(config))
+            write_meta(path, machine() | begun_with(config, prompts))
+        try:
+            sinks = start_trackers(config, path)
+        except ConfigError:
+            for written in ("config.toml", META):  # the directory may hold files of the user's own
+                (path / written).unlink()
+            raise
+        return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace)
+
+    @classmethod
+    def reopen(cls, config: Config, path: Path, mark: Mark, *, prompts: str | None = None) -> RunLog:
+        """Go on from a checkpoint. A finished run's student stays, under the number of its last update."""
+        check_trackers(config.log.to)
+        meta = read_meta(path)
+        with writing(path):
+            if (path / "final").exists():
+                kept = path / f"final-{meta['config']['updates']}"
+                shutil.rmtree(kept, ignore_errors=True)
+                (path / "final").rename(kept)
+            write_atomic(path / "config.toml", to_toml(config))
+            write_meta(path, meta | begun_with(config, prompts))  # last: who is killed before it may ask the same again
+        sinks = start_trackers(config, path)
+        return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace, mark=mark)
+
+    def mark(self, *, time: float = 0.0) -> Mark:
+        """Where the log stands, all of it on disk: what a checkpoint must know to go on from here."""
+        ends = {name: file.end() for name, file in self.files.items()}
+        return {"files": ends, "last": self.last, "evaluated": self.evaluated, "time": time}
+
+    def updates(self) -> Iterator[dict[str, Any]]:
+        """The metrics of every update so far: whoever decides by them goes through them again where a run goes on."""
+        number = format_in(self.path)
+        with reading(self.path / METRICS) as lines:
+            for before, text in enumerate(lines):
+                (line,) = parsed(self.path / METRICS, [text], partial(int, before), number=number)
+                if line["kind"] == "train":
+                    yield line
+
+    def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int, of: str = "") -> None:
+        """Of an update, or of an evaluation after it: `of` this held-out set, where there are several."""
+        line = {"kind": kind, "update": update, **({"set": of} if of else {}), **numbers}
+        self.files[METRICS].write(as_lines([line]))
+        if kind == "eval":
+            self.evaluated = update
+        else:
+            self.last = line
+        named = for_sinks(kind, numbers, of)
+        self._tell(self.sinks, lambda sink: sink.log(named, update))
+        if kind in self.heard:
+            self.heard[kind](dict(line))
+
+    def _tell(self, sinks: Iterable[Sink], what: Callable[[Sink], None]) -> None:
+        for sink in list(sinks):
+            try:
+                what(sink)
+            except Exception as error:  # a tracker fails in ways of its own, and none of them ends a run
+                self.sinks.remove(sink)
+                self._left_out(sink, error)
+
+    def _left_out(self, sink: Sink, error: Exception) -> None:
+        self.say(
+            f"{type(sink).__name__} failed and is left out from now on, metrics.jsonl has it all: {first_line(error)}"
+        )
+
+    def ledger(self, *entries: Mapping[str, Any]) -> None:
+        self.files[LEDGER].write(as_lines(entries))
+
+    def samples(self, quotes: Quotes, *, update: int) -> None:
+        self.files[SAMPLES].write(as_lines(quotes))
+        self._tell(
+            [sink for sink in self.sinks if (update - 1) % sink.every == 0], lambda sink: sink.samples(quotes, update)
+        )
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with ExitStack() as each:
+            for file in self.files.values():
+                each.callback(file.close)
+            for sink in self.sinks:
+                try:
+                    sink.close()
+                except Exception as error:
+                    self._left_out(sink, error)
+
+
+def run_path(config: Config, name: str) -> Path:
+    return Path(config.output or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def check_free(path: Path) -> None:
+    """A run may begin there."""
+    with writing(path):
+        if any(
+            (path / name).exists() for name in ("config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "final")
+        ):
+            raise RunDirError(f"{path} already holds a run: choose another with --output, or remove it")
+        if path.exists() and not path.is_dir():
+            raise RunDirError(f"{path} is a file: choose another run directory with --output")
+        above = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not above.is_dir():
+        raise RunDirError(f"{path} cannot be written: {above} is a file; choose another run directory with --output")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise RunDirError(f"{path} cannot be written: {above} is not yours; choose another run directory with --output")
+
+
+def for_sinks(kind: str, numbers: Mapping[str, float], of: str = "") -> dict[str, float]:
+    """By names that tell training from evaluation, and held-out sets from each other."""
+    prefix = f"{kind}/{of}" if of else kind
+    return {name if kind == "train" and "/" in name else f"{prefix}/{name}": value for name, value in numbers.items()}
+
+
+def check_lines(path: Path, mark: Mark) -> None:
+    """The files still begin with what they held at that checkpoint."""
+    for name, end in ends_of(path, mark).items():
+        begins_with(path / name, end)
+
+
+def ends_of(path: Path, mark: Mark) -> dict[str, Extent]:
+    """Where every file stood. Who removed one that is only looked at begins another."""
+    return {name: end for name, end in mark["files"].items() if name not in LOOKED_AT or (path / name).exists()}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; a run that was killed may have left half of one at the end."""
+    with reading(path) as file:
+        return parsed(path, file.read().split(b"\n")[:-1], number=format_in(path.parent))
+
+
+def as_lines(entries: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(entry) + "\n" for entry in entries)
+
+
+# --- what a run was begun with -------------------------------------------------------------------------------------
+
+
+def begun_with(config: Config, prompts: str | None) -> dict[str, Any]:
+    return {"config": config.model_dump(mode="json", exclude_none=True), "prompts": prompts}
+
+
+def write_meta(path: Path, meta: Mapping[str, Any]) -> None:
+    write_atomic(path / META, json.dumps(meta, indent=2) + "\n")
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    where = path / META
+    if not where.exists():
+        raise RunDirError(f"{where} does not say what the run began with: there is no such file")
+    try:
+        with reading(where) as file:
+            meta = object_of(file.read())
+        return checked(META, upgraded(META, meta, format_of(where, meta)))
+    except (ValueError, RecursionError) as error:
+        raise RunDirError(f"{where} does not say what the run began with: {first_line(error)}") from None
+
+
+def format_in(path: Path) -> int:
+    """Return the format of a run directory: the present one where no meta.json says otherwise."""
+    return format_of(path / META, read_meta(path)) if (path / META).exists() else FORMAT
+
+
+def check_unchanged(path: Path, config: Config, *, meant: Iterable[str] = ()) -> None:
+    """A run goes on as it began, but for settings that are named as meant to change."""
+    before = parse(read_meta(path)["config"], where=str(path / META), say=lambda _: None)
+    changes = {
+        name: f"{name} = {json.dumps(now)} (it was {json.dumps(then)})" for name, then, now in differing(before, config)
+    }
+    for name, said in changes.items():
+        if any(_within(name, each) for each in FIXED):
+            raise RunDirError(f"{path / 'config.toml'}: {said} cannot change in a run: put it back, or begin a new run")
+    for each in {*meant} - {"updates", "data.train"}:
+        if not any(_within(name, each) for name in changes):
+            raise RunDirError(f"--change {each}: {path / 'config.toml'} does not change that; edit it there first")
+    other = {name: said for name, said in changes.items() if not any(_within(name, each) for each in meant)}
+    if other:
+        raise RunDirError(
+            f"{path / 'config.toml'} was changed: {', '.join(other.values())}; put it back, or say that it is meant: "
+            f"--change {' '.join(other)}"
+        )
+
+
+def check_prompts(path: Path, config: Config, prompts: str, *, meant: Iterable[str] = ()) -> None:
+    before = read_meta(path).get("prompts")
+    if before is not None and before != prompts and "data.train" not in meant:
+        raise RunDirError(
+            f"{config.data.train} does not give the prompts that {path} began with; put it back, or say that it is "
+            "meant: --change data.train"
+        )
+
+
+def _within(name: str, section: str) -> bool:
+    """Whether a setting is this one, or below it; `log.*` is all below `log`."""
+    return f"{name}.".startswith(section.removesuffix("*").rstrip(".") + ".")
+
+
+def machine() -> dict[str, Any]:
+    def installed(package: str) -> str | None:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return None
+
+    def commit() -> str | None:
+        if shutil.which("git") is None:
+            return None
+        git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
+        return git.stdout.strip() or None
+
+    return {
+        "format": FORMAT,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": {package: installed(package) for package in PACKAGES},
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "git": commit(),
+    }
+
+
+# --- trackers: one config line each ----------------------------------------------------------------------
+
+
+def check_trackers(names: Iterable[Tracker]) -> None:
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"log.to = [{name!r}] needs {name}: pip install 'slipstream[{name}]'")
+
+
+def start_trackers(config: Config, path: Path) -> list[Sink]:
+    sinks: list[Sink] = []
+    for name in config.log.to:
+        try:
+            sinks.append(SINKS[name](config, path))
+        except Exception as error:  # a tracker may refuse for reasons of its own: no key, no server
+            raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}") from None
+    return sinks
+
+
+ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
+"""How a sample came to its end."""
+
+
+def heading(quote: Mapping[str, Any]) -> str:
+    """What is told of a sample in a line, in the order in which it matters."""
+    lags = [quote["update"] - 1 - version for version, _ in quote["versions"]]
+    lag = f", lag {min(lags)}" + (f" to {max(lags)}" if len(set(lags)) > 1 else "") if lags else ""
+    rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
+    ended = ENDED.get(quote["finish"], quote["finish"])
+    return f"update {quote['update']}{lag}{rewards}, {len(quote['tokens'])} tokens, {ended}"
+
+
+COLUMNS = ("sample", "prompt", "response")
+
+
+def table_of(quotes: Quotes) -> list[list[str]]:
+    return [[heading(quote), quote["prompt"], quote["response"]] for quote in quotes]
+
+
+class TensorBoard:
+    every = TEXTS
+
+    def __init__(self, config: Config, path: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(path / "tensorboard"))
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            self.writer.add_scalar(name, value, step)
+
+    def samples(self, quotes: Quotes, step: int) -> None:
+        """As Markdown, in which what is indented stays as it is."""
+        for number, (told, *texts) in enumerate(table_of(quotes)):
+            parts = [
+                told,
+                *(f"{name}:\n\n{indent(text, ' ' * 4, bool)}" for name, text in zip(COLUMNS[1:], texts, strict=True)),
+            ]
+            self.writer.add_text(f"samples/{number}", "\n\n".join(parts), step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Wandb:
+    every = TEXTS
+
+    def __init__(self, config: Config, path: Path) -> None:
+        import wandb
+
+        self.wandb = wandb
+        self.run = wandb.init(
+            project=config.log.project, name=path.name, config=config.model_dump(mode="json"), dir=str(path.parent)
+        )
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(numbers), step=step)
+
+    def samples(self, quotes: Quotes, step: int) -> None:
+        self.run.log({"samples": self.wandb.Table(columns=list(COLUMNS), data=table_of(quotes))}, step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class MLflow:
+    every = TEXTS
+
+    def __init__(self, config: Config, path: Path) -> None:
+        import mlflow
+
+        self.mlflow = mlflow
+        mlflow.set_experiment(config.log.project)
+        mlflow.start_run(run_name=path.name)
+        mlflow.log_text(to_toml(config), "config.toml")
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.mlflow.log_metrics(dict(numbers), step=step)
+
+    def samples(self, quotes: Quotes, step: int) -> None:
+        texts = "\n\n".join("\n".join(row) for row in table_of(quotes))
+        self.mlflow.log_text(texts, f"samples/update-{step:06d}.txt")
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+class Trackio:
+    every = TEXTS
+
+    def __init__(self, config: Config, path: Path) -> None:
+        import trackio
+
+        self.trackio = trackio
+        trackio.init(project=config.log.project, name=path.name, config=config.model_dump(mode="json"))
+
+    def log(self, numbers: Mapping[str, float], step: int) -> None:
+        self.trackio.log(dict(numbers), step=step)
+
+    def samples(self, quotes: Quotes, step: int) -> None:
+        table = self.trackio.Table(columns=list(COLUMNS), data=table_of(quotes))
+        self.trackio.log({"samples": table}, step=step)
+
+    def close(self) -> None:
+        self.trackio.finish()
+
+
+SINKS: dict[Tracker, Callable[[Config, Path], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}

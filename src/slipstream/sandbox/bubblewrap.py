@@ -1,0 +1,262 @@
+"""Code in namespaces of its own, by bubblewrap: no network, no file but /usr, nothing of ours, and no privilege.
+
+Run by root, bubblewrap would leave a program root's number, and with it whatever Linux grants to that number alone, the
+settings in /proc/sys among them. So under root every call has a user of its own, whom nobody else is.
+
+What each wall is against is in the escape suite among the tests. None of them holds what gets through a hole in the
+kernel: who fears that puts a virtual machine between, and gives its URL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from slipstream.errors import ConfigError, SandboxError
+from slipstream.sandbox import cgroups, processes
+from slipstream.sandbox.base import USUAL, Limits, Ran, Status, encoded, unrunnable
+from slipstream.sandbox.seccomp import program
+
+ADVICE = 'apt install bubblewrap, or environment.sandbox = "none" to run code without isolation'
+NOBODY = "65534"
+"""Who a program is, as it sees it."""
+USERS, PER_PROCESS = 1_879_048_192, 64
+"""The first of 2^28 numbers that systemd's list of users leaves unused: 64 for each process that there can be."""
+WORK = "/work"
+KEPT = {WORK: "/tmp/work", "/tmp": "/tmp/tmp"}
+"""What a session keeps, and where its keeper has it."""
+FILES = "/files"
+"""Where a session's new files are, until they are copied: by a program inside, so that no link leads us anywhere."""
+READY = 10.0
+"""Seconds in which a session must be ready."""
+FIRST = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
+"""The first process inside. Bubblewrap's own would be behind no filter, and a program could write into its memory."""
+CALLS = itertools.count()
+
+
+class Bubblewrap:
+    def __init__(self) -> None:
+        found = shutil.which("bwrap", path=processes.PATH)
+        if found is None:
+            raise ConfigError(f'environment.sandbox = "bubblewrap": there is no bwrap here: {ADVICE}')
+        processes.check_installed(("prlimit", "nsenter", "env"), "apt install util-linux coreutils")
+        self.bwrap, self.filter = found, program(platform.machine())
+        self.path, self.system = system()
+        self.cgroups = cgroups.writable()
+        """Where each call has a cgroup; without it what all processes take is measured."""
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
+    ) -> Ran:
+        if (ran := unrunnable(argv, files, limits)) is not None:
+            return ran
+        size = str(limits.disk)
+        places = ["--perms", "0755", "--size", size, "--tmpfs", WORK]
+        places += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
+        return await self.call(argv, places, WORK, stdin, files, limits, user=another_user())
+
+    async def session(self, limits: Limits = USUAL) -> Kept:
+        return await Kept.opened(self, limits)
+
+    async def close(self) -> None:
+        pass
+
+    async def call(
+        self,
+        argv: Sequence[str],
+        places: Sequence[str],
+        files_at: str,
+        stdin: str,
+        files: Mapping[str, str],
+        limits: Limits,
+        *,
+        user: int | None,
+        within: Sequence[str] = (),
+    ) -> Ran:
+        """One program; `within` enters the namespaces of a session before."""
+        since = asyncio.get_running_loop().time()
+        with ExitStack() as open_:
+            put: list[str] = []
+            for name, content in files.items():
+                descriptor = open_.enter_context(processes.sealed(encoded(content)))
+                put += ["--perms", "0644", "--file", str(descriptor), f"{files_at}/{name}"]
+            rules = open_.enter_context(processes.sealed(self.filter))
+            said = open_.enter_context(_pipe())
+            keeps = [*(int(each) for each in put[3::5]), rules, said[1]]
+            words = [*FIRST, "/usr/bin/env", "-C", WORK, *argv]
+            made, gate = None, list[str]()
+            if self.cgroups is not None:
+                made, waits = open_.enter_context(cgroups.group(self.cgroups, limits)), open_.enter_context(_pipe())
+                os.set_blocking(waits[0], True)
+                gate, keeps = ["--block-fd", str(waits[0])], [*keeps, waits[0]]
+            process = await processes.start(
+                [
+                    *within, self.bwrap, *gate, *WALLS, *self.system, *places, *put,
+                    *("--remount-ro", "/", "--chdir", "/"),
+                    *("--seccomp", str(rules), "--json-status-fd", str(said[1])), "--clearenv",
+                    *_variables(processes.environment(self.path, WORK)),
+                    *("--", *processes.limited(words, limits, processes=True, space=made is None)),
+                ],
+                stdin=open_.enter_context(processes.sealed(encoded(stdin))), user=user, keeps=keeps,
+            )  # fmt: skip
+            if made is not None:
+                try:
+                    cgroups.enter(made, process.pid)
+                    os.write(waits[1], b"\n")
+                except OSError as error:
+                    processes.kill(process)
+                    await processes.exited(process)
+                    processes.release(process)
+                    raise SandboxError(f"sandbox: no process can be put into {made}: {error}") from None
+            ran = await processes.finish(process, limits, since, lambda pid: over(pid, limits), outside=True)
+            if made is not None and cgroups.out_of_memory(made):
+                return replace(ran, status="memory", code=None)
+            if ran.code is not None and not _ended_by_itself(said[0]):
+                raise SandboxError(f"bubblewrap: {' '.join(ran.err.split())[:300] or f'ended with {ran.code}'}")
+            return ran
+
+
+WALLS = [
+    *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--uid", NOBODY, "--gid", NOBODY, "--hostname", "sandbox", "--cap-drop", "ALL", "--disable-userns"),
+    *("--die-with-parent", "--new-session", "--as-pid-1", "--proc", "/proc", "--dev", "/dev"),
+    *("--perms", "1777", "--size", str(16 << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+]
+
+
+def system() -> tuple[str, list[str]]:
+    """The PATH inside, and what of this machine is seen there, for reading. Python is that of /usr, if it has one; else
+    the installation that runs this."""
+    path, seen = processes.PATH, ["--ro-bind", "/usr", "/usr"]
+    for top in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
+        if Path(top).is_symlink():
+            seen += ["--symlink", str(Path(top).readlink()), top]
+        elif Path(top).is_dir():
+            seen += ["--ro-bind", top, top]
+    for file in ("/etc/ld.so.cache", "/etc/alternatives"):  # where libraries and commands are
+        seen += ["--ro-bind-try", file, file]
+    if shutil.which("python3", path=path) is None:
+        seen += ["--ro-bind", sys.base_prefix, sys.base_prefix]
+        path = f"{sys.base_prefix}/bin:{path}"
+    return path, seen
+
+
+def another_user() -> int | None:
+    """Under root, where every number is a user: one for each call of each process. In a user namespace root is none of
+    the system's, and other numbers may be nobody's."""
+    whole = Path("/proc/self/uid_map").read_text("utf-8").split() == ["0", "0", str((1 << 32) - 1)]
+    if os.geteuid() != 0 or not whole:
+        return None
+    return USERS + (os.getpid() % (1 << 22)) * PER_PROCESS + next(CALLS) % PER_PROCESS
+
+
+def over(pid: int, limits: Limits) -> Status | None:
+    """What a sandbox takes too much of, as seen from outside."""
+    inside = processes.descendants(pid)[1:]
+    if (taken := processes.memory(inside, limits.memory)) > limits.memory:
+        return "memory"
+    if len(inside) < 2:  # the first one builds the walls: until there is another, it still sees the whole machine
+        return None
+    if taken + processes.sockets(inside[1]) > limits.memory:
+        return "memory"
+    for place in (*KEPT, "/dev/shm"):
+        with suppress(OSError):
+            there = os.statvfs(f"/proc/{inside[1]}/root{place}")
+            if there.f_files - there.f_ffree > limits.files:
+                return "disk"
+    return None
+
+
+def _variables(of: Mapping[str, str]) -> Iterator[str]:
+    for name, value in of.items():
+        yield from ("--setenv", name, value)
+
+
+@contextmanager
+def _pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield ends
+    finally:
+        for each in ends:
+            os.close(each)
+
+
+def _ended_by_itself(status: int) -> bool:
+    """Whether bubblewrap says of a program that it has ended: if not, it was never begun, or killed from outside."""
+    with suppress(BlockingIOError):
+        return any("exit-code" in json.loads(line) for line in os.read(status, 1 << 16).splitlines())
+    return False
+
+
+class Kept:
+    """A working directory and a /tmp that last from call to call, in memory: of one size together.
+
+    They are mounted where only a process of ours sees them, which sleeps; they go when it does, at the latest with the
+    process that began the session. Calls begin in its namespaces, behind walls of their own.
+    """
+
+    def __init__(self, sandbox: Bubblewrap, keeper: asyncio.subprocess.Process, user: int | None) -> None:
+        self.sandbox, self.keeper, self.user = sandbox, keeper, user
+        self.turn = asyncio.Lock()
+
+    @classmethod
+    async def opened(cls, sandbox: Bubblewrap, limits: Limits) -> Kept:
+        user, size = another_user(), str(limits.disk)
+        keeper = await processes.start(
+            [
+                *(sandbox.bwrap, "--unshare-user", "--uid", NOBODY, "--gid", NOBODY, "--die-with-parent"),
+                *("--dev-bind", "/", "/", "--perms", "0755", "--size", size, "--tmpfs", "/tmp"),
+                *("--perms", "0755", "--dir", KEPT[WORK], "--perms", "1777", "--dir", KEPT["/tmp"]),
+                *("/bin/sh", "-c", "echo; exec sleep infinity"),
+            ],
+            user=user,
+        )
+        kept = cls(sandbox, keeper, user)
+        assert keeper.stdout is not None and keeper.stderr is not None
+        try:
+            async with asyncio.timeout(READY):
+                if not await keeper.stdout.readline():
+                    said = (await keeper.stderr.read(1000)).decode(errors="replace")
+                    raise SandboxError(f"bubblewrap: no session: {' '.join(said.split())}")
+            return kept
+        except TimeoutError:
+            await kept.close()
+            raise SandboxError(f"bubblewrap: no session within {READY:g} s") from None
+        except BaseException:
+            await kept.close()
+            raise
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
+    ) -> Ran:
+        if (ran := unrunnable(argv, files, limits)) is not None:
+            return ran
+        async with self.turn:
+            if files:
+                put = await self._call(["cp", "-R", "--remove-destination", f"{FILES}/.", WORK], "", files, limits)
+                if put.status != "ok":
+                    return put
+            return await self._call(argv, stdin, {}, limits)
+
+    async def _call(self, argv: Sequence[str], stdin: str, files: Mapping[str, str], limits: Limits) -> Ran:
+        inner = processes.descendants(self.keeper.pid)[1:]
+        if self.keeper.returncode is not None or not inner:
+            raise SandboxError("bubblewrap: the session is over")
+        within = ["/usr/bin/nsenter", "-t", str(inner[-1]), "-U", "-m", "--preserve-credentials", "--"]
+        places = ["--bind", KEPT[WORK], WORK, "--bind", KEPT["/tmp"], "/tmp"]
+        return await self.sandbox.call(argv, places, FILES, stdin, files, limits, user=self.user, within=within)
+
+    async def close(self) -> None:
+        processes.kill(self.keeper)
+        await processes.exited(self.keeper)
+        processes.release(self.keeper)

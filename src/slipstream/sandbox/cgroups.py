@@ -1,0 +1,76 @@
+"""A cgroup (v2) for each program in a sandbox: Linux then counts all its memory, page tables and sockets included.
+
+A cgroup is made beside or below this process's own one, where the controllers `memory` and `pids` are switched on
+already and this user may write. No controller is switched on here and no other process is moved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from slipstream.errors import SandboxError
+from slipstream.sandbox.base import Limits, MiB
+from slipstream.sandbox.processes import descendants
+
+MOUNTED = Path("/sys/fs/cgroup")
+NEEDED = {"memory", "pids"}
+SPARE_MEMORY, SPARE_PROCESSES = 32 * MiB, 8
+"""Bytes and processes that the sandbox itself needs, added to the limits of the program in it."""
+NUMBERS = itertools.count()
+
+
+def writable(mounted: Path = MOUNTED, told: Path = Path("/proc/self/cgroup")) -> Path | None:
+    """Return the directory in which cgroups can be made, or None."""
+    own = [line[3:] for line in told.read_text("utf-8").splitlines() if line.startswith("0::/")]
+    here = [mounted / path[1:] for path in own]
+    for place in (*here, *(each.parent for each in here)):
+        with suppress(OSError):
+            on = set((place / "cgroup.subtree_control").read_text("utf-8").split())
+            if on >= NEEDED and os.access(place, os.W_OK) and os.access(place / "cgroup.procs", os.W_OK):
+                return place
+    return None
+
+
+@contextmanager
+def group(parent: Path, limits: Limits) -> Iterator[Path]:
+    """Make a cgroup with these limits, and remove it. Memory includes what both directories of a sandbox hold."""
+    made = parent / f"slipstream-{os.getpid()}-{next(NUMBERS)}"
+    try:
+        made.mkdir()
+        (made / "memory.max").write_text(str(limits.memory + 2 * limits.disk + SPARE_MEMORY))
+        if (made / "memory.swap.max").exists():
+            (made / "memory.swap.max").write_text("0")
+        (made / "pids.max").write_text(str(limits.processes + SPARE_PROCESSES))
+    except OSError as error:
+        raise SandboxError(f"sandbox: no cgroup can be made: {error}") from None
+    try:
+        yield made
+    finally:
+        with suppress(OSError):  # a process that cannot be ended keeps it
+            made.rmdir()
+
+
+def enter(made: Path, pid: int) -> None:
+    """Put a process and all below it into a cgroup. It waits meanwhile, and what it starts from now on is there."""
+    for each in (pid, *descendants(pid)[1:]):
+        with suppress(ProcessLookupError):
+            (made / "cgroup.procs").write_text(str(each))
+
+
+def out_of_memory(made: Path) -> bool:
+    """Return whether Linux has ended a process there for its memory."""
+    events = made / "memory.events"
+    counts = dict(line.split() for line in events.read_text("utf-8").splitlines()) if events.exists() else {}
+    return counts.get("oom_kill", "0") != "0"
+
+
+def in_force(parent: Path | None) -> str:
+    """Say what bounds the memory of a program in a sandbox."""
+    if parent is not None:
+        return f"sandbox: Linux bounds memory and processes by a cgroup for each program, below {parent}"
+    measured = "memory, page tables and sockets of a program are measured every 0.1 s"
+    return f"sandbox: {measured}, as there is no writable cgroup v2 with memory and pids here"

@@ -1,0 +1,100 @@
+"""Code as a process of ours, where `none` is written out: under limits, but seeing and doing whatever we may.
+
+What is bounded is a call's time, output and memory, and each file; not how many files and processes there are, and not
+what sockets hold. What a program starts ends with it, also in a session of its own, unless it hides its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slipstream.errors import SandboxError
+from slipstream.sandbox import processes
+from slipstream.sandbox.base import USUAL, Limits, Ran, Status, encoded, unrunnable
+from slipstream.sandbox.bubblewrap import system
+
+
+class Unconfined:
+    def __init__(self) -> None:
+        processes.check_installed(("prlimit",), "apt install util-linux")
+        self.path = system()[0]
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
+    ) -> Ran:
+        if (ran := unrunnable(argv, files, limits)) is not None:
+            return ran
+        with directory() as work:
+            write(Path(work), files)
+            return await self.call(argv, Path(work), stdin, limits)
+
+    async def session(self, limits: Limits = USUAL) -> UnconfinedSession:
+        return UnconfinedSession(self)
+
+    async def close(self) -> None:
+        pass
+
+    async def call(self, argv: Sequence[str], work: Path, stdin: str, limits: Limits) -> Ran:
+        since = asyncio.get_running_loop().time()
+        with processes.sealed(encoded(stdin)) as given:
+            process = await processes.start(
+                processes.limited(argv, limits, processes=False, space=True),
+                stdin=given,
+                env=processes.environment(self.path, str(work)),
+                cwd=str(work),
+            )
+            try:
+                return await processes.finish(process, limits, since, lambda pid: over(pid, limits))
+            finally:
+                processes.kill_at_home(str(work))
+
+
+def over(pid: int, limits: Limits) -> Status | None:
+    return "memory" if processes.memory(processes.descendants(pid), limits.memory) > limits.memory else None
+
+
+def write(into: Path, files: Mapping[str, str]) -> None:
+    """Where nobody has been before: there is no link to follow."""
+    for name, content in files.items():
+        file = into / encoded(name).decode()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(encoded(content))
+
+
+class UnconfinedSession:
+    """Its directory goes when it is closed, or else with the process that began it, unless that is killed."""
+
+    def __init__(self, sandbox: Unconfined) -> None:
+        self.sandbox, self.turn = sandbox, asyncio.Lock()
+        self.directory: tempfile.TemporaryDirectory[str] | None = directory()
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
+    ) -> Ran:
+        if (ran := unrunnable(argv, files, limits)) is not None:
+            return ran
+        async with self.turn:
+            if self.directory is None:
+                raise SandboxError("sandbox: the session is over")
+            work = Path(self.directory.name)
+            if files:
+                with directory() as new:  # links in a directory that programs had are theirs to follow
+                    write(Path(new), files)
+                    put = await self.sandbox.call(
+                        ["cp", "-R", "--remove-destination", f"{new}/.", "."], work, "", limits
+                    )
+                if put.status != "ok":
+                    return put
+            return await self.sandbox.call(argv, work, stdin, limits)
+
+    async def close(self) -> None:
+        if self.directory is not None:
+            self.directory.cleanup()
+            self.directory = None
+
+
+def directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="slipstream-", ignore_cleanup_errors=True)

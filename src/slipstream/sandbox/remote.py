@@ -1,0 +1,157 @@
+"""Code run elsewhere, by a server that speaks SandboxFusion's API: its walls are the server's business.
+
+What is over in a second or two is tried again. All else is a SandboxError: the server's fault, and never the model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import random
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import httpx2
+
+from slipstream.errors import ConfigError, SandboxError, first_line
+from slipstream.sandbox.base import PYTHON, USUAL, Limits, MiB, Ran, Status, encoded, unrunnable
+
+PAUSES = (0.25, 1.0, 4.0)
+"""Seconds, more or less, before a request is tried again."""
+QUEUE = 60.0
+"""Seconds that a program may wait for its turn."""
+CONNECT = 10.0
+SPARE = 1 << 20
+"""Bytes that an answer may have beside what the program said."""
+SHOWN = 200
+"""Characters of an answer that are shown."""
+AT_ONCE = 64
+
+
+class Passing(Exception):
+    """What may be otherwise in a moment."""
+
+
+class Remote:
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def run(
+        self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
+    ) -> Ran:
+        if (ran := unrunnable(argv, files, limits)) is not None:
+            return ran
+        body = asked(argv, stdin, files, limits)
+        most = SPARE + 12 * limits.output  # JSON takes up to six bytes for one
+        since = asyncio.get_running_loop().time()
+        for pause in (*PAUSES, None):
+            try:
+                content = await self._once(body, limits, most)
+                break
+            except Passing as error:
+                if pause is None:
+                    raise SandboxError(f"sandbox at {self.url} {error}") from None
+                await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+        seconds = asyncio.get_running_loop().time() - since
+        if len(content) > most:
+            return Ran("output", None, "", "", seconds)
+        return self._ran(content, limits, seconds)
+
+    async def session(self, limits: Limits = USUAL) -> NoReturn:
+        raise ConfigError(
+            f'sandbox at {self.url}: it keeps nothing between calls: write environment.sandbox = "bubblewrap"'
+        )
+
+    async def close(self) -> None:
+        if self.loop is not None:
+            self.loop = None
+            await self.client.aclose()
+
+    async def _once(self, body: dict[str, Any], limits: Limits, most: int) -> bytes:
+        if self.loop is not (loop := asyncio.get_running_loop()):
+            self.loop, self.client = (
+                loop,
+                httpx2.AsyncClient(
+                    headers={"Accept-Encoding": "identity"},
+                    timeout=httpx2.Timeout(None, connect=CONNECT),
+                    limits=httpx2.Limits(
+                        max_connections=AT_ONCE, max_keepalive_connections=AT_ONCE, keepalive_expiry=4.0
+                    ),
+                ),
+            )
+        patience = limits.seconds + QUEUE
+        content = bytearray()
+        try:
+            async with (
+                asyncio.timeout(patience),
+                self.client.stream("POST", f"{self.url}/run_code", json=body) as response,
+            ):
+                async for part in response.aiter_raw():
+                    content += part
+                    if len(content) > most:
+                        break
+        except TimeoutError:
+            raise SandboxError(f"sandbox at {self.url} gives no whole answer in {patience:g} s") from None
+        except httpx2.RequestError as error:
+            raise Passing(f"cannot be reached: {type(error).__name__}: {first_line(error)[:SHOWN]}") from None
+        status = response.status_code
+        if status == 429 or status >= 500:
+            raise Passing(f"answers {status}: {shown(content)}")
+        if status != 200:
+            raise SandboxError(f"sandbox at {self.url} answers {status}: {shown(content)}")
+        return bytes(content)
+
+    def _ran(self, content: bytes, limits: Limits, seconds: float) -> Ran:
+        try:
+            answer = json.loads(content)
+            status, result = answer["status"], answer.get("run_result") or answer.get("compile_result") or {}
+            if status not in ("Success", "Failed") or result.get("status") not in ("Finished", "TimeLimitExceeded"):
+                raise SandboxError(
+                    f"sandbox at {self.url} ran nothing: {status}: {shown(str(answer.get('message')).encode())}"
+                )
+            late, code = result["status"] == "TimeLimitExceeded", result.get("return_code")
+            if not late and type(code) is not int:
+                raise ValueError
+            out, err = (_text(result.get(name)) for name in ("stdout", "stderr"))
+            took = result.get("execution_time")
+            took = float(took) if isinstance(took, int | float) else seconds
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise SandboxError(f"sandbox at {self.url} answers what SandboxFusion does not: {shown(content)}") from None
+        flood = max(len(encoded(out)), len(encoded(err))) > limits.output
+        said: Status = "timeout" if late else "output" if flood else "ok" if code == 0 else "failed"
+        out, err = (encoded(each)[: limits.output].decode(errors="replace") for each in (out, err))
+        return Ran(said, code if said in ("ok", "failed") else None, out, err, took)
+
+
+def asked(argv: Sequence[str], stdin: str, files: Mapping[str, str], limits: Limits) -> dict[str, Any]:
+    """As its `/run_code` takes it: Python by the name of its language, all else as a line for bash."""
+    if tuple(argv[:-1]) == PYTHON and argv[-1] in files:
+        language, code = "python", files[argv[-1]]
+        files = {name: content for name, content in files.items() if name != argv[-1]}
+    else:
+        language, code = "bash", shlex.join(argv)
+    return {
+        "language": language,
+        "code": encoded(code).decode(),
+        "stdin": encoded(stdin).decode(),
+        "files": {name: base64.b64encode(encoded(content)).decode() for name, content in files.items()},
+        "fetch_files": [],
+        "compile_timeout": limits.seconds,
+        "run_timeout": limits.seconds,
+        "memory_limit_MB": max(1, limits.memory // MiB),
+    }
+
+
+def _text(value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise TypeError
+    return value or ""
+
+
+def shown(content: bytes | bytearray) -> str:
+    """The beginning of what a server said, in one line."""
+    line = " ".join(bytes(content[: 10 * SHOWN]).decode(errors="replace").split())
+    return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"

@@ -1,0 +1,349 @@
+"""Engines that only take time: what the pipeline would do on machines that are not here.
+
+Samplers decode all their running rows in steps whose duration depends on how many there are, and on how many tokens
+they attend to; scorers and the learner take so long for so many tokens. They may share cores. Responses have a length
+and versions, and nothing else. Meant for a virtual clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from math import sqrt
+from operator import itemgetter
+from pathlib import Path
+
+from slipstream.engines.record_files import read_groups, write_groups
+from slipstream.protocols import Fingerprint, Loaded, Metrics, Mode, Quote, Sampling, Weighed, WeightsRef
+from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Header, Prompt, Rollout, Said, counts_of
+from slipstream.simulation.cores import Cores, Work
+
+Length = Callable[[Prompt, int], int]
+"""Tokens of a prompt's response with this index in its group."""
+Step = Callable[[int], float]
+"""Seconds in which so many running rows get one token each."""
+Cost = Callable[[int], float]
+"""Seconds for so many tokens."""
+
+
+@dataclass(eq=False)
+class Request:
+    prompt: Prompt
+    lengths: list[int]
+    answer: asyncio.Future[list[Handle]]
+    begun: dict[int, Header] = field(default_factory=dict)
+    """What each member had when it came, if it had anything."""
+    left: int = 0
+    """Rows that are still running."""
+    began: float = 0.0
+    """The sampler's step count when it was seated."""
+    versions: list[tuple[float, int]] = field(default_factory=list)
+    """From which step on it ran under which version."""
+
+    def missing(self, index: int) -> int:
+        """Tokens that this member lacked when it came."""
+        return self.lengths[index] - (self.begun[index].tokens if index in self.begun else 0)
+
+    def whole(self, index: int) -> int:
+        """Tokens of this member's sequence, its prompt included, when it is complete."""
+        return len(self.prompt.tokens) + self.lengths[index]
+
+    def unread(self) -> int:
+        """Tokens that are to be read before it runs; its members share their prompt."""
+        return len(self.prompt.tokens) + sum(header.tokens for header in self.begun.values())
+
+
+class SleepSampler:
+    def __init__(
+        self,
+        length: Length,
+        *,
+        step: Step,
+        slots: int = 1 << 30,
+        load: float = 0.0,
+        context: float = 0.0,
+        read: Cost = lambda _: 0.0,
+        rebuilds: bool = True,
+        gather: int = 0,
+        cores: Cores | None = None,
+    ) -> None:
+        """`load` is how many seconds a publish stands still, beside those in which it reads running rows again if it
+        `rebuilds` them. `context` is what a step takes longer for every token that its rows attend to, and `read` how
+        long it takes to read so many tokens, for which all rows wait. So many slots `gather` before some are filled."""
+        self.length, self.step, self.slots, self.load = length, step, slots, load
+        self.per_token, self.read, self.rebuilds, self.gather = context, read, rebuilds, gather
+        self.cores = cores or Cores()
+        self.version = 0
+        self.waiting: deque[Request] = deque()
+        self.running: dict[Request, None] = {}
+        self.rows: list[tuple[float, int, Request, int]] = []
+        """A heap: the step at which a row ends, a number that breaks ties, its request, and its index there."""
+        self.seated = self.count = 0
+        self.steps = 0.0
+        """Steps made so far, as of `at`."""
+        self.context = 0.0
+        """Tokens that the running rows attend to, as of `at`."""
+        self.unread = 0.0
+        """Seconds of reading that come before the next step, as of `at`."""
+        self.at = 0.0
+        """On the clock of the cores."""
+        self.filling = -1.0
+        """When slots were last filled, for all who come at the same time."""
+        self.paused = False
+        """Nothing is seated until a publish is done."""
+        self.still = False
+        """Rows make no step while weights are loaded."""
+        self.work: Work | None = None
+        """Until the next row ends."""
+        self.drained: asyncio.Event | None = None
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        lengths = [min(self.length(prompt, index), sampling.max_tokens) for index in range(sampling.group)]
+        known = {handle.header.index: handle.header for handle in begun}
+        request = Request(prompt, lengths, asyncio.get_running_loop().create_future(), known)
+        if not any(request.missing(index) for index in range(sampling.group)):
+            return [self._handle(request, index) for index in range(sampling.group)]
+        self._catch_up()
+        self.waiting.append(request)
+        self._go_on()
+        try:
+            return await request.answer
+        finally:
+            if not request.answer.done() or request.answer.cancelled():
+                self._abort(request)
+
+    async def release(self, numbers: Collection[int] = ()) -> None:
+        self._catch_up()
+        for request in [*self.running, *self.waiting]:
+            if not request.answer.done() and (not numbers or request.prompt.number in numbers):
+                request.answer.set_result(self._so_far(request))
+                self._abort(request)
+
+    async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
+        clock = asyncio.get_running_loop().time
+        began, thrown = clock(), 0
+        self.paused = True  # nothing new is seated
+        if mode == "drain" and self.running:
+            self.drained = asyncio.Event()
+            await self.drained.wait()
+            self.drained = None
+        self._catch_up()
+        stood = clock()
+        if mode == "restart":
+            thrown = sum(handle.header.tokens for request in self.running for handle in self._so_far(request))
+            self.waiting.extendleft(reversed(self.running))
+            for request in self.waiting:
+                request.begun = {}
+            self._clear()
+        self.still = True
+        self._go_on()
+        if self.load:
+            await self.cores.work(self.load)
+        loaded = clock()
+        if self.rebuilds and (again := self.read(self._prefixes())):
+            await self.cores.work(again)
+        self._catch_up()
+        self.still = False
+        self.version = weights.version
+        for request in self.running:
+            request.versions.append((self.steps, self.version))
+        self.paused = False
+        self._go_on()
+        rebuild = clock() - loaded
+        return Loaded(str(self.version), wait=stood - began, load=loaded - stood, rebuild=rebuild, thrown=thrown)
+
+    def _prefixes(self) -> int:
+        """Tokens of all that runs; members of a group share their prompt."""
+        shared = sum((request.left - 1) * len(request.prompt.tokens) for request in self.running)
+        return int(self.context) - shared
+
+    # --- time passes ---------------------------------------------------------------------------------------------
+
+    def _catch_up(self) -> None:
+        now = self.cores.time()
+        if self.count and not self.still:
+            reading = min(self.unread, now - self.at)
+            self.unread -= reading
+            self._step(self._steps(now - self.at - reading))
+        self.at = now
+
+    def _step(self, steps: float) -> None:
+        self.steps += steps
+        self.context += steps * self.count
+
+    def _seconds(self, steps: float) -> float:
+        """Of so many steps from here: every one is longer than the one before by what its rows have grown."""
+        first = self.step(self.count) + self.per_token * self.context
+        return steps * first + self.per_token * self.count * steps**2 / 2
+
+    def _steps(self, seconds: float) -> float:
+        """In so many seconds from here: the inverse."""
+        first, more = self.step(self.count) + self.per_token * self.context, self.per_token * self.count
+        return 2 * seconds / (first + sqrt(first**2 + 2 * more * seconds))
+
+    def _go_on(self) -> None:
+        """Seat what fits, and wake up when the next row ends."""
+        if self.at == self.filling or not self.count or self.slots - self.count >= self.gather:
+            self.filling = self.at
+            while self.waiting and not self.paused and self.count + len(self.waiting[0].lengths) <= self.slots:
+                self._seat(self.waiting.popleft())
+        if self.work:
+            self.cores.cancel(self.work)
+            self.work = None
+        while self.rows and self.rows[0][2] not in self.running:  # aborted
+            heapq.heappop(self.rows)
+        if self.rows and not self.still:
+            seconds = self.unread + self._seconds(max(self.rows[0][0] - self.steps, 0.0))
+            self.work = self.cores.begin(seconds, self._end)
+
+    def _seat(self, request: Request) -> None:
+        missing = {index: lacks for index in range(len(request.lengths)) if (lacks := request.missing(index))}
+        request.left, request.began = len(missing), self.steps
+        request.versions = [(self.steps, self.version)]
+        self.running[request] = None
+        self.count += len(missing)
+        self.context += sum(request.whole(index) - lacks for index, lacks in missing.items())
+        self.unread += self.read(request.unread())
+        for index, tokens in missing.items():
+            heapq.heappush(self.rows, (self.steps + tokens, self.seated, request, index))
+            self.seated += 1
+
+    def _end(self) -> None:
+        """The next row has ended, and all that end with it."""
+        self._catch_up()
+        self._step(max(0.0, self.rows[0][0] - self.steps))
+        while self.rows and self.rows[0][0] <= self.steps + 1e-6:
+            end, _, request, index = heapq.heappop(self.rows)
+            if request not in self.running:
+                continue
+            self._leave(end, request, index)
+            request.left -= 1
+            if request.left == 0:
+                del self.running[request]
+                if not request.answer.done():
+                    request.answer.set_result([self._handle(request, index) for index in range(len(request.lengths))])
+        if self.drained and not self.running:
+            self.drained.set()
+        self._go_on()
+
+    def _leave(self, end: float, request: Request, index: int) -> None:
+        """A row that ends, or would have ended, at this step."""
+        self.count -= 1
+        self.context = self.context - request.whole(index) + (end - self.steps) if self.count else 0.0
+
+    def _abort(self, request: Request) -> None:
+        self._catch_up()
+        if request in self.running:
+            del self.running[request]
+            for end, _, other, index in self.rows:
+                if other is request:
+                    self._leave(end, request, index)
+        else:
+            self.waiting.remove(request)
+        if self.drained and not self.running:
+            self.drained.set()
+        self._go_on()
+
+    def _clear(self) -> None:
+        self.running.clear()
+        self.rows.clear()
+        self.count = 0
+        self.context = self.unread = 0.0
+
+    def _handle(self, request: Request, index: int, steps: int | None = None) -> Handle:
+        """A member, complete; or as it is so many steps after it was seated."""
+        begun, missing = request.begun.get(index), request.missing(index)
+        drawn = missing if steps is None else min(steps, missing)
+        edges = [(min(int(step - request.began), drawn), version) for step, version in request.versions]
+        runs = [(version, after - at) for (at, version), (after, _) in pairwise([*edges, (drawn, -1)]) if after > at]
+        runs = [*(begun.versions if begun else ()), *runs]
+        prompt = request.prompt
+        header = Header(
+            prompt=prompt.id,
+            number=prompt.number,
+            index=index,
+            episode=index,
+            data_source=prompt.data_source,
+            prompt_tokens=len(prompt.tokens),
+            tokens=drawn + (begun.tokens if begun else 0),
+            versions=tuple(
+                (version, sum(count for _, count in part)) for version, part in groupby(runs, itemgetter(0))
+            ),
+            finish="eos" if steps is None else "released",
+            teacher=prompt.teacher,
+        )
+        return Handle(header, None)
+
+    def _so_far(self, request: Request) -> list[Handle]:
+        """What there is of a group, without members that have no token."""
+        steps = int(self.steps - request.began) if request in self.running else 0
+        have = [self._handle(request, index, steps) for index in range(len(request.lengths))]
+        return [handle for handle in have if handle.header.tokens]
+
+
+class Server:
+    """Works on one thing at a time, in the order in which they came."""
+
+    def __init__(self, cost: Cost, cores: Cores | None = None) -> None:
+        self.cost, self.cores = cost, cores or Cores()
+        self.turn = asyncio.Lock()
+
+    async def work(self, tokens: int) -> None:
+        async with self.turn:
+            await self.cores.work(self.cost(tokens))
+
+
+class SleepScorer(Server):
+    async def score(self, group: Group) -> list[Handle]:
+        await self.work(sum(handle.header.tokens for handle in group))
+        return list(group)
+
+    async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
+        await self.work(sum(len(text.tokens) for text in texts))
+        return [Said(text.action_logp) for text in texts]
+
+
+class SleepLearner(Server):
+    steps = 0
+
+    async def prepare(self, batch: Batch) -> list[Counts]:
+        return [counts_of(group) for group in batch.groups]
+
+    async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
+        await self.work(sum(header.tokens for header in batch.headers))
+        return [by_lag(batch.update - 1 - header.oldest) for header in batch.headers]
+
+    async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
+        await asyncio.sleep(0)
+        self.steps += 1
+        return {}
+
+    async def quote(self, batch: Batch) -> list[Quote]:
+        return []  # nobody said anything
+
+    async def weigh(self, batch: Batch) -> list[Weighed]:
+        return [by_lag(self.steps - header.oldest) for header in batch.headers]
+
+    async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
+        return {"drift/k3_kl": 0.0, "drift/ppl_ratio": 1.0}  # nothing drifts
+
+    async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
+        return WeightsRef((), None, self.steps), str(self.steps)
+
+    async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
+        (path / "steps").write_text(str(self.steps))
+        write_groups(path, groups)
+
+    async def restore(self, path: Path) -> Sequence[Group]:
+        self.steps = int((path / "steps").read_text())
+        return read_groups(path)
+
+
+def by_lag(lag: int) -> Weighed:
+    """Nothing drifts."""
+    f = 1 / (max(0, lag) + 1)
+    return Weighed(lag=lag, roll=0.0, sup=0.0, roll_coverage=1.0, sup_coverage=1.0, f=f, w=f)

@@ -1,0 +1,208 @@
+"""How far a study is, and what has come out so far: as a table for a terminal, and as lines.
+
+Knows cells and events, no process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from textwrap import wrap
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.studies.cells import Event
+from slipstream.studies.results import Aggregate, Sweep, SweepCell
+from slipstream.studies.statistics import Estimate
+from slipstream.studies.study import shown
+
+MARKS = {"waiting": "·", "begun": "▸", "done": "✓", "failed": "✗"}
+
+HEAD = 16
+"""Columns of a head, before it goes on in the next line."""
+GAP = 2
+"""Between two columns."""
+ENOUGH = 0.1
+"""Of a cell, before it says how long it takes."""
+
+
+class Board:
+    def __init__(
+        self, sweep: Sweep, todo: Sequence[SweepCell], at_a_time: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.sweep, self.at_a_time, self.clock = sweep, at_a_time, clock
+        self.states = {cell.path: "done" if cell.finished else "waiting" for cell in sweep.cells}
+        self.updates = dict[Any, int]()
+        self.todo = list(todo)
+        self.since = dict[Any, float]()
+        self.took = {cell.path: float(cell.done["seconds"]) for cell in sweep.finished}
+        self.began = clock()
+        self.tables: list[list[Aggregate]] = []
+        self.count()
+
+    def count(self) -> None:
+        self.tables = [self.sweep.table(measure) for measure in self.sweep.measures]
+
+    def told(self, event: Event) -> None:
+        cell: SweepCell = event.job.key
+        if event.kind == "moved":
+            self.updates[cell.path] = event.told
+            return
+        self.states[cell.path] = event.kind
+        self.since[cell.path] = self.clock()
+        if event.kind == "done":
+            self.took[cell.path] = event.seconds
+            self.count()
+
+    # --- as lines ----------------------------------------------------------------------------------------------
+
+    def line(self, event: Event) -> str:
+        cell: SweepCell = event.job.key
+        if event.kind == "failed":
+            what = f"failed: {event.told}; {event.job.log}"
+        else:
+            values = [(measure, self.sweep.value(cell, measure)) for measure in self.sweep.measures]
+            what = "  ".join(f"{name} {'–' if value is None else f'{value:.4g}'}" for name, value in values)
+        return f"{self.over()}/{len(self.sweep.cells)}  {cell.cell.name}: {what}  ({event.seconds:.0f} s{self.to_go()})"
+
+    def over(self) -> int:
+        return sum(state in ("done", "failed") for state in self.states.values())
+
+    def to_go(self) -> str:
+        seconds = self.left()
+        return "" if not seconds else f", about {clock_time(seconds)} to go"
+
+    def left(self) -> float | None:
+        """Seconds, if what is not finished takes what its like takes; as far as there are any."""
+        open_cells = [cell for cell in self.todo if self.states[cell.path] in ("waiting", "begun")]
+        takes = self.took | {cell.path: t for cell in open_cells if (t := self.so_far(cell)) is not None}
+        if not takes or not open_cells:
+            return None
+        each = []
+        for cell in open_cells:
+            like = [takes[other.path] for other in self.sweep.cells if other.path in takes and alike(cell, other)]
+            each.append(fmean(like or takes.values()) * (1 - self.share(cell)))
+        return left(each, self.at_a_time)
+
+    def so_far(self, cell: SweepCell) -> float | None:
+        """What a running cell takes in all, by how far it is."""
+        share = self.share(cell)
+        return (self.clock() - self.since[cell.path]) / share if share >= ENOUGH else None
+
+    def share(self, cell: SweepCell) -> float:
+        return self.updates.get(cell.path, 0) / cell.cell.config.updates
+
+    # --- on a terminal -----------------------------------------------------------------------------------------
+
+    def panel(self) -> RenderableType:
+        counts = {state: sum(each == state for each in self.states.values()) for state in MARKS}
+        head = Text(f"{self.sweep.study.sweep.title or self.sweep.path.name}", style="bold")
+        doing = ", ".join(
+            f"{cell.cell.name} {self.updates.get(cell.path, 0)}/{cell.cell.config.updates}"
+            for cell in self.todo
+            if self.states[cell.path] == "begun"
+        )
+        state = (
+            f"{counts['done']} of {len(self.states)} cells finished, {counts['begun']} running, "
+            f"{counts['failed']} failed, {clock_time(self.clock() - self.began)}{self.to_go()}"
+        )
+        running = Text(doing, style="cyan", no_wrap=True, overflow="ellipsis")
+        return Group(head, Text(state), self.table(), running)
+
+    def table(self) -> Columns:
+        rows = []
+        for index, point in enumerate(self.sweep.study.points):
+            marks = [MARKS[self.states[cell.path]] for cell in self.sweep.cells if cell.cell.point is point]
+            rows.append((point.name, "".join(marks), *(said(table[index]) for table in self.tables)))
+        return columns(["", "seeds", *self.sweep.measures], rows)
+
+
+def left(seconds: Sequence[float], at_a_time: int) -> float:
+    """Of all of them, shared out: no sooner than the longest."""
+    return max(sum(seconds) / at_a_time, *seconds) if seconds else 0.0
+
+
+def alike(one: SweepCell, other: SweepCell) -> bool:
+    return one.cell.point is other.cell.point
+
+
+def clock_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def said(found: Aggregate | Estimate) -> str:
+    if found.mean is None:
+        return "–"
+    return f"{digits(found.mean, 4)} ± {'–' if found.se is None else digits(found.se, 2)}"
+
+
+def digits(value: float, count: int) -> str:
+    """So many of them, and all of a large number."""
+    return f"{value:.0f}" if abs(value) >= 10**count else f"{value:.{count}g}"
+
+
+def summary(sweep: Sweep) -> Iterator[RenderableType]:
+    """Tables of means, of differences to the first arm, of slopes, and the claims."""
+    lone = [point for point in sweep.table() if point.n == 1]
+    for measure in sweep.measures:
+        yield Text(f"\n{measure}, mean ± standard error over seeds", style="bold")
+        yield estimates(sweep, measure)
+        if lacking := [cell.cell.name for cell in sweep.finished if sweep.value(cell, measure) is None]:
+            yield f"{len(lacking)} finished cells have never written {measure}: {lacking[0]} …"
+        if slopes := sweep.slopes(measure):
+            yield Text(f"\nslopes of {measure} against {sweep.doublings}", style="bold")
+            yield columns(["", "slope", "seeds"], [(each.series, said(each.found), each.found.n) for each in slopes])
+    if lone:
+        yield Text(f"\n± –: one seed, so there is no error ({lone[0].series} …)")
+    if claims := sweep.claims():
+        yield Text("\nclaims", style="bold")
+        for tried in claims:
+            yield f"{tried.verdict}: {tried.claim.says} ({tried.measure}: {said(tried.found)}, {tried.found.n} seeds)"
+
+
+def estimates(sweep: Sweep, measure: str) -> Columns:
+    first = sweep.study.points[0].arm
+    found = {(each.series, shown(each.x)): each.found for each in sweep.differences(measure)}
+    titles = ["", "seeds", measure, *([f"less {first}, by seed", "pairs"] if found else [])]
+    rows = list[Sequence[Any]]()
+    for point, row in zip(sweep.study.points, sweep.table(measure), strict=True):
+        d = found.get((point.series, shown(point.x)))
+        rows.append((point.name, row.n, said(row), *((said(d), d.n) if d else ("", "") if found else ())))
+    return columns(titles, rows)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A table of which a narrow terminal shows as many columns as it has room for."""
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        heads = [wrap(title, HEAD, break_long_words=False, break_on_hyphens=False) for title in self.titles]
+        cells = [[*head, *(row[index] for row in self.rows)] for index, head in enumerate(heads)]
+        widths = [max(map(len, column), default=0) + GAP for column in cells]
+        name = min(widths[0], options.max_width // 2)
+        shown = [i for i in range(1, len(widths)) if name + sum(widths[1 : i + 1]) - GAP <= options.max_width]
+        table = Table(box=None, pad_edge=False)
+        table.add_column("", overflow="fold", min_width=name - GAP)
+        for index in shown:
+            table.add_column("\n".join(heads[index]), justify="right", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(Text(row[index]) for index in (0, *shown)))
+        yield table
+        if left_out := self.titles[1 + len(shown) :]:
+            yield Text(f"no room for {', '.join(left_out)}", style="dim")
+
+
+def columns(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Columns:
+    return Columns(titles, [[str(each) for each in row] for row in rows])

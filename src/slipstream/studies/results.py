@@ -1,0 +1,287 @@
+"""What came out of a study, read from its directory, also while it goes on: rows, tables, slopes, and claims.
+
+study.toml     the study, with what was overridden       results.csv, results.parquet   a row for every finished cell
+cells/ARM/…    a run directory for every cell; cell.json is there when it is finished, and says what it was
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from slipstream.config.file import flat
+from slipstream.errors import RunDirError, first_line
+from slipstream.run_dir.reading import Line, RunDir
+from slipstream.studies.statistics import BySeed, Estimate, Verdict, difference, estimate, slope, verdict
+from slipstream.studies.study import CONDITION, WHOLE, Cell, Point, Study, is_number
+from slipstream.studies.table import Claim
+
+STUDY_FILE, CELLS, DONE = "study.toml", "cells", "cell.json"
+
+
+@dataclass(frozen=True)
+class SweepCell:
+    """A cell and its directory."""
+
+    cell: Cell
+    path: Path
+
+    @property
+    def arm(self) -> str:
+        return self.cell.point.arm
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        return self.cell.point.settings
+
+    @property
+    def seed(self) -> int:
+        return self.cell.seed
+
+    @property
+    def finished(self) -> bool:
+        return (self.path / DONE).exists()
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(self.path)
+
+    @cached_property
+    def done(self) -> dict[str, Any]:
+        """What cell.json says: config, seconds, cpu_seconds, when."""
+        path = self.path / DONE
+        try:
+            found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+            return found | {"config": dict(found["config"])}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise RunDirError(f"{path} does not say what it was: {first_line(error)}; remove {self.path}") from None
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """A measure at one point, over its finished seeds."""
+
+    arm: str
+    series: str
+    settings: Mapping[str, Any]
+    x: Any
+    measure: str
+    seeds: tuple[int, ...]
+    n: int
+    mean: float | None
+    se: float | None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A point less the first arm at the same place, by seed; or a slope, where x is none."""
+
+    series: str
+    base: str
+    x: Any
+    measure: str
+    found: Estimate
+
+
+@dataclass(frozen=True)
+class Slope:
+    """The slope of one series over the x values that `Sweep.doublings` returns."""
+
+    series: str
+    measure: str
+    found: Estimate
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A claim, and what it comes to: the difference of what is said to be less and what it is less than."""
+
+    claim: Claim
+    measure: str
+    found: Estimate
+    verdict: Verdict
+
+
+class Sweep:
+    def __init__(self, path: str | PathLike[str], study: Study | None = None) -> None:
+        """The study that is in it, unless another is given that is to go on there."""
+        self.path = Path(path)
+        if study is None and not (self.path / STUDY_FILE).exists():
+            raise RunDirError(f"{path} holds no study: there is no {STUDY_FILE} in it")
+        self.study = study or Study.load(self.path / STUDY_FILE)
+        self.cells = [SweepCell(cell, self.path / CELLS / cell.folder) for cell in self.study.cells]
+        self._values = dict[tuple[Path, str], float | None]()
+        """By cell and measure; of finished cells, which do not change."""
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        return self.study.sweep.measure
+
+    @property
+    def finished(self) -> list[SweepCell]:
+        return [cell for cell in self.cells if cell.finished]
+
+    def value(self, cell: SweepCell, measure: str) -> float | None:
+        """Of a finished cell; none where its run has never written it."""
+        key = (cell.path, measure)
+        if key not in self._values:
+            run = cell.run
+            lines = (run.metrics, run.evaluations)
+            for each in {measure, *self.measures}:
+                self._values[cell.path, each] = measured(each, *lines, last=self.study.sweep.last)
+        return self._values[key]
+
+    def by_seed(self, points: Sequence[Point], measure: str) -> list[dict[int, float]]:
+        """Of every point the values of its finished seeds."""
+        found: dict[int, dict[int, float]] = {id(point): {} for point in points}
+        for cell in self.finished:
+            if id(cell.cell.point) in found and (value := self.value(cell, measure)) is not None:
+                found[id(cell.cell.point)][cell.seed] = value
+        return list(found.values())
+
+    # --- tables ------------------------------------------------------------------------------------------------
+
+    def table(self, measure: str | None = None) -> list[Aggregate]:
+        """Every point of the study, by the first measure unless told otherwise."""
+        measure = measure or self.measures[0]
+        points = self.study.points
+        return [
+            Aggregate(
+                arm=point.arm,
+                series=point.series,
+                settings=point.settings,
+                x=point.x,
+                measure=measure,
+                seeds=tuple(sorted(values)),
+                **vars(estimate(list(values.values()))),
+            )
+            for point, values in zip(points, self.by_seed(points, measure), strict=True)
+        ]
+
+    def differences(self, measure: str | None = None) -> list[Compared]:
+        """Every point of other arms less the first arm's at the same place, where that has one."""
+        measure = measure or self.measures[0]
+        points, found = self.study.points, list[Compared]()
+        values = dict(zip(map(id, points), self.by_seed(points, measure), strict=True))
+        for point in points:
+            if (base := partner(point, points)) is not None:
+                d = difference(values[id(point)], values[id(base)])
+                found.append(Compared(point.series, base.series, point.x, measure, d))
+        return found
+
+    def slopes(self, measure: str | None = None) -> list[Slope]:
+        """Of every series with two numbers along x."""
+        measure = measure or self.measures[0]
+        return [
+            Slope(name, measure, estimate(list(self._slope_by_seed(points, measure).values())))
+            for name, points in self.series().items()
+            if len({p.x for p in points if is_number(p.x)}) > 1
+        ]
+
+    @property
+    def shift(self) -> int:
+        """What is added to x before its logarithm is taken: 1 for lags and whatever else may be 0, else 0."""
+        smallest = min((point.x for point in self.study.points if is_number(point.x)), default=1)
+        return int(str(self.study.x).startswith("schedule.") or smallest <= 0)
+
+    @property
+    def doublings(self) -> str:
+        return f"log2({self.study.x} + 1)" if self.shift else f"log2({self.study.x})"
+
+    def series(self) -> dict[str, list[Point]]:
+        found = dict[str, list[Point]]()
+        for point in self.study.points:
+            found.setdefault(point.series, []).append(point)
+        return found
+
+    def claims(self) -> list[Tried]:
+        found = []
+        for claim in self.study.sweep.claims:
+            measure = claim.measure or self.measures[0]
+            less, than = self._sides(claim, measure)
+            d = difference(less, than)
+            found.append(Tried(claim, measure, d, verdict(d)))
+        return found
+
+    def _sides(self, claim: Claim, measure: str) -> tuple[BySeed, BySeed]:
+        """What is compared, by seed: of two arms where both are along x, or each at its own."""
+        sides = [self.study.side(side) if isinstance(side, str) else None for side in (claim.less, claim.than)]
+        common = set.intersection(*({p.x for p in side} for side in sides if side is not None))
+
+        def by_seed(side: list[Point] | None, number: float | str, at: Any) -> BySeed:
+            if side is None:
+                assert not isinstance(number, str)
+                return dict.fromkeys(self.study.sweep.seeds, number)
+            points = [point for point in side if point.x in (common if at is None else {at})]
+            if claim.slope:
+                return self._slope_by_seed(points, measure)
+            return whole(self.by_seed(points, measure), fmean)
+
+        less, than = map(by_seed, sides, (claim.less, claim.than), claim.places)
+        return less, than
+
+    def _slope_by_seed(self, points: Sequence[Point], measure: str) -> BySeed:
+        """Of seeds that are finished at every x."""
+        points = [point for point in points if is_number(point.x)]
+        xs = [point.x for point in points]
+        return whole(self.by_seed(points, measure), lambda ys: slope(xs, ys, self.shift))
+
+    # --- rows --------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One for every finished cell: what it is, what was measured, and what it took."""
+        found = []
+        for cell in self.finished:
+            config, done = flat(cell.cell.config.model_dump(mode="json")), cell.done
+            found.append(
+                {"arm": cell.arm}
+                | ({CONDITION: cell.settings[CONDITION]} if self.study.conditions else {})
+                | {key: config.get(key) for key in self.study.varied}
+                | {"seed": cell.seed}
+                | {measure: self.value(cell, measure) for measure in self.measures}
+                | {
+                    name: done.get(name)
+                    for name in ("updates", "tokens", "seconds", "cpu_seconds", "finished", "version")
+                }
+                | {"path": cell.path.relative_to(self.path).as_posix()}
+            )
+        return found
+
+
+def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
+    """The last evaluation; the mean over the last updates, of those that have it; of what only grows, the last."""
+    if measure.startswith("eval/"):
+        accuracy = [line["accuracy"] for line in evaluated(measure, evaluations)]
+        return accuracy[-1] if accuracy else None
+    found = [line[measure] for line in updates[-1 if measure in WHOLE else -last :] if measure in line]
+    return fmean(found) if found else None
+
+
+def evaluated(measure: str, evaluations: Sequence[Line]) -> list[Line]:
+    """Those of the set that eval/accuracy or eval/SET/accuracy is of."""
+    of = measure.removeprefix("eval/").rpartition("/")[0]
+    return [line for line in evaluations if line.get("set", "") == of and "accuracy" in line]
+
+
+def whole(points: Sequence[BySeed], of: Any) -> BySeed:
+    """Something of all points, for every seed that they all have."""
+    seeds = set.intersection(*(set(values) for values in points)) if points else set()
+    return {seed: of([values[seed] for values in points]) for seed in sorted(seeds)}
+
+
+def partner(point: Point, points: Sequence[Point]) -> Point | None:
+    """The first arm's point at the same place in the grid, as far as both are in it; none if there are several."""
+    first = points[0].arm
+    found = [
+        other
+        for other in points
+        if other.arm == first
+        and all(other.settings[key] == point.settings[key] for key in other.settings.keys() & point.settings.keys())
+    ]
+    return found[0] if len(found) == 1 and point.arm != first else None

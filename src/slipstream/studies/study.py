@@ -1,0 +1,288 @@
+"""What a study file says: a config, and the table [sweep] of what is varied, measured and claimed.
+
+Every combination of an arm and the grid is a point, every point with a seed is a cell: one run. Pure: nothing is read
+but the file itself, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import isfinite
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from slipstream import metric_names as vocabulary
+from slipstream.config.file import STUDY, flat, overridden, parse, read, value_of
+from slipstream.config.schedule import Replay
+from slipstream.config.schema import Config
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.studies.table import Claim, placed, read_table
+
+GRID = "grid"
+CONDITION = "condition"
+"""What stands for x, and beside settings, where a study has conditions."""
+ONLY = "all"
+"""What the only arm is called where none is named."""
+OURS = {"seed": "sweep.seeds are the seeds", "output": "output is the directory of the whole study"}
+"""What no arm and no grid may set."""
+WHOLE = ("time",)
+"""Metrics that only grow: of these it is the last value that counts."""
+OF_SAMPLES = ("reward/", "teacher/kl")
+"""Metrics of whoever drew what is learned from."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """An arm at one combination of the grid."""
+
+    arm: str
+    settings: Mapping[str, Any]
+    """Where it is in the grid, and under which condition."""
+    x: Any
+    """What the setting along the axis is here; none where there is no such setting."""
+    series: str
+    """The line of a figure that it belongs to: the arm, and where it is in the grid but for x."""
+    config: Config
+    """Of the first seed, without a directory."""
+
+    @property
+    def name(self) -> str:
+        return ", ".join([self.arm, *(f"{key} = {shown(value)}" for key, value in self.settings.items())])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study."""
+
+    point: Point
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.point.name}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Below `cells`."""
+        where = ",".join(f"{key}={shown(value)}" for key, value in self.point.settings.items())
+        parts = [self.point.arm, *([where] if where else []), f"seed-{self.seed}"]
+        return Path(*(quote(part, safe="=,+ ") for part in parts))
+
+    @property
+    def config(self) -> Config:
+        return self.point.config.model_copy(update={"seed": self.seed})
+
+
+class Study:
+    """A study that says nothing impossible: every config in it is valid by itself."""
+
+    def __init__(
+        self, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = (), *, where: str = "study"
+    ) -> None:
+        self.where, self.notes = where, list[str]()
+        if not isinstance(tree.get(STUDY), dict):
+            raise ConfigError(f"{where} is no study: it has no table [{STUDY}]")
+        of_study = [(key.split(".")[1:], value_of(text)) for key, text in overrides if key.startswith(f"{STUDY}.")]
+        of_base = [(key, text) for key, text in overrides if not key.startswith(f"{STUDY}.")]
+        table = tree[STUDY]
+        for path, value in of_study:
+            table = placed(table, path, value)
+        self.sweep = read_table(table, where)
+        base = overridden({key: value for key, value in tree.items() if key != STUDY}, of_base, say=self.notes.append)
+        if "seed" in base:
+            raise ConfigError(f"{where}: seed does nothing in a study: sweep.seeds are the seeds")
+        self.output: str | None = base.get("output")
+        self.base = {key: value for key, value in base.items() if key != "output"}
+        self.arms = {name: flat_arm(name, arm, where) for name, arm in (self.sweep.arms or {ONLY: {}}).items()}
+        self.conditions = dict[str, dict[str, Any]]()
+        for name, each in self.sweep.conditions.items():
+            self.conditions[name], grid = flat_arm(name, each, where)
+            if grid:
+                raise ConfigError(f"{where}: the condition {name} has a grid: write a condition for each of its values")
+        self.x = self.sweep.x or (CONDITION if self.conditions else None)
+        self.points = list(self._points())
+        self._check([key for key, _ in of_base])
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Study:
+        return cls(read(path), overrides, where=str(path))
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """As a file says it, with what was overridden; what is none is what a file leaves out."""
+        return {**there(self.base), STUDY: self.sweep.model_dump(mode="json", exclude_unset=True, exclude_none=True)}
+
+    @cached_property
+    def cells(self) -> list[Cell]:
+        """In the order in which they run: after every seed there is a whole table."""
+        return [Cell(point, seed) for seed in self.sweep.seeds for point in self.points]
+
+    @cached_property
+    def varied(self) -> list[str]:
+        """Every setting that an arm, a condition or the grid sets."""
+        keys = dict.fromkeys(key for p in self.points for key in (*self.arms[p.arm][0], *p.settings))
+        keys |= dict.fromkeys(key for each in self.conditions.values() for key in each)
+        return [key for key in keys if key != CONDITION]
+
+    def _points(self) -> Iterator[Point]:
+        grid = flat(self.sweep.grid) if self.sweep.grid else {}
+        for name, (fixed, own) in self.arms.items():
+            mine = {key: values for key, values in {**grid, **own}.items() if key not in fixed or key in own}
+            for key, values in mine.items():
+                check_values(key, values, f"{self.where}: {name}" if key in own else self.where)
+            for condition, settings in self.conditions.items():
+                if twice := settings.keys() & {**fixed, **mine}.keys():
+                    raise ConfigError(f"{self.where}: {name} and {condition} both set {min(twice)}: one of them may")
+            axes = {CONDITION: list(self.conditions)} | mine if self.conditions else mine
+            axes = {key: values for key, values in axes.items() if values}
+            for combination in product(*axes.values()):
+                yield self._point(name, fixed, dict(zip(axes, combination, strict=True)))
+
+    def _point(self, arm: str, fixed: dict[str, Any], settings: dict[str, Any]) -> Point:
+        rest = [f"{key} = {shown(value)}" for key, value in settings.items() if key != self.x]
+        named = ", ".join([arm, *(f"{key} = {shown(value)}" for key, value in settings.items())])
+        found = fixed | self.conditions.get(settings.get(CONDITION, ""), {}) | settings
+        given = [(key, json.dumps(value, ensure_ascii=False)) for key, value in found.items() if key != CONDITION]
+        notes = list[str]()
+        tree = {**self.base, "seed": self.sweep.seeds[0]}
+        config = parse(tree, given, where=f"{self.where}: {named}", say=notes.append)
+        self.notes += [f"{named}: {note}" for note in notes]
+        x = (flat(config.model_dump(mode="json")) | found).get(self.x or "")
+        return Point(arm, settings, x, ", ".join([arm, *rest]), config)
+
+    def _check(self, overridden: Sequence[str]) -> None:
+        sweep, where = self.sweep, self.where
+        set_by_all = set.intersection(*({*point.settings, *self.arms[point.arm][0]} for point in self.points))
+        for key in overridden:
+            if key in set_by_all:
+                raise ConfigError(
+                    f"{where}: --{key} does nothing, as the study sets it everywhere: --sweep.… changes that"
+                )
+        seen = dict[str, Point]()
+        for point in self.points:
+            other = seen.setdefault(point.config.model_dump_json(), point)
+            if other is not point:
+                raise ConfigError(f"{where}: {point.name} and {other.name} are the same run: drop one of them")
+        if sweep.x is not None and all(point.x is None for point in self.points):
+            raise ConfigError(
+                f"{where}: sweep.x = {sweep.x!r} is no setting of any run; "
+                + did_you_mean(sweep.x, [key for point in self.points for key in point.settings])
+            )
+        for point in self.points:
+            for measure in sweep.measure:
+                check_measure(measure, point, where)
+            if sweep.last > point.config.updates:
+                raise ConfigError(
+                    f"{where}: sweep.last = {sweep.last} is more than the {point.config.updates} updates of "
+                    f"{point.name}"
+                )
+        oldest = max((p.config.schedule.k for p in self.points if isinstance(p.config.schedule, Replay)), default=0)
+        for measure in sweep.measure:
+            if oldest > 1 and measure.startswith(OF_SAMPLES):
+                self.notes.append(
+                    f"sweep.measure = {measure!r} is of the student that drew, up to {oldest} updates before: older "
+                    "rollouts are of a younger student; eval/accuracy is of the last one (data.eval, eval.every)"
+                )
+        for claim in sweep.claims:
+            self._check_claim(claim)
+
+    def _check_claim(self, claim: Claim) -> None:
+        where = f"{self.where}: the claim {claim.says!r}"
+        if claim.measure is not None and claim.measure not in self.sweep.measure:
+            raise ConfigError(
+                f"{where}: measure = {claim.measure!r}; {did_you_mean(claim.measure, self.sweep.measure)}"
+            )
+        if claim.than_at is not None and claim.at is None:
+            raise ConfigError(f"{where}: than_at is the x of than, and at that of less: give both")
+        if claim.than_at is not None and not isinstance(claim.than, str):
+            raise ConfigError(f"{where}: than is a number, which is the same everywhere: drop than_at")
+        given = zip((claim.less, claim.than), claim.places, strict=True)
+        sides = [(side, at) for side, at in given if isinstance(side, str)]
+        if not sides:
+            raise ConfigError(f"{where} compares two numbers: name an arm")
+        if (claim.less, claim.places[0]) == (claim.than, claim.places[1]):
+            raise ConfigError(f"{where} compares an arm with itself: name another one, or give at and than_at")
+        for side, at in sides:
+            found = self.side(side)
+            if not found:
+                known = dict.fromkeys([*self.arms, *(point.series for point in self.points)])
+                raise ConfigError(f"{where}: no arm {side!r}; {did_you_mean(side, known)}")
+            if at is not None and at not in [point.x for point in found]:
+                known_x = ", ".join(shown(point.x) for point in found)
+                raise ConfigError(f"{where}: {side} has no x = {shown(at)}; known: {known_x}")
+        common = set.intersection(*({point.x for point in self.side(side)} for side, _ in sides))
+        if not common and claim.at is None:
+            names = " and ".join(side for side, _ in sides)
+            raise ConfigError(f"{where}: {names} have no x in common: name other arms")
+        if claim.slope and sum(map(is_number, common)) < 2:
+            raise ConfigError(f"{where}: slope needs numbers along x, two at least: set sweep.x, or drop slope")
+        if claim.slope and claim.at is not None:
+            raise ConfigError(f"{where}: a slope is over all x: drop at, or slope")
+
+    def side(self, name: str) -> list[Point]:
+        """The points of an arm, or of one series."""
+        return [p for p in self.points if p.arm == name] or [p for p in self.points if p.series == name]
+
+
+def there(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is none."""
+    return {k: there(value) if isinstance(value, dict) else value for k, value in tree.items() if value is not None}
+
+
+def flat_arm(name: str, arm: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What it sets, and its own grid, by dotted keys."""
+    if not name or name.startswith(".") or name != name.strip():
+        raise ConfigError(f"{where}: an arm needs a name, not {name!r}")
+    fixed, own = {key: value for key, value in arm.items() if key != GRID}, arm.get(GRID, {})
+    if not isinstance(own, dict):
+        raise ConfigError(f"{where}: sweep.arms.{name}.grid is a table of settings and lists of their values")
+    found = flat(fixed) if fixed else {}
+    for key in found:
+        check_key(key, f"{where}: {name}")
+    return found, flat(own) if own else {}
+
+
+def check_key(key: str, where: str) -> None:
+    if key in OURS:
+        raise ConfigError(f"{where}: {key} cannot be varied: {OURS[key]}")
+
+
+def check_values(key: str, values: Any, where: str) -> None:
+    check_key(key, where)
+    if not isinstance(values, list):
+        raise ConfigError(f"{where}: {key} in a grid is a list of values, got {values!r}")
+    if len({shown(value) for value in values}) < len(values):
+        raise ConfigError(f"{where}: {key} has a value twice in {shown(values)}: write each once")
+
+
+def check_measure(measure: str, point: Point, where: str) -> None:
+    """It is something that this run will write."""
+    config, head, tail = point.config, *measure.partition("/")[::2]
+    if head == "eval":
+        known = [f"eval/{of}/accuracy" if of else "eval/accuracy" for of in config.data.held_out] or ["eval/accuracy"]
+        if measure not in known:
+            raise ConfigError(f"{where}: sweep.measure: {measure!r}; {did_you_mean(measure, known)}")
+        if not config.eval.every:
+            raise ConfigError(f"{where}: sweep.measure = {measure!r}: {point.name} evaluates nothing: set eval.every")
+    elif head == "reward" and tail.removeprefix("greedy_").partition("/")[0] not in config.task.names:
+        rewards = [f"reward/{name}" for name in config.task.names]
+        hint = did_you_mean(measure, rewards) if rewards else 'set task.reward, for example "exact"'
+        raise ConfigError(f"{where}: sweep.measure = {measure!r}: {point.name} has no such reward; {hint}")
+    elif not vocabulary.find(measure):
+        names = [name for term in vocabulary.terms() for name in term.names.split()]
+        hint = did_you_mean(measure, names)
+        hint = hint if hint.startswith("did") else "docs/metrics.md has all names"
+        raise ConfigError(f"{where}: sweep.measure: {measure!r} is no metric; {hint}")
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,1 +1,0 @@
-"""Prompts, how they are rendered, and how answers are graded."""

@@ -1,0 +1,1 @@
+"""Fakes that ship with the package: servers for tests of endpoints and sandboxes."""

@@ -1,0 +1,257 @@
+"""An endpoint that ships, on loopback only: a real model behind it, and every fault that real ones were seen to have.
+
+    with FakeEndpoint(table(logq_VV)) as fake:       # or: model("builtin:teacher")
+        fake.tell("cut", "busy", "shifted")          # of the next three completions
+        ...                                          # base_url = fake.url, model = fake.name
+
+It serves until the block ends, and goes with its process. `python -m slipstream.testing.endpoint builtin:teacher 8000`
+serves one from a terminal, at this port or any that is free, until Ctrl-C or so long after the last request.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.testing.server import Loopback, cut_off, send
+
+Fault = Literal["slow", "busy", "broken", "cut", "refused", "not json", "deep", "endless", "packed", "trickle",
+                "no logprobs", "short", "few", "nan", "null", "positive", "clamp", "narrow", "shifted", "other ids",
+                "no ids", "not tables", "bad rank"]  # fmt: skip
+Scores = Callable[[Sequence[int]], NDArray[np.floating[Any]]]
+"""From token ids to log-probs [T, V]: row t is the distribution of token t, row 0 of nothing."""
+IDLE = 600.0
+"""Seconds without a request after which a server that was started from a terminal ends."""
+
+
+def table(logq_VV: NDArray[np.floating[Any]]) -> Scores:
+    """The next token depends on the last one only."""
+    return lambda tokens: np.concatenate([np.zeros((1, logq_VV.shape[1])), logq_VV[list(tokens[:-1])]])
+
+
+def model(name: str) -> Scores:
+    """A HF model, on the CPU."""
+    import torch
+
+    from slipstream.engines.native.model import load_model
+
+    lm, lock = load_model(name, dtype="float32", device="cpu").model, threading.Lock()
+
+    def scores(tokens: Sequence[int]) -> NDArray[np.floating[Any]]:
+        with lock, torch.inference_mode():
+            logp_TV = lm(torch.tensor([list(tokens)])).logits[0].log_softmax(-1)
+            return logp_TV.roll(1, 0).numpy()  # type: ignore[no-any-return]
+
+    return scores
+
+
+class FakeEndpoint(Loopback):
+    def __init__(
+        self,
+        scores: Scores,
+        *,
+        name: str = "teacher",
+        vocabulary: int = 1 << 30,
+        max_logprobs: int = 20,
+        max_model_len: int | None = 4096,
+        key: str | None = None,
+        lists: bool = True,
+        port: int = 0,
+    ) -> None:
+        """`lists` its models; wants a `key`, if one is given."""
+        super().__init__(port)
+        self.scores, self.name, self.vocabulary, self.key, self.lists = scores, name, vocabulary, key, lists
+        self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
+        self.faults: deque[Fault] = deque()
+        self.always: Fault | None = None
+        """Until it is set back."""
+        self.seconds = 0.05
+        """How long slow is, and how long it takes from one byte to the next where they trickle."""
+        self.sent = 0
+        """Bytes of answers without an end."""
+        self.retry_after: str | None = "0.05"
+        self.requests: list[dict[str, Any]] = []
+        """All completions that were asked for."""
+        self.most, self.running = 0, 0
+        """Requests at a time."""
+        self.asked = time.monotonic()
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"{super().url}/v1"
+
+    def tell(self, *faults: Fault) -> None:
+        """What goes wrong with the next completions, one by one."""
+        self.faults.extend(faults)
+
+    # --- what it answers -------------------------------------------------------------------------------------
+
+    def get(self, to: BaseHTTPRequestHandler) -> None:
+        """Its models."""
+        if self._turned_away(to):
+            return
+        listed = {"id": self.name, "object": "model", "max_model_len": self.max_model_len}
+        send(to, 200, {"object": "list", "data": [listed]})
+
+    def post(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        try:
+            self._complete(to, body)
+        finally:
+            with self.lock:
+                self.running -= 1
+
+    def _complete(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+        with self.lock:
+            self.asked = time.monotonic()
+            self.requests.append(body)
+            fault = self.always or (self.faults.popleft() if self.faults else None)
+        if fault == "slow":
+            self.over.wait(self.seconds)
+        if self._failed(to, fault) or self._turned_away(to):
+            return
+        tokens, k = body["prompt"], body.get("prompt_logprobs", 0)
+        if problem := self._problem(body, tokens, k):
+            send(to, *problem)
+            return
+        rows = prompt_logprobs(self.scores(tokens), tokens, k)
+        choice = {"index": 0, "text": "", "finish_reason": "length", "prompt_logprobs": spoilt(rows, fault)}
+        send(to, 200, {"object": "text_completion", "model": self.name, "choices": [choice]})
+
+    def _turned_away(self, to: BaseHTTPRequestHandler) -> bool:
+        authorization = to.headers["Authorization"] or ""
+        if self.key is not None and authorization != f"Bearer {self.key}":
+            send(to, 401, {"error": {"message": f"Incorrect API key provided: {authorization}"}})
+        elif to.path == "/v1/completions" or (to.path == "/v1/models" and self.lists):
+            return False
+        else:
+            send(to, 404, {"detail": "Not Found"})
+        return True
+
+    def _problem(self, body: dict[str, Any], tokens: Sequence[int], k: int) -> tuple[int, Any] | None:
+        message = ""
+        if body["model"] != self.name:
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        if self.max_model_len is not None and len(tokens) + body["max_tokens"] > self.max_model_len:
+            message = f"This model's maximum context length is {self.max_model_len} tokens."
+        elif k > self.max_logprobs:
+            message = f"Requested prompt logprobs of {k}, which is greater than max allowed: {self.max_logprobs}"
+        elif max(tokens) >= self.vocabulary:
+            message = f"Token id {max(tokens)} is out of vocabulary"
+        return (400, {"error": {"message": message}}) if message else None
+
+    def _failed(self, to: BaseHTTPRequestHandler, fault: Fault | None) -> bool:
+        """Faults that are not in the rows of an answer."""
+        match fault:
+            case "busy":
+                after = {} if self.retry_after is None else {"Retry-After": self.retry_after}
+                send(to, 429, {"error": {"message": "too many requests"}}, **after)
+            case "broken":
+                # some servers repeat what they were sent
+                send(to, 500, {"error": {"message": f"internal error ({to.headers['Authorization']})"}})
+            case "refused":
+                send(to, 400, {"error": {"message": "the server does not like it"}})
+            case "not json":
+                send(to, 200, "<html>It works!</html>")
+            case "deep":
+                send(to, 200, "[" * 100_000)
+            case "endless":
+                self._pour(to, b" " * (1 << 16), 0.0)
+            case "trickle":
+                self._pour(to, b" ", self.seconds)
+            case "packed":
+                bomb = gzip.compress(b" " * (1 << 24))
+                send(to, 200, bomb, **{"Content-Encoding": "gzip"})
+            case "cut":
+                cut_off(to, b'{"choices": [')
+            case _:
+                return False
+        return True
+
+    def _pour(self, to: BaseHTTPRequestHandler, part: bytes, pause: float) -> None:
+        """Until whoever asked is gone."""
+        to.send_response(200)
+        to.send_header("Content-Type", "application/json")
+        to.end_headers()
+        while not self.over.wait(pause):
+            to.wfile.write(part)
+            self.sent += len(part)
+
+
+def prompt_logprobs(logp_TV: NDArray[np.floating[Any]], tokens: Sequence[int], k: int) -> list[Any]:
+    """As vLLM gives them: none for the first token; the token's own log-prob, and those of the k best."""
+    rows: list[Any] = [None]
+    for t in range(1, len(tokens)):
+        best = np.argsort(-logp_TV[t], kind="stable")[:k].tolist()
+        ids = dict.fromkeys([tokens[t], *best])
+        ranks = {index: rank for rank, index in enumerate(best, 1)}
+        rows.append({
+            str(index): {"logprob": max(float(logp_TV[t, index]), -9999.0), "rank": ranks.get(index, k + 1),
+                         "decoded_token": ""}
+            for index in ids
+        })  # fmt: skip
+    return rows
+
+
+def spoilt(rows: list[Any], fault: Fault | None) -> list[Any] | None:
+    """The rows of an answer, with something wrong in the last of them, or in all."""
+    last: dict[str, Any] = rows[-1]
+    token = next(iter(last))
+    match fault:
+        case "no logprobs":
+            return None
+        case "short":
+            return rows[:-1]
+        case "shifted":
+            return [None, *rows[2:], rows[1]]
+        case "other ids":
+            return [None] + [{str(int(index) + 1): entry for index, entry in row.items()} for row in rows[1:]]
+        case "not tables":
+            return [None, *([entry["logprob"] for entry in row.values()] for row in rows[1:])]
+        case "few":
+            last.pop(next(reversed(last)))
+        case "nan":
+            last[token]["logprob"] = float("nan")
+        case "null":
+            last[token]["logprob"] = None
+        case "positive":
+            last[token]["logprob"] = 0.5
+        case "clamp":
+            last[token]["logprob"] = -9999.0
+        case "narrow":  # finite, but not in float32
+            last[token]["logprob"] = -1e300
+        case "no ids":
+            last["-1"] = last[token]
+        case "bad rank":
+            for entry in last.values():
+                entry["logprob"] = -0.1
+    return rows
+
+
+def main() -> None:
+    name, port = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    with FakeEndpoint(model(name), port=port) as fake:
+        print(f'base_url = "{fake.url}"\nmodel = "{fake.name}"\ntokenizer = "{name}"', flush=True)
+        try:
+            while time.monotonic() - fake.asked < IDLE:
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            pass
+
+
+if __name__ == "__main__":
+    main()

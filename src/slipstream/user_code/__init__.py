@@ -1,0 +1,1 @@
+"""Functions, classes and processes of the user's own code."""
