@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from slipstream.commands.train import train
 from slipstream.config.file import parse
 from slipstream.metrics import throughput
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs.start import train
 from slipstream.testing.endpoint import FakeEndpoint, table
 
 VOCABULARY = 39

@@ -28,7 +28,6 @@ from typing import Any
 
 from rich.console import Console
 
-from slipstream.commands.train import nursery, opened, planned_on
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.pipeline.run import Run
@@ -36,6 +35,7 @@ from slipstream.planning.costs import Costs
 from slipstream.planning.measure import measured
 from slipstream.planning.simulate import WARMUP, Forecast, Split, Work, ahead, forecast, told
 from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs.start import nursery, opened, planned_on
 from slipstream.runtimes.places import cpu_seconds
 
 ARMS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from slipstream.commands.train import train
 from slipstream.config.file import load
 from slipstream.config.schedule import Periodic
 from slipstream.config.schema import CheckpointConfig, Config, LearnerConfig, SamplerConfig, TeacherConfig
@@ -32,6 +31,7 @@ from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines
 from slipstream.records import Prompt
 from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs.start import train
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
 

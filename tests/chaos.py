@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from coordinators import Coordinators, below, semaphores
-from slipstream.commands.scale import scale
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs.control_socket import scale
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 VICTIMS = {

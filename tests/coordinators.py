@@ -132,7 +132,7 @@ def semaphores(pid: int) -> set[str]:
 
 if __name__ == "__main__":
     gc.disable()  # all that is loaded stays: no collection need look through it, neither now nor in a fork
-    import slipstream.commands.train
+    import slipstream.runs.start
     import slipstream.runtimes.build  # noqa: F401
     from slipstream.linux import adopt_orphans
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from rich.console import Console
 
 from conftest import build_tokenizer, save_model
-from slipstream.commands.train import Caller, train
 from slipstream.config.file import load
 from slipstream.run_dir.formats import FORMAT
+from slipstream.runs.start import Caller, train
 
 DATA = Path(__file__).parent / "data"
 CONFIG = """

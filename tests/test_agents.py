@@ -27,7 +27,6 @@ import slipstream
 from gateways import VOCABULARY, Babble, post, renderer
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.cli import main
-from slipstream.commands.gateway import invite
 from slipstream.config.file import load, parse
 from slipstream.environments.episodes import Limits
 from slipstream.environments.gateway.agents import Agents
@@ -41,6 +40,7 @@ from slipstream.plan.plan import at_a_glance
 from slipstream.protocols import Graded, Sampling
 from slipstream.records import Handle, Prompt, handed_over, unfinished
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs.start import invite
 
 AGENT = """
 import json, os, socket, subprocess, sys, time, urllib.error, urllib.request

@@ -18,9 +18,9 @@ from rich.console import Console
 
 import slipstream
 from slipstream.api import screen_for
-from slipstream.commands.train import Caller, train
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, DataError, RunDirError
+from slipstream.runs.start import Caller, train
 
 
 @pytest.fixture

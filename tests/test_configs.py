@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from sandboxes import NO_BUBBLEWRAP
-from slipstream.commands import train as launch
 from slipstream.config.file import load
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs import start as launch
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SHORT = {

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from conftest import build_tokenizer
 from slipstream.cli import main
-from slipstream.commands import train as launch
 from slipstream.config.file import load
 from slipstream.config.schema import DataConfig
 from slipstream.data.layouts import DEEPMATH, GSM8K, OPENAI, PLAIN, PROBLEM, TRL, VERL, as_told, layout_of, reach
@@ -28,6 +27,7 @@ from slipstream.plan.evaluation import graded_rows
 from slipstream.plan.plan import at_a_look, plan, shortened
 from slipstream.rewards.functions import exact, math, unfit
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs import start as launch
 
 USER = {"role": "user", "content": "Hi"}
 SAID = {"role": "assistant", "content": "Hello"}

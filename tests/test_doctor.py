@@ -17,7 +17,6 @@ from rich.console import Console
 
 from sandboxes import NO_BUBBLEWRAP
 from slipstream.cli import main
-from slipstream.commands import train as launch
 from slipstream.commands.doctor import arrival, by_itself, doctor, rewarded, room
 from slipstream.config.file import load, parse
 from slipstream.config.objective import PolicyConfig
@@ -29,6 +28,7 @@ from slipstream.plan.checks import ENOUGH, FEW, PROMPTS, CheckFailed, Finding, f
 from slipstream.plan.plan import Plan, plan
 from slipstream.protocols import Engines, Loaded, Sampling
 from slipstream.records import Handle
+from slipstream.runs import start as launch
 from slipstream.runtimes import inline
 from slipstream.runtimes.inline import open_engines
 

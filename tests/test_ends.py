@@ -16,9 +16,9 @@ import pytest
 
 from coordinators import Coordinators, below, open_files, semaphores
 from slipstream.cli import main
-from slipstream.commands import train as command
 from slipstream.protocols import Engines
 from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs import start as command
 from test_runtimes import Fate
 
 pytestmark = [pytest.mark.processes, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]

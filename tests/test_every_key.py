@@ -254,10 +254,10 @@ READ_BY = {
     "log.trace": "run_dir/writing.py",
     "schedule.drift": "pipeline/run.py",
     "schedule.publish_max": "config/schedule.py",
-    "runtime.kind": "commands/train.py",
+    "runtime.kind": "runs/start.py",
     "runtime.address": "runtimes/ray.py",
     "runtime.heartbeat": "runtimes/local.py",
-    "runtime.restarts": "commands/train.py",
+    "runtime.restarts": "runs/start.py",
 }
 """Whoever reads what is of the run and not of its engines, or needs what is not installed everywhere."""
 REFUSED = {"learner.dropout"}

@@ -13,9 +13,9 @@ import torch
 from rich.console import Console
 
 from slipstream.cli import main
-from slipstream.commands.train import train
 from slipstream.config.file import load
 from slipstream.plan.plan import plan
+from slipstream.runs.start import train
 from slipstream.runtimes.inline import open_engines
 
 BASE = """

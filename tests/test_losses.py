@@ -20,7 +20,6 @@ from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.commands.train import train
 from slipstream.config.file import parse
 from slipstream.config.losses import LOSSES, Cache, LossConfig
 from slipstream.config.objective import PolicyConfig
@@ -32,6 +31,7 @@ from slipstream.objective.method import Method
 from slipstream.protocols import Sampling
 from slipstream.records import Batch, Handle, Scored, total
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs.start import train
 from tiny import EOS, make_model, make_prompts, wrap
 
 CHOSEN: dict[str, list[dict[str, Any]]] = {

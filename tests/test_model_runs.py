@@ -15,7 +15,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Lfm2Config, Phi3Config, PreTrainedConfig
 
 from conftest import build_tokenizer
-from slipstream.commands import train as launch
 from slipstream.commands.evaluate import measure
 from slipstream.config.file import load
 from slipstream.engines.native import model as model_module
@@ -23,6 +22,7 @@ from slipstream.plan.checks import CheckFailed
 from slipstream.plan.engines import GraderPlan
 from slipstream.plan.evaluation import Asked, evaluation
 from slipstream.records import Prompt
+from slipstream.runs import start as launch
 from slipstream.runtimes.build import build_grader
 
 TOKENIZER = build_tokenizer()

@@ -15,12 +15,12 @@ import torch
 from pydantic.fields import FieldInfo
 
 from slipstream.cli import main
-from slipstream.commands import train as command
 from slipstream.config.file import fields, load
 from slipstream.engines.http import client
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.plan.plan import plan
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs import start as command
 
 BASE = """
 student = "builtin:student"

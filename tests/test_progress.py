@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from slipstream.commands.progress import Progress, waiting
 from slipstream.config.file import parse
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.schedules import schedule_of
 from slipstream.reporting.terminal.progress import BLOCKS, POINTS, TURN, Curve, sparkline
 from slipstream.reporting.terminal.readings import from_to, hours, readings
 from slipstream.reporting.terminal.samples import SAMPLE_LINES, middle_out
+from slipstream.runs.display import Progress, waiting
 
 CONFIG = parse({"student": "s", "teachers": {"main": {"model": "t"}}, "learner": {"batch_size": 4}})
 TRAIN = {

@@ -150,7 +150,8 @@ ANSWERS = {
 SHELL = """
 import io, json, os, sys
 from slipstream.cli import main
-from slipstream.commands import demo, doctor, evaluate, train
+from slipstream.commands import demo, doctor, evaluate
+from slipstream.runs import start as train
 cases, heavy = json.load(sys.stdin)
 for words in cases:
     read, write = os.pipe()

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from coordinators import Coordinators
 from slipstream.cli import main
-from slipstream.commands import train as command
 from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
 from slipstream.engines.record_files import read_groups
 from slipstream.errors import RunDirError, WorkerDied
 from slipstream.pipeline.checkpoint import newest
 from slipstream.records import unfinished
 from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs import start as command
 from toy_runs import config, ends, go
 
 SCHEDULES = [

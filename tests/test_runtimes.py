@@ -48,7 +48,6 @@ from plain_engines import (
     toy_learner,
     toy_scorer,
 )
-from slipstream.commands.planned import planned as planned_there
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config, LearnerConfig, RuntimeConfig, SamplerConfig, TaskConfig, TeacherConfig
 from slipstream.data.prompts import Prompts, Row
@@ -61,6 +60,7 @@ from slipstream.protocols import Engines, Loaded, Sampling
 from slipstream.records import Batch, Handle, total, unfinished
 from slipstream.run_dir.atomic_files import LOCK, alone_in
 from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs.planner_process import planned as planned_there
 from slipstream.runtimes import channel, inline, local
 from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.channel import Channel, Mapped, Packed

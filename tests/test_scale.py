@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from slipstream.commands.scale import SOCKET, reachable, scale
 from slipstream.config.schedule import Async
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.control.scaling import Room, asked, check_room
 from slipstream.pipeline.run import Run
 from slipstream.protocols import Engines
 from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs.control_socket import SOCKET, reachable, scale
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.simulation.sleep import SleepSampler
 from test_restarts import mortal

@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from slipstream.commands import train as launch
 from slipstream.config.file import load, parse, to_toml
 from slipstream.config.schema import Config
 from slipstream.data.prompts import Prompts, Row
@@ -37,6 +36,7 @@ from slipstream.plan.teachers import check_endpoints, check_teachers, routes
 from slipstream.protocols import Engines, Graded
 from slipstream.records import Group, Handle, Prompt, Rollout, header_of
 from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs import start as launch
 from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.testing.endpoint import FakeEndpoint, model

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from slipstream.commands.train import say_how_to_go_on
 from slipstream.config.file import parse
 from slipstream.config.schema import HealthConfig
 from slipstream.config.teacher import TeacherConfig
@@ -46,6 +45,7 @@ from slipstream.reporting.terminal.watch import Watched
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs.start import say_how_to_go_on
 from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
 from tiny import make_prompts, masked, uniform

@@ -120,7 +120,7 @@ if __name__ == "__main__":
     os.environ |= ENVIRONMENT | os.environ  # libraries read it as they are imported
     gc.disable()  # all that is loaded stays: no collection need look through it, neither now nor in a fork
     import slipstream.commands.samples
-    import slipstream.commands.train
+    import slipstream.runs.start
     from coordinators import left
     from slipstream.linux import adopt_orphans
 

@@ -19,8 +19,6 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from slipstream.commands import train as command
-from slipstream.commands.train import Caller, Enough, saying
 from slipstream.config.file import load, parse
 from slipstream.config.schema import Config
 from slipstream.console import Screen
@@ -28,6 +26,8 @@ from slipstream.data.tokenizers import load_tokenizer
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.pipeline.checkpoint import newest
 from slipstream.run_dir.reading import Line, RunDir
+from slipstream.runs import start as command
+from slipstream.runs.start import Caller, Enough, saying
 
 __all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
 

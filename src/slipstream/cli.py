@@ -337,7 +337,7 @@ def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.config.file import load
 
     config = load(args.config, changes, say=note)
-    from slipstream.commands.train import train
+    from slipstream.runs.start import train
 
     return tell_done(train(config, console(), name=Path(args.config).stem, checks=not args.skip_checks))
 
@@ -353,7 +353,7 @@ def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 
 
 def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.commands.train import resume
+    from slipstream.runs.start import resume
 
     return tell_done(
         resume(args.directory, console(), number=args.number, updates=args.updates, meant=tuple(args.change))
@@ -366,7 +366,7 @@ def tell_done(path: Path) -> int:
 
 
 def run_scale(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.commands.scale import scale
+    from slipstream.runs.control_socket import scale
 
     print(printable("\n".join(scale(args.directory, args.changes))))
     return 0

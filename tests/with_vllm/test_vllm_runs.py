@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from slipstream.commands.train import train
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError, DataError
 from slipstream.plan.plan import plan
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs.start import train
 
 DRAWS = {"kind": "reverse_kl_mc", "m": 4}
 

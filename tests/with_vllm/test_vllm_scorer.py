@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from slipstream.commands.train import train
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.engines.native.config import load_config
@@ -26,6 +25,7 @@ from slipstream.plan.vllm import with_vllm
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, Rollout, header_of
 from slipstream.run_dir.writing import read_lines
+from slipstream.runs.start import train
 from tiny import make_prompts, masked
 
 K = 6

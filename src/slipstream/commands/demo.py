@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from slipstream.commands.evaluate import Measured, measure
-from slipstream.commands.train import train
 from slipstream.config.schedule import Sync
 from slipstream.config.schema import Config
 from slipstream.data.prompts import load_rows
@@ -19,6 +18,7 @@ from slipstream.plan.engines import GraderPlan
 from slipstream.plan.evaluation import Asked, eval_prompts, evaluation
 from slipstream.plan.plan import at_a_glance
 from slipstream.run_dir.writing import check_free, read_lines, run_path
+from slipstream.runs.start import train
 
 PROMPTS, SAMPLES = 200, 2
 SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one line of a terminal

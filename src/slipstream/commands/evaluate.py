@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from slipstream.commands.gateway import invite
 from slipstream.config.file import data_section
 from slipstream.config.schema import REWARDS, DataConfig, name_of
 from slipstream.data.prompts import check_told, load_rows
@@ -41,6 +40,7 @@ from slipstream.records import Handle
 from slipstream.rewards.grading import PoolGrader, needs
 from slipstream.run_dir.atomic_files import append
 from slipstream.run_dir.writing import EVALS, as_lines
+from slipstream.runs.start import invite
 
 COLUMNS = {field.name for field in fields(Asked)} & DataConfig.model_fields.keys()
 """What [data] has too."""

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from slipstream.errors import ConfigError, RunDirError, first_line
-from slipstream.plan.engines import EnvironmentPlan
 from slipstream.plan.plan import Plan
 from slipstream.records import Group, Handle, Rollout
+from slipstream.runs.start import invite
 
-TOKEN = "gateway.token"
-"""The file with the token of a run's gateway."""
 ARRAYS = ("tokens", "loss_mask", "turn", "versions", "logp")
 
 
@@ -38,23 +36,6 @@ def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], o
         finally:
             sampler.close()
     say(f"{counts[0]} episodes, of which {counts[1]} failed: {counts[2]} lineages in {to}")
-
-
-def invite(there: EnvironmentPlan | None, directory: Path | None, say: Callable[[str], object]) -> None:
-    """Tell agents that are started elsewhere where to take episodes, and by which token; leave that in a file, too."""
-    if there is None or there.gateway is None or there.gateway.agent is not None:
-        return
-    port, token = there.gateway, there.gateway.token
-    host = f"[{port.host}]" if ":" in port.host else port.host
-    said = f"agents take episodes at http://{host}:{port.port}/sessions with the token {token}"
-    if directory is not None:
-        file = directory / TOKEN
-        file.unlink(missing_ok=True)
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
-            opened.write(f"{token}\n")
-        said = f"{said}, which is also in {file}"
-    say(said)
 
 
 async def played(made: Plan, sampler: Any, file: TextIO, prompts: int) -> tuple[int, int, int]:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from slipstream.commands.progress import waiting
-from slipstream.commands.train import nursery, opened, planned_on
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.run_dir.atomic_files import check_regular, write_atomic, writing
+from slipstream.runs.display import waiting
+from slipstream.runs.start import nursery, opened, planned_on
 
 if TYPE_CHECKING:
     from slipstream.planning.costs import Costs

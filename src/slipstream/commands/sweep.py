@@ -15,12 +15,12 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.live import Live
 
-from slipstream.commands.progress import lively
-from slipstream.commands.train import Caller, saying, train, warn
 from slipstream.console import Screen
 from slipstream.errors import ConfigError, printable
 from slipstream.linux import LINUX
 from slipstream.run_dir.atomic_files import alone_in, private
+from slipstream.runs.display import lively
+from slipstream.runs.start import Caller, saying, train, warn
 from slipstream.studies.board import Board, summary
 from slipstream.studies.cells import Event, Job, Tell, run
 from slipstream.studies.directory import (
@@ -39,7 +39,7 @@ from slipstream.studies.export import write_csv, write_parquet
 from slipstream.studies.results import Sweep, SweepCell
 from slipstream.studies.study import Cell, Study
 
-PRELOAD = ("slipstream.commands.train", "slipstream.runtimes.inline")
+PRELOAD = ("slipstream.runs.start", "slipstream.runtimes.inline")
 LOG = "output.txt"
 WIDE = 200
 """Columns of a table where nobody says how many there are."""

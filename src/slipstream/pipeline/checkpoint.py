@@ -2,8 +2,8 @@
 
 checkpoints/N holds the learner after update N (a HF directory, and its optimizer), what was rolled out, scored and half
 rolled out then, where admission and the run's files stood (`standing.json`), and a manifest of every byte
-(`run_dir.atomic_files.seal`). A run that goes on from it forgets whatever came later and goes on with what was in flight: every
-group still ends exactly once.
+(`run_dir.atomic_files.seal`). A run that goes on from it forgets whatever came later and goes on with what was in flight:
+every group still ends exactly once.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class HttpScorer(Probed):
     ) -> None:
         """`k` of the teacher's best tokens with each position; without, the emitted token's log-prob alone.
 
-        `metric_names` is the student's.
+        `vocabulary` is the student's.
         """
         self.client, self.name, self.model = Client(endpoint), endpoint.teacher, endpoint.model
         self.k, self.vocabulary, self.context = k, vocabulary, context or SamePrompt()

@@ -72,7 +72,7 @@ class NativeScorer(Probed):
         keep: int = 0,
         threads: int = 1,
     ) -> None:
-        """`metric_names` is the student's, where the teacher's is padded to more: no id beyond it is ever sent. `keep` is
+        """`vocabulary` is the student's, where the teacher's is padded to more: no id beyond it is ever sent. `keep` is
         how many published versions it has, by which it knows what it said before.
         """
         self.vocabulary = vocabulary or lm.vocab_size

@@ -30,7 +30,7 @@ class VllmScorer(Probed):
         vocabulary: int,
         context: Context | None = None,
     ) -> None:
-        """`k` of the teacher's best tokens with each position, or else the draws. `metric_names` is the student's."""
+        """`k` of the teacher's best tokens with each position, or else the draws. `vocabulary` is the student's."""
         self.name, self.model, self.vocabulary = name, settings.model, vocabulary
         self.k, self.draws = k, draws
         self.context = context or SamePrompt()

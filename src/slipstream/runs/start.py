@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 import time
@@ -15,10 +16,6 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from slipstream.commands.gateway import invite
-from slipstream.commands.planned import planned
-from slipstream.commands.progress import Progress, waiting
-from slipstream.commands.scale import reachable
 from slipstream.config.schema import Config
 from slipstream.errors import EngineError, HungUp, LearnerDied, RunDirError, Terminated, WorkerDied
 from slipstream.linux import let_go_of_terminal
@@ -28,6 +25,7 @@ from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, admission_of, in_time
 from slipstream.plan.checks import PROMPTS, quick, raised
+from slipstream.plan.engines import EnvironmentPlan
 from slipstream.plan.plan import Plan, at_a_glance, check_sizes, plan
 from slipstream.protocols import Engines
 from slipstream.records import Group
@@ -44,9 +42,14 @@ from slipstream.run_dir.writing import (
     read_lines,
     run_path,
 )
+from slipstream.runs.control_socket import reachable
+from slipstream.runs.display import Progress, waiting
+from slipstream.runs.planner_process import planned
 from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
 
+TOKEN = "gateway.token"
+"""The file with the token of a run's gateway."""
 Home = Nursery | ExitStack
 """What outlives the engines of one part of a run, and serves those of the next."""
 Part = Callable[[Restarts], None]
@@ -328,6 +331,23 @@ def go(
     lines = read_lines(log.path / "metrics.jsonl")
     for line in filter(None, (from_to(lines), *summary(digest(lines, since=began)))):
         saying(console)(line)
+
+
+def invite(there: EnvironmentPlan | None, directory: Path | None, say: Callable[[str], object]) -> None:
+    """Tell agents that are started elsewhere where to take episodes, and by which token; leave that in a file, too."""
+    if there is None or there.gateway is None or there.gateway.agent is not None:
+        return
+    port, token = there.gateway, there.gateway.token
+    host = f"[{port.host}]" if ":" in port.host else port.host
+    said = f"agents take episodes at http://{host}:{port.port}/sessions with the token {token}"
+    if directory is not None:
+        file = directory / TOKEN
+        file.unlink(missing_ok=True)
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
+            opened.write(f"{token}\n")
+        said = f"{said}, which is also in {file}"
+    say(said)
 
 
 @contextmanager
