@@ -27,7 +27,7 @@ def order() -> list[str]:
 ORDER = order()
 LINE = {name: number for number, name in enumerate(ORDER)}
 
-# Libraries, beside the standard library, that a part may import as it is loaded. A part that is not here may import any.
+# Libraries, beside the standard library, that a part may import as it is loaded. A part not listed may import any.
 LOADS = {
     "__init__": "",
     "errors": "",
