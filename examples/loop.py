@@ -2,7 +2,7 @@
 
 Nothing is batched, cached or overlapped: every token costs a full forward pass, every loss is taken over the whole
 vocabulary's log-softmax. That makes it slow, readable, and an oracle: with the same seeds the real pipeline must give
-the same losses and the same weights (tests/test_oracle.py). Of Slipstream it borrows the prompts, the counter-based
+the same losses and the same weights (tests/runs/test_oracle.py). Of Slipstream it borrows the prompts, the counter-based
 random numbers and the estimator; everything else is written out here.
 
     python examples/loop.py --updates 10

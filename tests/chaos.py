@@ -28,11 +28,11 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from coordinators import Coordinators, below, semaphores
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.checkpoint import Checkpoints
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.control_socket import scale
+from support.coordinators import Coordinators, below, semaphores
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 VICTIMS = {

@@ -37,7 +37,7 @@ from slipstream.runtimes.exchange import NOBODY, Answer, Call, Host, RemoteWorke
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, started
 from slipstream.simulation import virtual_clock as virtual
 from slipstream.simulation.sleep import SleepLearner, SleepSampler, SleepScorer
-from test_schedules import PROMPTS, TWO, config, long_tailed
+from support.simulated_runs import PROMPTS, TWO, config, long_tailed
 
 UPDATES, HEARTBEAT, PATIENCE = 5, 5.0, 300.0
 FOREVER = 30_000.0

@@ -1,4 +1,4 @@
-"""Make the run directory that later versions must still read: `python tests/frozen.py` writes tests/data/format_N.
+"""Make the run directory that later versions must still read: `python tests/frozen.py` writes tests/fixtures/format_N.
 
 A run of six updates that was stopped after the fourth, with all its files and one checkpoint. Its models are those of
 `conftest.save_model`, which are made anew wherever they are needed. A directory that is there is left alone: what an
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from conftest import build_tokenizer, save_model
 from slipstream.config.file import load
 from slipstream.run_dir.formats import FORMAT
 from slipstream.runs.start import Caller, train
+from support.model_directories import build_tokenizer, save_model
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "fixtures"
 CONFIG = """
 student = "student"
 updates = 6

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from shell import Shell
 from slipstream.cli import main, parser, split_overrides
 from slipstream.config.file import fields, parse
 from slipstream.errors import ConfigError
 from slipstream.run_dir.writing import read_lines
+from support.shell import Shell
 
 COMMANDS = [
     *("demo", "train", "doctor", "resume", "scale", "eval", "gateway", "sweep", "plan"),

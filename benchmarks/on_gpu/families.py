@@ -32,7 +32,7 @@ FAMILIES = (
     "falcon_h1",
     "lfm2",
 )
-"""One of each kind of attention and of memory, as tests/test_zoo.py walks through them."""
+"""One of each kind of attention and of memory, as tests/project/test_zoo.py walks through them."""
 FLOAT32 = 1e-3
 """Largest error of a log-prob in float32."""
 BFLOAT16 = 1.6

@@ -17,7 +17,7 @@ from slipstream.engines.draws import process
 from slipstream.engines.native.sampling.sampler import NativeSampler
 from slipstream.protocols import Sampling
 from slipstream.records import Group, Handle, Ints, Prompt, Rollout, derive_seed, header_of, one_turn
-from templates import TEMPLATES, tokenizer_with
+from support.templates import TEMPLATES, tokenizer_with
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-agents" / "bin" / "python"

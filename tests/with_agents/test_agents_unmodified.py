@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 from dictation import PYTHON, ROOT, TOKENIZER, bash, save_models
-from runs import APART, MINI, check_calls, check_laws, trained
 from transformers import AutoModelForCausalLM
 
-from sandboxes import NO_BUBBLEWRAP
+from runs import APART, MINI, check_calls, check_laws, trained
 from slipstream.records import Prompt
+from support.sandboxes import NO_BUBBLEWRAP
 
 JUDGED = """import unittest
 

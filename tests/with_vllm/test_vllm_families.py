@@ -29,7 +29,6 @@ from transformers import (
     Starcoder2Config,
 )
 
-from against_vllm import assert_exact, generate, grown, replaced
 from slipstream.cli import main
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
@@ -37,7 +36,8 @@ from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, SlipstreamError
 from slipstream.protocols import Sampling, WeightsRef
 from slipstream.records import Rollout
-from tiny import EOS, SHAPE, make_prompts
+from support.tiny_models import EOS, SHAPE, make_prompts
+from support.vllm_calls import assert_exact, generate, grown, replaced
 
 # heads are as wide as vLLM's attention on CPUs has them at least
 WIDE = SHAPE | {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}

@@ -19,15 +19,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from against_vllm import assert_exact, full_forward, generate, grown, replaced
 from slipstream.engines.vllm.core import Settings
 from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import ConfigError, EngineError, ModelError, NonFiniteError, WorkerDied
 from slipstream.protocols import Mode, Sampling
 from slipstream.records import Handle, Rollout, unfinished
-from tiny import EOS, SHAPE, VOCAB, make_model, make_prompts
-from turns import World
+from support.tiny_models import EOS, SHAPE, VOCAB, make_model, make_prompts
+from support.toy_episodes import World
+from support.vllm_calls import assert_exact, full_forward, generate, grown, replaced
 
 DRAWS, CONTEXT = 8, SHAPE["max_position_embeddings"]
 LONG = Sampling(max_tokens=100, group=2, draws=3)

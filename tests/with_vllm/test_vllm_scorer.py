@@ -26,7 +26,7 @@ from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, Rollout, header_of
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs.start import train
-from tiny import make_prompts, masked
+from support.tiny_models import make_prompts, masked
 
 K = 6
 TEACHER = "builtin:teacher"

@@ -35,7 +35,7 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.models.adapters import adapter_of
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, Rollout, derive_seed, header_of
-from tiny import random_rollouts
+from support.tiny_models import random_rollouts
 from zoo.families import EOS, VOCAB
 
 LONGEST, LONGEST_RECURRENT = 40, 96

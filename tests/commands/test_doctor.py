@@ -1,0 +1,410 @@
+"""Planted faults in real engines: each is found, and named with its cause."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from slipstream.cli import main
+from slipstream.commands.doctor import arrival, by_itself, doctor, rewarded, room
+from slipstream.config.file import load, parse
+from slipstream.config.objective import PolicyConfig
+from slipstream.config.schema import Config
+from slipstream.engines.score_checks import scored
+from slipstream.errors import ConfigError, ModelError
+from slipstream.models.resolve import DEMO, model_path
+from slipstream.plan.checks import ENOUGH, FEW, PROMPTS, CheckFailed, Finding, failing, in_place, quick, raised
+from slipstream.plan.plan import Plan, plan
+from slipstream.protocols import Engines, Loaded, Sampling
+from slipstream.records import Handle
+from slipstream.runs import start as launch
+from slipstream.runtimes import inline
+from slipstream.runtimes.inline import open_engines
+from support.sandboxes import NO_BUBBLEWRAP
+
+QUIET = Console(quiet=True)
+INLINE = [("runtime.kind", "inline"), ("runtime.device", "cpu")]
+
+
+def config(*changes: tuple[str, str]) -> Config:
+    return load(DEMO, [*INLINE, ("learner.lr", "1e-2"), ("learner.warmup", "0"), *changes], say=str)
+
+
+class Fault:
+    """An engine, but for one method."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class OtherTemperature(Fault):
+    async def generate(self, prompt: Any, sampling: Sampling, begun: Any = ()) -> Any:
+        return await self.engine.generate(prompt, replace(sampling, temperature=0.7), begun)
+
+
+class NotLoaded(Fault):
+    """Says that it runs what it was sent, and goes on with what it has."""
+
+    versions = 0
+
+    async def publish(self, weights: Any, mode: Any) -> Loaded:
+        self.versions += 1
+        if self.versions == 1:
+            return await self.engine.publish(weights, mode)
+        return Loaded(self.expected)
+
+    expected = ""
+
+
+class Forgetful(Fault):
+    """Never loads anything, and says so by its fingerprint."""
+
+    async def publish(self, weights: Any, mode: Any) -> Loaded:
+        return Loaded("0123456789abcdef")
+
+
+class Lying(Fault):
+    """Says something else than the teacher."""
+
+    def __init__(self, engine: Any, lie: Callable[[np.ndarray], np.ndarray]) -> None:
+        super().__init__(engine)
+        self.lie = lie
+
+    async def score(self, group: Any) -> Any:
+        honest = zip(group, await self.engine.score(group), strict=True)
+        lies = [(rolled, self.lie(scored.body.teacher_action_logp.copy())) for rolled, scored in honest]
+        return [
+            scored(rolled, teacher="main", teacher_logp=logp_NM[:, 0], teacher_action_logp=logp_NM)
+            for rolled, logp_NM in lies
+        ]
+
+
+def noise(logp_NM: np.ndarray) -> np.ndarray:
+    return -np.random.default_rng(np.abs(logp_NM[0]).view(np.uint32)).exponential(size=logp_NM.shape)
+
+
+def one_clamped(logp_NM: np.ndarray) -> np.ndarray:
+    logp_NM[0] = -9999
+    return logp_NM
+
+
+LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
+    "shifted": (lambda logp: np.roll(logp, 1, axis=0), "the rows are shifted by one token"),
+    "zeros": (np.zeros_like, "mean reverse KL to it -0.* and no distribution is below 0"),
+    "constant": (lambda logp: np.full_like(logp, -2.0), "it says the same of every token"),
+    "noise": (noise, "it has nothing to do with these tokens"),
+    "negated": (lambda logp: -logp, "cannot be learned from, as teacher main gives token .* which is above 0"),
+    "upside down": (lambda logp: np.log1p(-np.exp(logp) + 1e-3), "finds likely what the student finds unlikely"),
+    "clamped": (one_clamped, "answers cannot be learned from, as .* a log-prob of -9999, which stands for none"),
+    "not in float32": (lambda logp: np.full(logp.shape, -1e300), "no number that can be learned from"),
+}
+"""What a teacher says, and what is said of it."""
+
+
+def examined(settings: Config, wrap: Any, check: Any) -> list[Finding]:
+    job = plan(settings)
+    engines = open_engines(job.engines, job.tokenizer, say=str)
+    try:
+        prompts = [job.prompts.at(number) for number in range(PROMPTS)]
+        found: list[Finding] = asyncio.run(check(job, wrap(engines), prompts))
+        return found
+    finally:
+        engines.close()
+
+
+async def at_the_start(made: Plan, engines: Engines, prompts: Any) -> list[Finding]:
+    return await quick(made, engines, prompts, version=0)
+
+
+def test_engines_that_agree_are_found_to() -> None:
+    found = examined(config(), lambda engines: engines, at_the_start)
+    assert all(finding.ok for finding in found)
+    pearson = float(found[0].said.split()[1].strip(","))
+    assert pearson >= 0.9999
+    raised(found)
+
+
+def test_another_temperature_in_the_sampler_is_found() -> None:
+    def wrap(engines: Engines) -> Engines:
+        return replace(engines, samplers=tuple(OtherTemperature(sampler) for sampler in engines.samplers))
+
+    found = examined(config(), wrap, at_the_start)
+    assert not found[0].ok and "another temperature on one side?" in found[0].fix
+    with pytest.raises(CheckFailed, match="sampler and learner, one checkpoint: .*--skip-checks"):
+        raised(found)
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[tuple[Plan, Engines]]:
+    job = plan(config())
+    engines = open_engines(job.engines, job.tokenizer, say=str)
+    yield job, engines
+    engines.close()
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_teacher_that_lies_is_found_out_before_a_run(lie: str, opened: tuple[Plan, Engines]) -> None:
+    job, engines = opened
+    told, said = LIES[lie]
+    lying = replace(engines, scorers={name: (Lying(s[0], told),) for name, s in engines.scorers.items()})
+    found = asyncio.run(at_the_start(job, lying, [job.prompts.at(number) for number in range(PROMPTS)]))
+    assert [finding.ok for finding in found] == [True, False, True]
+    with pytest.raises(CheckFailed, match=f"^teacher main: .*{said}.*--skip-checks"):
+        raised(found)
+
+
+SEEN = {
+    "tokens": 256.0,
+    "neighbours": 248.0,
+    "spread": 3.0,
+    "student_spread": 3.0,
+    "aligned": 0.6,
+    "shifted": 0.1,
+    "difference_max": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    "changes, ok, fatal",
+    [
+        ({}, True, True),
+        ({"aligned": 0.2, "shifted": -0.1}, True, True),  # 3/√255 = 0.188
+        ({"aligned": 0.12, "shifted": 0.57, "tokens": 60.0, "neighbours": 52.0}, False, True),
+        ({"aligned": 0.4, "shifted": 1.0, "tokens": 80.0, "neighbours": 10.0}, True, True),  # 3/√9 = 1
+        ({"aligned": 0.0, "shifted": 0.0}, False, True),
+        ({"aligned": 0.3, "tokens": 60.0}, False, False),  # 0.39: too few to find anybody guilty
+        ({"aligned": 0.3, "tokens": 65.0}, False, True),  # 0.375
+        ({"aligned": 0.0, "spread": 0.0}, False, True),
+        ({"aligned": 0.1, "longest": 4}, False, False),  # a healthy teacher whose short answers hardly vary
+        ({"aligned": 0.1, "longest": 8}, False, True),
+        ({"aligned": 0.1, "shifted": 0.5, "longest": 4}, False, True),
+        ({"student_spread": 0.0, "aligned": 0.0}, False, False),
+    ],
+    ids=str,
+)
+def test_the_bar_for_a_correlation_follows_from_the_number_of_tokens(
+    changes: dict[str, float], ok: bool, fatal: bool
+) -> None:
+    found = in_place("main", SEEN | changes)
+    assert (found.ok, found.fatal) == (ok, fatal) and (found.ok or found.fix)
+
+
+def test_over_all_permutations_the_correlation_has_the_deviation_that_the_bar_is_made_of() -> None:
+    """Of any numbers whatever: 1/√(n − 1)."""
+    p, q = np.array([0.9, 0.9, 0.1, 0.4, 0.5]), np.array([1.0, 0.0, 0.0, 0.0, 1e6])
+    found = [np.corrcoef(p, np.array(order))[0, 1] for order in permutations(q)]
+    assert np.mean(found) == pytest.approx(0, abs=1e-12) and np.std(found) == pytest.approx(1 / 4**0.5)
+
+
+def test_short_answers_are_drawn_to_more_prompts_until_there_is_enough_to_judge_by(
+    opened: tuple[Plan, Engines],
+) -> None:
+    job, engines = opened
+    short = replace(job, sampling=replace(job.sampling, max_tokens=3))
+    found = asyncio.run(at_the_start(short, engines, [job.prompts.at(number) for number in range(PROMPTS)]))
+    (tokens,) = re.findall(r"over (\d+) tokens", found[1].said)
+    assert ENOUGH * 0.75 < int(tokens) <= ENOUGH
+
+
+def test_the_same_short_answers_to_one_prompt_accuse_nobody(opened: tuple[Plan, Engines]) -> None:
+    """However often they are drawn, they are a few tokens."""
+    job, engines = opened
+    short = replace(job, sampling=replace(job.sampling, max_tokens=4))
+    prompt = job.prompts.at(0)
+    found = asyncio.run(at_the_start(short, engines, [replace(prompt, seed=seed) for seed in range(PROMPTS * 8)]))
+    (tokens,) = re.findall(r"over (\d+) tokens", found[1].said)
+    assert int(tokens) < FEW and (found[1].ok or not found[1].fatal), found[1]
+
+
+def test_a_load_that_was_skipped_and_lied_about_is_found() -> None:
+    def wrap(engines: Engines) -> Engines:
+        sampler, export = NotLoaded(engines.samplers[0]), engines.learner.export
+
+        async def exported() -> Any:
+            weights, sampler.expected = await export()
+            return weights, sampler.expected
+
+        engines.learner.export = exported  # type: ignore[method-assign]
+        return replace(engines, samplers=(sampler,))
+
+    found = examined(config(), wrap, arrival)
+    assert [finding.ok for finding in found] == [True, False]
+    assert found[1].name == "sampler and learner, after a publish"
+    assert found[1].fix.startswith("weights that were published are not what runs")
+
+
+def test_a_load_that_was_skipped_is_told_by_the_fingerprint() -> None:
+    def wrap(engines: Engines) -> Engines:
+        return replace(engines, samplers=(Forgetful(engines.samplers[0]),))
+
+    with pytest.raises(ModelError, match="sampler runs weights 0123456789abcdef, the learner exported .* the student"):
+        examined(config(), wrap, at_the_start)
+
+
+def test_a_swapped_tokenizer_is_named_by_its_first_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "teacher"
+    shutil.copytree(model_path("builtin:teacher"), other)
+    text = (other / "tokenizer.json").read_text()
+    assert '"3": ' in text and '"4": ' in text
+    (other / "tokenizer.json").write_text(
+        text.replace('"3": ', '"#": ').replace('"4": ', '"3": ').replace('"#": ', '"4": ')
+    )
+    changes = [f"--{name}={value}" for name, value in [*INLINE, ("teachers.main.model", str(other))]]
+    assert main(["doctor", *changes]) == 1
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "FAIL stopped" in out and "have different tokenizers: id" in out and "1 of 1 checks failed" in out
+
+
+def test_the_doctor_finds_nothing_in_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *(f"--{name}={value}" for name, value in INLINE)]) == 0
+    out = capsys.readouterr().out
+    assert "sampler and learner, after a publish" in out and "all is well" in out and "FAIL" not in out
+    assert "a teacher equal to the student teaches nothing: largest difference of a log-prob 0" in out
+
+
+def test_a_policy_loss_without_a_teacher_is_examined_too() -> None:
+    settings = load(Path(__file__).parents[2] / "configs" / "decoupled.toml", INLINE, say=str)
+    assert by_itself(plan(settings)) is None
+    assert doctor(settings, QUIET)
+    group = [Handle(replace(header, rewards={}), None) for header in [_header(0), _header(1)]]
+    assert [handle.header.rewards for handle in rewarded(settings, group)] == [{"exact": 0.0}, {"exact": 1.0}]
+    against_greedy = settings.model_copy(update={"policy": PolicyConfig(advantage="remax")})
+    assert rewarded(against_greedy, group)[1].header.rewards == {"exact": 1.0, "greedy_exact": 0.5}
+
+
+def _header(index: int) -> Any:
+    from slipstream.records import Header
+
+    return Header(
+        prompt="p",
+        number=0,
+        index=index,
+        episode=index,
+        data_source="d",
+        prompt_tokens=1,
+        tokens=1,
+        versions=((0, 1),),
+        finish="eos",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "fatal"),
+    [
+        (["crash", "", "timeout", ""], False),
+        (["crash", "crash", "timeout", "crash"], True),
+        (["error", "", "", ""], True),
+        ([""], None),
+    ],
+)
+def test_a_run_may_begin_without_some_rows_but_not_with_an_environment_that_raises(
+    kinds: list[str], fatal: bool | None
+) -> None:
+    ended = [replace(_header(0), finish="error", outcome={f"failed/{kind}": 1.0}, cause="why") for kind in kinds]
+    headers = [header if kind else _header(0) for header, kind in zip(ended, kinds, strict=True)]
+    found = failing([[Handle(header, None)] for header in headers])
+    assert [finding.fatal for finding in found] == ([] if fatal is None else [fatal])
+    assert all(not finding.ok and "episodes failed, each time it was tried: why" in finding.said for finding in found)
+
+
+def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*args: Any, **options: Any) -> Engines:
+        engines = open_engines(*args, **options)
+        return replace(engines, samplers=tuple(OtherTemperature(sampler) for sampler in engines.samplers))
+
+    monkeypatch.setattr(inline, "open_engines", wrong)
+    settings = config(("updates", "1"), ("learner.batch_size", "8"), ("output", str(tmp_path / "run")))
+    off = {
+        "eval": settings.eval.model_copy(update={"every": 0}),
+        "health": settings.health.model_copy(update={"canary": 0}),
+    }
+    settings = settings.model_copy(update=off)
+    with pytest.raises(CheckFailed):
+        launch.train(settings, QUIET, name="x")
+    assert not (tmp_path / "run").exists()
+    assert launch.train(settings, QUIET, name="x", checks=False) == tmp_path / "run"
+
+
+# --- placement --------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_worked_out_from_the_config() -> None:
+    settings = config(("sampler.longest", "200"))
+    learner, sampler, teacher = plan(settings).needs
+    parameters = learner.parts["weights"] / 4
+    assert 130_000 < parameters < 150_000, "the student of the demo"
+    assert learner.parts["gradients"] == parameters * 4 and learner.parts["moments"] == parameters * 8
+    assert sampler.parts["weights"] == parameters * 4 and teacher.name == "teacher main"
+    halves = plan(config(("learner.ranks", "2"), ("runtime.kind", "ray"), ("learner.lora.rank", "4"))).needs
+    assert [need.name for need in halves[:2]] == ["learner-0", "learner-1"]
+    assert halves[0].parts["weights"] == parameters * 2 and halves[0].parts["moments"] < parameters
+
+
+def test_weights_of_versions_before_count_where_they_are_kept() -> None:
+    """They lie in host memory, which here is that of the engines."""
+    config = parse(
+        {
+            "student": "builtin:student",
+            "teachers": {
+                "self": {"model": "self", "context": "{last}{prompt}", "follow": {"copy_every": 2}, "relabel": "stale"}
+            },
+            "schedule": {"kind": "async", "tau": 3},
+            "learner": {"snapshots": 4, "exact_drift": True},
+            "sampler": {"max_tokens": 40},
+            "runtime": {"device": "cpu"},
+        }
+    )
+    learner, _, teacher = plan(config).needs
+    assert teacher.parts["~versions before"] == (3 // 2 + 2) * teacher.parts["weights"]
+    assert learner.parts["versions before"] == (4 + 1) * learner.parts["weights"]
+
+
+def test_what_does_not_fit_is_said() -> None:
+    """What is counted is refused; activations are an estimate."""
+    findings = room(plan(config(("learner.token_budget", "10000000000"))))
+    assert not findings[-1].ok and re.search(
+        r"learner: .*, and its device has .*learner.token_budget", findings[-1].said
+    )
+    with pytest.raises(ConfigError, match=r"^sampler: .* GiB .*, and its device has .*: lower sampler.slots"):
+        plan(config(("sampler.slots", "100000000")))
+
+
+@pytest.mark.processes
+def test_the_doctor_plays_whole_episodes_and_says_why_an_environment_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from slipstream.environments.builtin import Table\n\n\n"
+        "class Broken(Table):\n    def start(self, meta, sandbox):\n        super().start(meta)\n\n"
+        "    def close(self):\n        raise OSError('the shop is shut')\n"
+    )
+    tools = str(Path(__file__).parents[2] / "configs" / "tools.toml")
+    asked = ["doctor", tools, "--runtime.kind", "inline", "--runtime.device", "cpu"]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"ok   environment: 8 whole episodes: \d\.\d turns, .* for tools; ended by eos \d", said)
+    assert "ok   rewards of these: exact " in said
+    assert "limits of programs" not in said
+    where = "none" if NO_BUBBLEWRAP else "bubblewrap"
+    assert main([*asked, "--environment.use", f"{tmp_path}/broken.py:Broken", "--environment.sandbox", where]) == 1
+    said = capsys.readouterr().out
+    assert ("ok   limits of programs: sandbox: " in said) is (not NO_BUBBLEWRAP)
+    assert (
+        "FAIL environment: 8 of 8 episodes failed, each time it was tried: close raised OSError: the shop is shut"
+        in said
+    )

@@ -1,0 +1,873 @@
+"""The learner's whole loss, gradient by gradient, against one dense computation of it from full log-softmaxes."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from slipstream.config.losses import ReverseKLMC
+from slipstream.config.objective import PolicyConfig, ReferenceConfig
+from slipstream.config.schema import LearnerConfig
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.learning.snapshots import PREVIOUS
+from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.estimators import policy
+from slipstream.estimators.advantage import advantage
+from slipstream.estimators.aggregate import aggregate
+from slipstream.estimators.correction import PRESETS, CorrectionPreset
+from slipstream.estimators.drift import offpolicy_metrics
+from slipstream.estimators.kl import kl_loss, kl_reward
+from slipstream.estimators.policy import policy_loss
+from slipstream.estimators.surrogate import mc_reverse_kl
+from slipstream.estimators.tables.correction import Unit
+from slipstream.objective.frozen import Evidence, freeze
+from slipstream.objective.method import Method
+from slipstream.protocols import Sampling
+from slipstream.records import ONE, Batch, Counts, Handle, Scored, derive_seed, header_of, total
+from support.tiny_models import EOS, littered, make_model, make_prompts, masked, masked_sample, wrap
+
+T = TypeVar("T")
+DTYPE = torch.float64
+TEMPERATURE = 0.8
+
+
+def run(work: Awaitable[T]) -> T:
+    async def main() -> T:
+        return await work
+
+    return asyncio.run(main())
+
+
+@dataclass
+class Case:
+    """Weights of the versions 0, 1 and 2, a teacher, and stale samples: drawn by 0 and 1, learned from at 2."""
+
+    versions: list[PreTrainedModel]
+    teacher: PreTrainedModel
+    groups: list[list[Handle]]
+
+    @property
+    def samples(self) -> list[Scored]:
+        return [handle.body for group in self.groups for handle in group]
+
+
+def nudged(model: PreTrainedModel, *, seed: int, by: float = 0.01) -> PreTrainedModel:
+    """A few updates later."""
+    later, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in later.parameters():
+            parameter += by * torch.randn(parameter.shape, generator=generator, dtype=DTYPE)
+    return later
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    first = make_model("phi", seed=0, dtype=DTYPE)
+    versions = [first, nudged(first, seed=1), nudged(nudged(first, seed=1), seed=2)]
+    teacher = make_model("phi", seed=9, dtype=DTYPE)
+
+    async def work() -> list[list[Handle]]:
+        sampler = NativeSampler(wrap(versions[0]), slots=16, stop_ids={EOS})
+        sampling = Sampling(max_tokens=12, group=3, draws=2, temperature=TEMPERATURE)
+        rolled = await asyncio.gather(*[sampler.generate(p, sampling) for p in make_prompts(5)])
+        sampler.close()
+        scorer = NativeScorer(wrap(teacher))
+        scored = [await scorer.score([aged(handle, versions) for handle in group]) for group in rolled]
+        scorer.close()
+        return scored
+
+    return Case(versions, teacher, run(work()))
+
+
+def aged(handle: Handle, versions: list[PreTrainedModel]) -> Handle:
+    """Version 1 continues every other response from its middle; one response has a stretch that is not trained.
+
+    A second turn begins after a third of it.
+    """
+    rollout = handle.body
+    number, index, n = rollout.prompt.number, rollout.index, len(rollout.tokens)
+    rewards = {"exact": float((number + index) % 3 == 0), "math": (2 * number + index) % 5 / 4}
+    rewards |= {"greedy_exact": float(number % 2), "greedy_math": 0.25}
+    turn = (np.arange(n) >= n // 3).astype(np.int32)
+    made_by, logp, actions = np.zeros(n, np.int64), rollout.logp.copy(), rollout.action_logp.copy()
+    if (number + index) % 2:
+        made_by[n // 2 :] = 1
+        dense = log_probs(versions[1], rollout, TEMPERATURE).detach()
+        logp[n // 2 :] = dense[torch.arange(n), torch.from_numpy(rollout.tokens).long()].numpy()[n // 2 :]
+        actions[n // 2 :] = dense.gather(1, torch.from_numpy(rollout.actions).long()).numpy()[n // 2 :]
+        actions[:, 0] = logp
+    mask = rollout.loss_mask.copy()
+    mask[1:3] = (number, index) != (2, 1)
+    rollout = replace(rollout, versions=made_by, logp=logp, action_logp=actions, rewards=rewards, turn=turn)
+    rollout = masked(rollout, mask)
+    return Handle(header_of(rollout), rollout)
+
+
+def log_probs(model: PreTrainedModel, rollout: Any, temperature: float) -> Tensor:
+    ids = torch.from_numpy(np.concatenate([rollout.prompt.tokens, rollout.tokens]).astype(np.int64))
+    logits = model(ids[None]).logits[0, len(rollout.prompt.tokens) - 1 : -1]
+    return (logits / temperature).log_softmax(-1)
+
+
+def emitted(model: PreTrainedModel, samples: list[Scored], temperature: float = TEMPERATURE) -> Tensor:
+    """[B, T]"""
+    found = []
+    for sample in samples:
+        tokens = torch.from_numpy(sample.rollout.tokens).long()
+        found.append(log_probs(model, sample.rollout, temperature).gather(1, tokens[:, None])[:, 0])
+    return pad_sequence(found, batch_first=True)
+
+
+def of(samples: list[Scored], name: str) -> Tensor:
+    return pad_sequence([torch.from_numpy(getattr(s.rollout, name)) for s in samples], batch_first=True)
+
+
+def dense(case: Case, method: Method, model: PreTrainedModel) -> tuple[Tensor, Tensor]:
+    """The loss and what is left of the mask, on the whole batch in one piece."""
+    samples = case.samples
+    mask, rollout_logp, made_by = of(samples, "loss_mask"), of(samples, "logp").double(), of(samples, "versions")
+    logp = emitted(model, samples)
+    with torch.no_grad():
+        by_version = [emitted(version, samples) for version in case.versions]
+        old = rollout_logp
+        if method.decoupled:
+            old = torch.where(made_by == 0, by_version[0], by_version[1])
+        if method.policy is not None and method.policy.old == "previous":
+            old = by_version[1]
+        kept, weights = mask, None
+        if method.correction.corrects:
+            anchor = old if method.decoupled else by_version[2]
+            turns = {"turns": of(samples, "turn")} if method.correction.is_level == "turn" else {}
+            found = method.correction.apply(anchor, rollout_logp, mask, **turns)
+            kept, weights = found.mask, found.weights
+    counts = {"n_tokens": float(kept.sum()), "n_sequences": float(kept.any(-1).sum())}
+    loss = torch.zeros((), dtype=DTYPE)
+    if method.policy is not None:
+        groups = torch.tensor([s.rollout.prompt.number for s in samples])
+        rewards = torch.zeros(mask.shape, dtype=DTYPE)
+        for row, sample in enumerate(samples):
+            if kept[row].any():
+                rewards[row, kept[row].nonzero().max()] = reward_of(sample, method)
+        if method.reference is not None and method.reference.into == "reward":
+            kind = method.reference.estimate or "k1"
+            rewards, _ = kl_reward(rewards, old, by_version[0], kept, beta=method.reference.weight, kind=kind)
+        name, options = method.policy.loss, dict(method.policy.options)
+        known = method.policy.advantage_options | evidence(case, method, by_version[2], kept, weights)
+        advantages = advantage(method.policy.advantage, rewards, kept, groups=groups, **known)
+        extra: dict[str, Any] = {}
+        if name == "topr":
+            extra["positive"] = (advantages * kept).sum(-1) > 0
+        if name == "decoupled_ppo":
+            extra["proximal_logp"] = by_version[2]
+        if name in ("clip_cov", "kl_cov", "m2po"):
+            chooser = dict(options) | (
+                {"generator": torch.Generator().manual_seed(derive_seed(0, "choice", 3))} if name == "clip_cov" else {}
+            )
+            extra["chosen"], _ = policy.prepare(name, by_version[2], old, advantages, kept, **chooser)
+        part, _ = policy_loss(
+            *(name, logp, old, advantages, kept),
+            weights=weights,
+            agg=method.policy.aggregation,
+            scale=method.max_tokens,
+            **counts,
+            **options,
+            **extra,
+        )
+        loss = loss + method.policy.weight * part
+    if method.reference is not None and method.reference.into == "loss":
+        drew = rollout_logp if method.reference.importance else None
+        kind = method.reference.estimate
+        part, _ = kl_loss(logp, by_version[0], kept, logp_old=drew, kind=kind, n_tokens=counts["n_tokens"])
+        loss = loss + method.reference.weight * part
+    if method.loss.weight:
+        rows = []
+        for sample in samples:
+            ids, trained = torch.from_numpy(sample.rollout.actions).long(), torch.from_numpy(sample.rollout.loss_mask)
+            at = log_probs(model, sample.rollout, method.loss.temperature)[trained].gather(1, ids)
+            behavior = torch.from_numpy(sample.rollout.action_logp).double()
+            loss_N, _ = mc_reverse_kl(at, behavior, torch.from_numpy(sample.teacher_action_logp).double())
+            rows.append(torch.zeros(len(trained), dtype=DTYPE).index_put((trained,), loss_N))
+        part = aggregate(pad_sequence(rows, batch_first=True), kept, "token-mean", n_tokens=counts["n_tokens"])
+        loss = loss + method.loss.weight * part
+    return loss, kept
+
+
+def reward_of(sample: Scored, method: Method, prefix: str = "") -> float:
+    return sum(weight * sample.rollout.rewards[prefix + name] for name, weight in method.rewards.items())
+
+
+def evidence(case: Case, method: Method, current: Tensor, kept: Tensor, weights: Tensor | None) -> dict[str, Any]:
+    """What advantages need beside rewards; for OPOB the gradient of every row's weighted log-prob is really taken."""
+    samples = case.samples
+    with torch.no_grad():
+        full = [log_probs(case.versions[2], sample.rollout, TEMPERATURE) for sample in samples]
+    match method.policy and method.policy.advantage:
+        case "gdpo":
+            named = {name: torch.tensor([s.rollout.rewards[name] for s in samples]).double() for name in method.rewards}
+            return {"components": named, "component_weights": dict(method.rewards)}
+        case "remax":
+            return {"greedy_rewards": torch.tensor([reward_of(s, method, "greedy_") for s in samples]).double()}
+        case "optimal_token_baseline":
+            squares = pad_sequence([logp.exp().square().sum(-1) for logp in full], batch_first=True)
+            return {"logp": current, "sum_pi_squared": squares, "weights": weights}
+        case "opob":
+            energy = []
+            for row, (sample, logp) in enumerate(zip(samples, full, strict=True)):
+                n, logits = len(logp), logp.clone().requires_grad_()
+                weight = kept[row, :n].double() if weights is None else (weights[row, :n] * kept[row, :n])
+                ids = torch.from_numpy(sample.rollout.tokens).long()[:, None]
+                chosen = logits.log_softmax(-1).gather(1, ids)[:, 0]
+                (gradient,) = torch.autograd.grad((weight * chosen).sum(), logits)
+                energy.append(gradient.square().sum())
+            return {"weights": torch.ones(len(samples)), "grad_norm_squared": torch.stack(energy)}
+    return {}
+
+
+def make_learner(case: Case, method: Method, **config: Any) -> NativeLearner:
+    """At version 2, with the snapshots of 0 and 1, as if it had made two updates."""
+    learner = NativeLearner(
+        wrap(case.versions[0]),
+        method=method,
+        config=LearnerConfig(dtype="float64", **config),
+        updates=9,
+        snapshots=2,
+    )
+    for version in (0, 1, 2):
+        with torch.no_grad():
+            for ours, theirs in zip(learner.lm.model.parameters(), case.versions[version].parameters(), strict=True):
+                ours.copy_(theirs)
+        if version < 2:
+            run(learner.export())
+            if method.previous:
+                learner.snapshots.take(PREVIOUS)
+        learner.update = learner.made = version + (version < 2)
+    return learner
+
+
+NOTHING = ReverseKLMC(m=2, weight=0.0)
+SOME = ReverseKLMC(m=2, weight=0.5, temperature=TEMPERATURE)
+APART = ReverseKLMC(m=2, weight=0.5, temperature=1.0)
+
+
+def method(
+    loss: Any = NOTHING,
+    preset: str = "disabled",
+    reference: ReferenceConfig | None = None,
+    correction: CorrectionPreset | None = None,
+) -> Method:
+    return Method(
+        loss=loss,
+        correction=correction or PRESETS[preset],
+        reference=reference,
+        rewards={"exact": 1.0},
+        temperature=TEMPERATURE,
+        max_tokens=12,
+    )
+
+
+METHODS = {
+    **{f"{name} alone": method(loss=NOTHING) for name in ()},
+    **{name: method(loss=NOTHING) for name in ()},
+    "distillation with rejection": method(SOME, "decoupled_geo_rs"),
+    "distillation apart with rejection": method(APART, "decoupled_k3_rs"),
+    "distillation and reference": method(SOME, reference=ReferenceConfig(weight=0.1)),
+    "distillation apart and reference": method(APART, reference=ReferenceConfig(weight=0.1)),
+}
+for name in policy.LOSSES:
+    METHODS[f"{name} on rewards"] = replace(method(), policy=PolicyConfig(loss=name))
+for name in ("vanilla", "gspo", "m2po", "reinforce"):
+    for preset in ("decoupled_token_is", "decoupled_geo_rs_seq_tis", "decoupled_token_icepop"):
+        METHODS[f"{name}, {preset}"] = replace(method(SOME, preset), policy=PolicyConfig(loss=name, weight=2.0))
+METHODS |= {
+    "bypass weights": replace(method(preset="bypass_pg_is"), policy=PolicyConfig(loss="reinforce")),
+    "bypass rejection": replace(method(preset="bypass_ppo_clip_k3_rs"), policy=PolicyConfig(loss="vanilla")),
+    "two temperatures": replace(method(APART), policy=PolicyConfig(loss="vanilla")),
+    "two temperatures by row": replace(method(APART), policy=PolicyConfig(loss="gmpo")),
+    "sums over rows": replace(method(SOME), policy=PolicyConfig(aggregation="seq-mean-token-sum-norm")),
+    "everything": replace(
+        method(SOME, "decoupled_seq_is_rs", ReferenceConfig(weight=0.1)),
+        policy=PolicyConfig(loss="gspo", advantage="rloo", options={"clip_low": 3e-3, "clip_high": 4e-3}),
+    ),
+    "reference in the reward": replace(
+        method(reference=ReferenceConfig(weight=0.5, into="reward")),
+        policy=PolicyConfig(advantage="reinforce_plus_plus"),
+    ),
+    "against the weights before": replace(method(), policy=PolicyConfig(old="previous")),
+    "a choice of the batch, means of rows": replace(
+        method(SOME), policy=PolicyConfig(loss="m2po", aggregation="seq-mean-token-mean")
+    ),
+    **{
+        f"weights by {level}, decoupled": replace(
+            method(correction=replace(PRESETS["decoupled_token_is"], is_level=level)), policy=PolicyConfig()
+        )
+        for level in get_args(Unit)
+    },
+    **{
+        f"weights by {level}, bypass": replace(
+            method(correction=replace(PRESETS["bypass_pg_is"], is_level=level, is_threshold=1.05)),
+            policy=PolicyConfig(loss="reinforce"),
+        )
+        for level in get_args(Unit)
+    },
+    "several rewards": replace(method(), rewards={"exact": 1.0, "math": -0.5}, policy=PolicyConfig(advantage="rloo")),
+    "several rewards apart": replace(
+        method(), rewards={"exact": 1.0, "math": 0.5}, policy=PolicyConfig(advantage="gdpo")
+    ),
+    "against the greedy answer": replace(
+        method(), rewards={"exact": 1.0, "math": 0.5}, policy=PolicyConfig(loss="reinforce", advantage="remax")
+    ),
+    **{
+        f"{advantage}, {name}": replace(
+            method(preset=preset), policy=PolicyConfig(loss="reinforce", advantage=advantage, advantage_options=options)
+        )
+        for advantage, options in (("optimal_token_baseline", {"multi_turn": True}), ("opob", {}))
+        for name, preset in (("alone", "disabled"), ("weighed", "bypass_pg_is"), ("icepop", "decoupled_token_icepop"))
+    },
+    "OTB by position": replace(method(), policy=PolicyConfig(advantage="optimal_token_baseline")),
+    **{
+        f"reference in the loss by {kind}": method(SOME, reference=ReferenceConfig(weight=0.3, estimate=kind))
+        for kind in ("k1", "abs", "k2", "k3")
+    },
+    **{
+        f"reference in the loss by {kind} as it is": method(
+            SOME, reference=ReferenceConfig(weight=0.3, estimate=kind, importance=False)
+        )
+        for kind in ("abs", "k2", "k3", "k1+", "k3+")
+    },
+    **{
+        f"reference in the reward by {kind}": replace(
+            method(reference=ReferenceConfig(weight=0.3, estimate=kind, into="reward")), policy=PolicyConfig()
+        )
+        for kind in ("k1", "abs", "k2", "k3")
+    },
+    "unnormalised": replace(method(), policy=PolicyConfig(advantage_options={"norm": False})),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_equal_the_dense_ones_however_the_batch_is_cut(case: Case, name: str) -> None:
+    method = METHODS[name]
+    reference = copy.deepcopy(case.versions[2])
+    expected, kept = dense(case, method, reference)
+    expected.backward()
+    batch = Batch(tuple(case.groups), 3)
+    cuts: list[dict[str, Any]] = [{"token_budget": 40}]
+    if name in ("everything", "two temperatures by row"):
+        cuts += [{"token_budget": 100_000}, {"shared_prompt": True}, {"packing": False}, {"checkpointing": True}]
+    for config in cuts:
+        learner = make_learner(case, method, **config)
+
+        async def work(learner: NativeLearner = learner) -> Counts:
+            counts = total(await learner.prepare(batch))
+            await learner.accumulate(batch, counts)
+            return counts
+
+        counts = run(work())
+        assert counts == Counts(int(kept.sum()), int(kept.any(-1).sum()))
+        assert learner.sums["loss"].item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
+        for key, parameter in reference.named_parameters():
+            torch.testing.assert_close(learner.lm.model.get_parameter(key).grad, parameter.grad, rtol=1e-8, atol=1e-11)
+        learner.close()
+
+
+LITTERED = {
+    **{name: METHODS[name] for name in METHODS if name in policy.LOSSES or " on rewards" in name},
+    **{name: METHODS[name] for name in ("everything", "two temperatures by row", "reference in the reward")},
+    "drift and regions": replace(
+        method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": 0.05})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LITTERED)
+def test_what_stands_in_masked_rows_changes_not_a_bit(case: Case, name: str) -> None:
+    """Not the loss, a gradient, a metric, or which passes are made. One response is masked as a whole."""
+    groups = [list(group) for group in case.groups]
+    last = groups[0][0].body
+    groups[0][0] = Handle(groups[0][0].header, masked_sample(last, last.rollout.loss_mask & False))
+    found = []
+    for litter in (False, True):
+        handles = [
+            [
+                Handle(header_of(sample.rollout), sample)
+                for handle in group
+                for sample in [littered(handle.body, seed=handle.header.index) if litter else handle.body]
+            ]
+            for group in groups
+        ]
+        learner = make_learner(case, LITTERED[name], token_budget=40, exact_drift=True)
+        batch = Batch(tuple(handles), 3)
+
+        async def work(learner: NativeLearner = learner, batch: Batch = batch) -> Any:
+            counts = total(await learner.prepare(batch))
+            await learner.accumulate(batch, counts)
+            gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
+            return counts, dict(learner.passes.tokens), learner.sums["loss"].item(), gradients, await learner.step()
+
+        found.append(run(work()))
+        learner.close()
+    (*plain, gradients, metrics), (*other, its_gradients, its_metrics) = found
+    assert plain == other and metrics == its_metrics
+    assert gradients and all(torch.equal(a, b) for a, b in zip(gradients, its_gradients, strict=True))
+
+
+def in_branches(group: list[Handle], cuts: list[int]) -> list[Handle]:
+    """Every member in two lineages, each of which trains the tokens on its side of the cut and observes the others."""
+    found = []
+    for handle, cut in zip(group, cuts, strict=True):
+        sample, mask = handle.body, handle.body.rollout.loss_mask
+        first = np.arange(len(mask)) < cut
+        for branch, its in enumerate((mask & first, mask & ~first)):
+            part = masked_sample(sample, its)
+            rollout = replace(part.rollout, index=2 * handle.header.index + branch, branch=branch)
+            found.append(Handle(header_of(rollout), replace(part, rollout=rollout)))
+    return found
+
+
+IN_BRANCHES = [
+    name
+    for name, each in METHODS.items()
+    if each.policy is None or each.policy.loss != "clip_cov"
+    if name not in ("weights by turn, bypass", "OTB by position")
+]
+"""Not weights by turn, since a branch is a call of its own; nor what is drawn for a place, or compared at one."""
+
+
+@pytest.mark.parametrize("name", IN_BRANCHES)
+def test_an_episode_in_branches_is_learned_as_in_one_piece(case: Case, name: str) -> None:
+    """One reward, one sequence, every token once: counts, loss, gradients and the numbers of episodes are the same."""
+    rng = np.random.default_rng(0)
+    cuts = [[int(rng.integers(0, 1 + len(handle.body.rollout.tokens))) for handle in group] for group in case.groups]
+    found = []
+    for groups in (case.groups, [in_branches(list(g), c) for g, c in zip(case.groups, cuts, strict=True)]):
+        learner, batch = make_learner(case, METHODS[name], token_budget=40), Batch(tuple(groups), 3)
+
+        async def work(learner: NativeLearner = learner, batch: Batch = batch) -> Any:
+            counts = total(await learner.prepare(batch))
+            await learner.accumulate(batch, counts)
+            gradients = [p.grad.clone() for p in learner.lm.model.parameters() if p.grad is not None]
+            return counts, learner.sums["loss"].item(), gradients, await learner.step()
+
+        found.append(run(work()))
+        learner.close()
+    (counts, loss, gradients, metrics), (its_counts, its_loss, its_gradients, its_metrics) = found
+    assert counts == its_counts and counts.n_sequences <= len(case.samples)
+    assert its_loss == pytest.approx(loss, rel=1e-9, abs=1e-12)
+    for one, other in zip(gradients, its_gradients, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-8, atol=1e-11)
+    of_episodes = {"policy/reward", "policy/rows_moved", "correction/rollout_rs_masked_fraction", "mismatch/chi2_seq"}
+    for key in of_episodes & metrics.keys():
+        assert its_metrics[key] == pytest.approx(metrics[key], rel=1e-9)
+
+
+def test_branches_of_an_episode_share_a_reward(case: Case) -> None:
+    (group, *_), learner = case.groups, make_learner(case, METHODS["vanilla on rewards"])
+    split = in_branches(list(group), [2] * len(group))
+    other = replace(split[1].body.rollout, rewards={"exact": 0.5})
+    split[1] = Handle(header_of(other), replace(split[1].body, rollout=other))
+    with pytest.raises(ValueError, match=r"group 0, episode 0: its branches have rewards .*0.5"):
+        run(learner.prepare(Batch((split,), 3)))
+    learner.close()
+
+
+def test_drift_is_that_of_the_learner_to_what_drew_its_tokens_by_lag(case: Case) -> None:
+    learner, samples = make_learner(case, method(SOME)), case.samples
+    batch = Batch(tuple(case.groups), 3)
+
+    async def work() -> dict[str, float]:
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        return await learner.step()
+
+    found = run(work())
+    with torch.no_grad():
+        logp = emitted(case.versions[2], samples)
+    lag = 2 - of(samples, "versions")
+    expected = offpolicy_metrics(logp, of(samples, "logp"), of(samples, "loss_mask"), lag=lag)
+    assert {"kl/lag_1", "kl/lag_2-3"} <= set(expected)
+    for name, value in expected.items():
+        assert found[f"drift/{name}"] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+
+
+def test_a_decoupled_correction_measures_the_engines_apart_from_staleness(case: Case) -> None:
+    """Sampler and learner are the same code here: at its own version, a token has the same log-prob in both."""
+    learner = make_learner(case, replace(method(preset="decoupled_token_is"), policy=PolicyConfig()))
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    ((_, noted),) = learner.noted
+    assert noted["mismatch/k3_kl"] < 1e-20 and noted["old_logp_missing"] == 0
+    assert noted["correction/rollout_is_mean"] == pytest.approx(1.0)
+
+
+def test_a_turn_is_one_unit_and_several_are_several(case: Case) -> None:
+    """By turns of the record: another weight in each, and the whole row's where all of it is one turn."""
+
+    def weights(groups: list[list[Handle]], level: Unit) -> dict[Any, Tensor]:
+        by_level = replace(PRESETS["bypass_pg_is"], is_level=level, is_threshold=1e9)
+        learner = make_learner(case, replace(method(correction=by_level), policy=PolicyConfig(loss="reinforce")))
+        run(learner.prepare(Batch(tuple(groups), 3)))
+        return {key: each.weight_T[each.mask_T] for key, each in learner.frozen.items() if each.weight_T is not None}
+
+    def in_one_turn(handle: Handle) -> Handle:
+        rollout = handle.body.rollout
+        return replace(handle, body=replace(handle.body, rollout=replace(rollout, turn=np.zeros_like(rollout.turn))))
+
+    by_turn, by_row = weights(case.groups, "turn"), weights(case.groups, "sequence")
+    assert max(len(weight.unique()) for weight in by_turn.values()) == 2
+    for key, weight in by_turn.items():
+        torch.testing.assert_close(weight.unique().prod(), by_row[key][0])
+    assert {len(weight.unique()) for weight in by_row.values()} == {1}
+    once = weights([[in_one_turn(handle) for handle in group] for group in case.groups], "turn")
+    for key, weight in by_row.items():
+        torch.testing.assert_close(once[key], weight, rtol=1e-14, atol=0)
+
+
+def test_the_squares_of_all_probabilities_come_with_the_log_probs_of_the_drawn(case: Case) -> None:
+    learner = make_learner(case, method())
+    logp, squares = learner.passes.log_probs_and_squares(case.samples)
+    for sample, logp_T, square_T in zip(case.samples, logp, squares, strict=True):
+        with torch.no_grad():
+            full = log_probs(case.versions[2], sample.rollout, TEMPERATURE)
+        mask = torch.from_numpy(sample.rollout.loss_mask)
+        torch.testing.assert_close(square_T[mask], full.exp().square().sum(-1)[mask], rtol=1e-10, atol=0)
+        ids = torch.from_numpy(sample.rollout.tokens).long()
+        torch.testing.assert_close(logp_T[mask], full[torch.arange(len(ids)), ids][mask], rtol=1e-10, atol=1e-12)
+        assert (square_T[~mask] == 0).all()
+
+
+def test_bad_answers_that_the_policy_has_left_are_rejected_in_both_modes(case: Case) -> None:
+    """The engines agree, so a decoupled correction that looked at the old policy would never reject anything."""
+    samples = case.samples
+    mask, behavior = of(samples, "loss_mask"), of(samples, "logp").double()
+    with torch.no_grad():
+        gap = ((behavior - emitted(case.versions[2], samples)) * mask).sum(-1) / mask.sum(-1)
+    rewards = torch.tensor([sample.rollout.rewards["exact"] for sample in samples])
+    groups = torch.tensor([sample.rollout.prompt.number for sample in samples])
+    bad = torch.tensor([bool(r < rewards[groups == g].mean()) for r, g in zip(rewards, groups, strict=True)])
+    middle = len(gap[bad]) // 2
+    bound = float(gap[bad].sort().values[middle - 1 : middle + 1].mean())  # between two: the last bit decides nothing
+    expected = ~(bad & (gap > bound))
+    assert 0 < expected.sum() < len(expected)
+    for preset, loss in (("decoupled_geo_rs", "vanilla"), ("bypass_ppo_clip_geo_rs", "vanilla")):
+        rejecting = replace(PRESETS[preset], rs={"negative_seq": bound})
+        learner = make_learner(case, replace(method(), policy=PolicyConfig(loss=loss), correction=rejecting))
+        counts = run(learner.prepare(Batch(tuple(case.groups), 3)))
+        kept = torch.tensor([bool(learner.frozen[key].mask_T.any()) for key in learner.samples])
+        assert torch.equal(kept, expected), preset
+        assert total(counts).n_sequences == expected.sum()
+
+
+def test_rows_beyond_the_trust_region_are_rejected_by_their_exact_kl(case: Case) -> None:
+    """max_t KL(what drew ‖ current), over the whole vocabulary; a token whose weights are gone is in no region."""
+    samples, worst = case.samples, []
+    for sample in samples:
+        rollout = sample.rollout
+        with torch.no_grad():
+            now, *before = (log_probs(case.versions[v], rollout, TEMPERATURE) for v in (2, 0, 1))
+        kl = torch.stack([(old.exp() * (old - now)).sum(-1) for old in before])
+        at = torch.from_numpy(rollout.versions)[None].clamp(min=0)
+        worst.append(float(kl.gather(0, at)[0][torch.from_numpy(rollout.loss_mask)].max()))
+    bound = sorted(worst)[len(worst) // 2] * 1.000001
+    by_kl = replace(
+        method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": bound})
+    )
+    learner = make_learner(case, by_kl, token_budget=60)
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    kept = [bool(learner.frozen[key].mask_T.any()) for key in learner.samples]
+    assert kept == [each <= bound for each in worst] and 0 < sum(kept) < len(kept)
+    ((_, noted),) = learner.noted
+    assert noted["kl_missing"] == 0
+
+    learner = make_learner(case, by_kl)
+    del learner.snapshots.held[0]
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    assert not any(each.mask_T.any() for each in learner.frozen.values()), "version 0 drew the beginning of every row"
+    gone = sum(int((s.rollout.loss_mask & (s.rollout.versions == 0)).sum()) for s in samples)
+    ((_, noted),) = learner.noted
+    assert noted["kl_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in samples) > 0
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reference", "positive"),
+    [
+        ([0.2, 0.9], None, [False, True]),  # graded: both earned something
+        ([-1.0, -0.2], None, [False, True]),  # nobody did
+        ([1.0, 1.0], [0.0, 0.8], [False, True]),  # equal, but the first has left the reference
+    ],
+)
+def test_toprs_sign_is_that_of_the_advantage_as_used(
+    rewards: list[float], reference: list[float] | None, positive: list[bool]
+) -> None:
+    logp, mask = torch.full((3,), -1.0, dtype=DTYPE), torch.ones(3, dtype=torch.bool)
+    batch = [
+        Evidence(
+            group=0,
+            episode=i,
+            rewards={"exact": reward},
+            mask_T=mask,
+            turn_T=torch.zeros_like(mask, dtype=torch.int64),
+            behavior_T=logp,
+            reference_T=logp - 1 + near,
+        )
+        for i, (reward, near) in enumerate(zip(rewards, reference or [1.0, 1.0], strict=True))
+    ]
+    of_reward = ReferenceConfig(weight=0.5, into="reward") if reference else None
+    topr = replace(method(reference=of_reward), policy=PolicyConfig(loss="topr"))
+    frozen, _ = freeze(batch, topr, update=1)
+    assert [each.positive for each in frozen] == positive
+
+
+def test_tokens_whose_version_is_gone_are_corrected_by_what_drew_them_and_counted(case: Case) -> None:
+    learner = make_learner(case, replace(method(preset="decoupled_token_is"), policy=PolicyConfig()))
+    del learner.snapshots.held[0]
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    gone = sum(int((s.rollout.loss_mask & (s.rollout.versions == 0)).sum()) for s in case.samples)
+    ((_, noted),) = learner.noted
+    assert noted["old_logp_missing"] == gone / sum(int(s.rollout.loss_mask.sum()) for s in case.samples) > 0
+    for sample in case.samples:
+        frozen = learner.frozen[sample.rollout.prompt.number, sample.rollout.index]
+        zero = torch.from_numpy((sample.rollout.versions == 0) & sample.rollout.loss_mask)
+        assert torch.equal(frozen.old_T[zero], torch.from_numpy(sample.rollout.logp).double()[zero])
+
+
+def test_the_ring_keeps_the_newest_versions_and_the_reference_stays(case: Case) -> None:
+    learner = make_learner(case, method(SOME, reference=ReferenceConfig(weight=0.1, host=True)))
+    for version in range(3, 7):
+        learner.made = version
+        run(learner.export())
+    assert set(learner.snapshots.held) == {5, 6, "reference"}
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_what_was_frozen_stays_through_minibatches_and_epochs(case: Case, cut: int) -> None:
+    """Two epochs of mini-batches: every gradient is the dense one at today's weights and the first look's decisions."""
+    method = replace(METHODS["gspo, decoupled_token_icepop"], loss=NOTHING)
+    learner = make_learner(case, method, lr=1e-4, epochs=2, minibatches=cut, clip_norm=1e9)
+    batch = Batch(tuple(case.groups), 3)
+
+    async def work() -> list[float]:
+        counts, norms = await learner.prepare(batch), []
+        first = dict(learner.frozen)
+        for _ in range(2):
+            left = list(counts)
+            for part in batch.parts(cut):
+                of_part, left = total(left[: len(part.groups)]), left[len(part.groups) :]
+                expected = dense_part(case, method, learner, part, of_part)
+                await learner.accumulate(part, of_part)
+                assert learner.sums["loss"].item() == pytest.approx(expected, rel=1e-8, abs=1e-12)
+                norms.append((await learner.step())["grad_norm"])
+        assert learner.frozen == first
+        return norms
+
+    norms = run(work())
+    assert len(set(norms)) == 2 * cut and all(np.isfinite(norms))
+
+
+def dense_part(case: Case, method: Method, learner: NativeLearner, part: Batch, counts: Counts) -> float:
+    samples = [handle.body for handle in part.handles]
+    frozen = [learner.frozen[s.rollout.prompt.number, s.rollout.index] for s in samples]
+    model = copy.deepcopy(learner.lm.model)
+    model.set_attn_implementation("sdpa")
+    assert method.policy is not None
+    loss, _ = policy_loss(
+        method.policy.loss,
+        emitted(model, samples),
+        *(
+            pad_sequence([getattr(each, name) for each in frozen], batch_first=True)
+            for name in ("old_T", "advantage_T")
+        ),
+        pad_sequence([each.mask_T for each in frozen], batch_first=True),
+        weights=pad_sequence([each.weight_T for each in frozen if each.weight_T is not None], batch_first=True),
+        n_tokens=counts.n_tokens,
+        n_sequences=counts.n_sequences,
+    )
+    return method.policy.weight * loss.item()
+
+
+@pytest.mark.parametrize("name", ["gspo on rewards", "vanilla on rewards"])
+def test_parts_that_do_not_know_the_whole_add_up_to_it(case: Case, name: str) -> None:
+    """Periodic order: plain sums, one division at the step. For a loss over sequences too."""
+    whole, parts = make_learner(case, METHODS[name]), make_learner(case, METHODS[name])
+    batch = Batch(tuple(case.groups), 3)
+
+    async def work() -> tuple[dict[str, float], dict[str, float]]:
+        await whole.accumulate(batch, total(await whole.prepare(batch)))
+        counts = []
+        for group in reversed(case.groups):
+            part = Batch((group,), 3)
+            counts += await parts.prepare(part)
+            await parts.accumulate(part, ONE)
+        return await whole.step(), await parts.step(total(counts))
+
+    one, other = run(work())
+    for metric in ("loss", "grad_norm", "drift/kl", "policy/ratio", "policy/reward"):
+        assert other[metric] == pytest.approx(one[metric], rel=1e-9), metric
+
+
+def test_half_precision_products_leave_the_weights_whole(case: Case) -> None:
+    batch, gradients = Batch(tuple(case.groups), 1), []
+
+    async def work(learner: NativeLearner) -> None:
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+
+    for config in (LearnerConfig(), LearnerConfig(compute_dtype="bfloat16")):
+        learner = NativeLearner(wrap(make_model("qwen3", seed=3)), method=method(SOME), config=config, updates=3)
+        run(work(learner))
+        parameters = list(learner.lm.model.parameters())
+        assert all(
+            p.dtype == torch.float32 and p.grad is not None and p.grad.dtype == torch.float32 for p in parameters
+        )
+        gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+    cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0).item()
+    assert 0.99 < cosine < 0.999999, "bfloat16 was used, and is close"
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_moments_of_another_precision_follow_those_of_torch(moments: str) -> None:
+    from slipstream.engines.native.learning.optimizer import make_optimizer
+
+    config = {"lr": 1e-2, "weight_decay": 0.1, "dtype": "float64"}
+    start = torch.randn(5, 7, dtype=DTYPE, generator=torch.Generator().manual_seed(0))
+    exact, mixed = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    ours = make_optimizer([mixed], LearnerConfig(optimizer_dtype=moments, **config))
+    theirs = make_optimizer([exact], LearnerConfig(**config))
+    generator = torch.Generator().manual_seed(1)
+    for step in range(10):
+        exact.grad = torch.randn(5, 7, dtype=DTYPE, generator=generator)
+        mixed.grad = exact.grad.clone()
+        ours.step()
+        theirs.step()
+        if step == 4:
+            state = copy.deepcopy(ours.state_dict())
+            ours = make_optimizer([mixed], LearnerConfig(optimizer_dtype=moments, **config))
+            ours.load_state_dict(state)
+    kept = ours.state[mixed]
+    assert kept["exp_avg"].dtype == kept["exp_avg_sq"].dtype == getattr(torch, moments)
+    torch.testing.assert_close(mixed, exact, atol={"float32": 1e-7, "bfloat16": 2e-3}[moments], rtol=0)
+    assert not torch.equal(mixed, exact)
+
+
+def test_exact_drift_is_the_dense_kl_to_the_version_that_drew(case: Case) -> None:
+    learner = make_learner(case, method(SOME), exact_drift=True, token_budget=60)
+    run(learner.prepare(Batch(tuple(case.groups), 3)))
+    kl, tokens = 0.0, 0
+    for sample in case.samples:
+        rollout = sample.rollout
+        with torch.no_grad():
+            now, *before = (log_probs(case.versions[v], rollout, TEMPERATURE) for v in (2, 0, 1))
+        for version, old in enumerate(before):
+            here = torch.from_numpy(rollout.loss_mask & (rollout.versions == version))
+            kl += float((now.exp() * (now - old)).sum(-1)[here].sum())
+            tokens += int(here.sum())
+    ((_, noted),) = learner.noted
+    assert noted["drift/rollout_kl"] == pytest.approx(kl / tokens, rel=1e-9)
+    assert noted["drift/rollout_kl_coverage"] == 1.0
+
+
+def test_the_trust_region_and_exact_drift_make_their_passes_once(case: Case) -> None:
+    by_kl = replace(
+        method(SOME), correction=replace(PRESETS["bypass_ppo_clip_geo_rs"], loss=None, rs={"seq_max_kl": 9})
+    )
+    computed, noted = [], []
+    for given, config in ((by_kl, {}), (method(SOME), {"exact_drift": True}), (by_kl, {"exact_drift": True})):
+        learner = make_learner(case, given, **config)
+        run(learner.prepare(Batch(tuple(case.groups), 3)))
+        computed.append(learner.passes.tokens["computed"])
+        noted.append({name: value for _, part in learner.noted for name, value in part.items()})
+        learner.close()
+    region, drift, both = computed
+    plain = make_learner(case, replace(by_kl, correction=PRESETS["bypass_ppo_clip_geo_rs"]))
+    run(plain.prepare(Batch(tuple(case.groups), 3)))
+    plain_pass = plain.passes.tokens["computed"]
+    plain.close()
+    assert region - plain_pass == drift and both == region, "the current policy's own pass, and each version's"
+    assert noted[2] == noted[0] | noted[1]
+
+
+def test_rewards_of_samples_that_nobody_trains_on_are_in_no_mean() -> None:
+    logp, some = torch.full((3,), -1.0, dtype=DTYPE), torch.tensor([True, True, False])
+    turn = torch.zeros(3, dtype=torch.int64)
+    batch = [
+        Evidence(group=0, episode=i, rewards={"exact": reward}, mask_T=mask, turn_T=turn, behavior_T=logp)
+        for i, (reward, mask) in enumerate(((1.0, some), (0.0, some), (100.0, some & False)))
+    ]
+    _, metrics = freeze(batch, replace(method(), policy=PolicyConfig()), update=1)
+    assert metrics["policy/reward"] == 0.5 and metrics["policy/rows_moved"] == 1.0
+    _, metrics = freeze(batch[2:], replace(method(), policy=PolicyConfig()), update=1)
+    assert metrics["policy/reward"] == metrics["policy/rows_moved"] == 0.0
+
+
+def test_teachers_have_weights_and_metrics_of_their_own(case: Case) -> None:
+    """Every other prompt is another teacher's, whose samples count three times."""
+    names = {sample.rollout.prompt.number: "ab"[sample.rollout.prompt.number % 2] for sample in case.samples}
+    groups = tuple(
+        [Handle(h.header, replace(h.body, teacher=names[h.header.number])) for h in group] for group in case.groups
+    )
+    learner = make_learner(case, replace(method(SOME), teachers={"a": 1.0, "b": 3.0}), token_budget=50)
+
+    async def work() -> dict[str, float]:
+        batch = Batch(groups, 3)
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        return await learner.step()
+
+    found = run(work())
+    sums, tokens = {"a": 0.0, "b": 0.0}, {"a": 0, "b": 0}
+    for sample in case.samples:
+        ids, name = torch.from_numpy(sample.rollout.actions).long(), names[sample.rollout.prompt.number]
+        mask = torch.from_numpy(sample.rollout.loss_mask)
+        at = log_probs(case.versions[2], sample.rollout, TEMPERATURE)[mask].gather(1, ids)
+        behavior, logq = torch.from_numpy(sample.rollout.action_logp), torch.from_numpy(sample.teacher_action_logp)
+        sums[name] += mc_reverse_kl(at.detach(), behavior.double(), logq.double())[0].sum().item()
+        tokens[name] += int(mask.sum())
+    everyone = tokens["a"] + tokens["b"]
+    assert found["loss"] == pytest.approx(SOME.weight * (sums["a"] + 3 * sums["b"]) / everyone, rel=1e-9)
+    assert found["distill/loss"] == pytest.approx((sums["a"] + sums["b"]) / everyone, rel=1e-9)
+    for name in "ab":
+        assert found[f"teacher/{name}/loss"] == pytest.approx(sums[name] / tokens[name], rel=1e-9)
+        assert found[f"teacher/{name}/share"] == pytest.approx(tokens[name] / everyone, rel=1e-9)
+
+
+def test_an_update_of_which_nothing_is_left_leaves_no_trace(case: Case) -> None:
+    learner = make_learner(case, METHODS["distillation with rejection"], lr=1e-2)
+    batch = Batch(tuple(case.groups), 3)
+
+    async def work() -> None:
+        await learner.accumulate(batch, total(await learner.prepare(batch)))
+        await learner.step()  # AdamW has momentum now
+        before = [p.detach().clone() for p in learner.lm.model.parameters()]
+        none = Batch(tuple(case.groups), 4)
+        await learner.prepare(none)
+        learner.frozen = {key: replace(each, mask_T=each.mask_T & False) for key, each in learner.frozen.items()}
+        await learner.accumulate(none, Counts(0, 0))
+        assert (await learner.step())["grad_norm"] == 0
+        assert all(torch.equal(a, b) for a, b in zip(before, learner.lm.model.parameters(), strict=True))
+
+    run(work())
+
+
+def test_a_stop_between_gradient_and_step_is_resumed_from_the_update_before(case: Case, tmp_path: Path) -> None:
+    stale = replace(method(), policy=PolicyConfig(old="previous"))
+    first, again = make_learner(case, stale), make_learner(case, stale)
+
+    async def work() -> None:
+        await first.prepare(Batch(tuple(case.groups), 3))
+        await first.save(tmp_path)
+        await again.restore(tmp_path)
+        assert again.made == 2
+        await again.export()
+        assert max(version for version in again.snapshots.held if isinstance(version, int)) == 2
+        await again.prepare(Batch(tuple(case.groups), 3))
+
+    run(work())
+    for key, one in first.frozen.items():
+        assert one.old_T is not None and torch.equal(one.old_T, again.frozen[key].old_T)

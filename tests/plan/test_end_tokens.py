@@ -1,0 +1,209 @@
+"""Pairs that end answers with different tokens are refused, by their files or by what the teacher says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from slipstream.cli import main
+from slipstream.config.file import parse
+from slipstream.models.resolve import model_path
+from slipstream.plan.checks import PROMPTS, Finding, judged_ends, quick
+from slipstream.plan.ends import EndProbe, template_end
+from slipstream.plan.plan import plan
+from slipstream.runtimes.inline import open_engines
+from support.model_directories import build_tokenizer, save_model
+
+EOS, OTHER = 1, 4
+"""`<eos>`, with which the template of these models ends a turn, and `<system>`, which stands for another end token."""
+
+
+def model(path: Path, *, eos: str, ends: Sequence[int], seed: int = 1) -> Path:
+    """A miniature whose tokenizer ends with `eos`, and whose generation config stops at `ends`."""
+    tokenizer = build_tokenizer()
+    text = tokenizer.chat_template.replace("eos_token", "'<eos>'")
+    save_model(path, tokenizer, layers=1, seed=seed)
+    tokenizer.eos_token, tokenizer.chat_template = eos, text
+    tokenizer.save_pretrained(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ends)}))
+    return path
+
+
+def config(tmp_path: Path, *, chat: bool = False, **changes: Any) -> str:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    text = f"""
+student = "{tmp_path}/student"
+updates = 1
+output = "{tmp_path}/run"
+[data]
+train = "{tmp_path}/rows.jsonl"
+chat = {json.dumps(chat)}
+[teachers.main]
+model = "{tmp_path}/teacher"
+[sampler]
+max_tokens = 4
+[learner]
+batch_size = 2
+[runtime]
+kind = "inline"
+device = "cpu"
+"""
+    (tmp_path / "run.toml").write_text(text)
+    return text
+
+
+def test_a_pair_with_different_ends_is_refused_with_both_ids_by_check_and_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The teacher's generation config lists the student's end token, too, as that of an instruct model does."""
+    model(tmp_path / "student", eos="<eos>", ends=[EOS])
+    model(tmp_path / "teacher", eos="<system>", ends=[OTHER, EOS])
+    config(tmp_path)
+    said = []
+    for words in (["config", str(tmp_path / "run.toml"), "--check"], ["train", str(tmp_path / "run.toml")]):
+        assert main(words) == 2
+        said.append(capsys.readouterr().err.splitlines()[-1])
+    assert said[0] == said[1]
+    assert said[0] == (
+        f"error: teachers.main: {tmp_path}/teacher ends an answer with '<system>' (id 4), {tmp_path}/student stops "
+        "only at '<eos>' (id 1): it would unlearn to end its answers; write a student that stops at '<system>' (id 4), "
+        "or a teacher that ends with '<eos>' (id 1): an instruct model beside an instruct model, a base model beside a "
+        "base model"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+PAIRS: list[tuple[str, list[int], str, list[int], bool, bool]] = [
+    # the student's eos and ends, the teacher's, whether prompts are messages, whether the pair is legal
+    ("<eos>", [EOS], "<eos>", [EOS], True, True),
+    ("<eos>", [EOS, OTHER], "<eos>", [EOS, OTHER], True, True),
+    ("<eos>", [EOS], "<eos>", [EOS, OTHER], True, True),
+    ("<eos>", [EOS, OTHER], "<system>", [OTHER], False, True),  # an instruct student, a base teacher
+    ("<eos>", [EOS], "<system>", [EOS, OTHER], True, True),  # in a conversation the template's end counts
+    ("<system>", [OTHER], "<system>", [OTHER], True, True),  # two base models with a template that neither follows
+    ("<system>", [OTHER], "<system>", [OTHER], False, True),
+    ("<eos>", [EOS], "<system>", [EOS, OTHER], False, False),
+    ("<system>", [OTHER], "<eos>", [EOS, OTHER], True, False),  # a base student, an instruct teacher
+    ("<system>", [OTHER], "<system>", [EOS, OTHER], True, False),
+    ("<system>", [OTHER], "<eos>", [EOS], False, False),
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_only_pairs_whose_teacher_ends_where_the_student_does_not_stop_are_refused(
+    pair: tuple[str, list[int], str, list[int], bool, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    student, stops, teacher, ends, chat, legal = pair
+    model(tmp_path / "student", eos=student, ends=stops)
+    model(tmp_path / "teacher", eos=teacher, ends=ends)
+    config(tmp_path, chat=chat)
+    assert main(["config", str(tmp_path / "run.toml"), "--check"]) == (0 if legal else 2)
+    assert ("ends an answer with" in capsys.readouterr().err) != legal
+
+
+def test_the_end_of_a_template_is_read_off_a_conversation() -> None:
+    assert template_end(build_tokenizer(), {}) == EOS
+    assert template_end(build_tokenizer(template=None), {}) is None
+    assert template_end(build_tokenizer(template="{{ messages[0].content }}"), {}) is None
+
+
+# --- what a teacher says ----------------------------------------------------------------------------------------------
+
+
+def ends_with_another_token(path: Path) -> Path:
+    """The teacher of the demo, with `<eos>` and `<pad>` changed places in its weights, and the files as they were."""
+    shutil.copytree(model_path("builtin:teacher"), path)
+    weights = load_file(path / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        if name in weights:
+            weights[name][[0, 1]] = weights[name][[1, 0]]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def widened(path: Path) -> Path:
+    """As it is, but with two end tokens in its generation config."""
+    if not path.exists():
+        shutil.copytree(model_path("builtin:teacher"), path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 0]}))
+    return path
+
+
+DEMO = """
+student = "builtin:student"
+updates = 1
+output = "run"
+[data]
+train = "builtin:arithmetic"
+limit = 32
+[teachers.main]
+model = "teacher"
+[sampler]
+max_tokens = 16
+[learner]
+batch_size = 8
+[runtime]
+kind = "inline"
+device = "cpu"
+"""
+
+
+def found_at_start(*changes: tuple[str, str]) -> list[Finding]:
+    job = plan(parse(tomllib.loads(DEMO), changes))
+    engines = open_engines(job.engines, job.tokenizer, say=str)
+    try:
+        return asyncio.run(quick(job, engines, [job.prompts.at(number) for number in range(PROMPTS)], version=0))
+    finally:
+        engines.close()
+
+
+LOSSES = [
+    [],
+    [("loss.kind", "reverse_kl_topk"), ("loss.k", "8")],
+    [("loss.kind", "forward_kl"), ("loss.cache", "hidden")],
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_a_teacher_that_says_another_end_than_its_files_is_found_at_the_start(
+    loss: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    def said(teacher: Path) -> Finding:
+        found = found_at_start(("teachers.main.model", str(teacher)), *loss)
+        return next(each for each in found if each.name == "teacher main ends answers as the student does")
+
+    ends = said(widened(ends_with_another_token(tmp_path / "teacher")))
+    assert not ends.ok and ends.fatal and "write a student that stops at '<pad>' (id 0)" in ends.fix
+    between = r"with '<eos>' \(id 1\) at probability .*, with '<pad>' \(id 0\), at which the student does not stop, at"
+    assert re.search(between, ends.said)
+    assert said(widened(tmp_path / "honest")).ok
+
+
+def test_answers_with_an_end_travel_to_engines_in_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(DEMO.replace("inline", "local"))
+    widened(ends_with_another_token(tmp_path / "teacher"))
+    assert main(["train", "run.toml"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: teacher main ends answers as the student does: after 8 right answers ")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "stop, other, ok",
+    [(0.9, 1e-3, True), (1e-4, 0.5, False), (1e-4, 0.05, True), (0.01, 0.9, True), (0.0, 0.9, False), (0.0, 0.0, True)],
+)
+def test_an_end_is_judged_by_its_probability_beside_the_teachers_own(stop: float, other: float, ok: bool) -> None:
+    probe = EndProbe((), {1: "<eos>"}, {0: "<pad>"})
+    assert judged_ends("main", probe, {1: stop, 0: other}).ok == ok

@@ -1,0 +1,359 @@
+"""One place decides: what `config --check` refuses `train` refuses, with the same line, before a process or a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.cli import main
+from slipstream.config.file import load
+from slipstream.engines.http import client
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.plan.plan import plan
+from slipstream.run_dir.writing import read_lines
+from slipstream.runs import start as command
+from support.illegal_configs import BASE, BOTH, ILLEGAL, RL, SCHEMA
+
+STEPS = "learner.minibatches=2"
+
+LEGAL = f"""
+loss.kind=reverse_kl_mc
+loss.m=1
+loss.m=4 loss.clip=0.2
+loss.clip=[0.1,0.3] loss.advantage=behavior
+loss.ratio_cap=2.0
+loss.importance=false
+loss.kind=forward_kl
+loss.kind=forward_kl loss.k=4 loss.tail=true
+loss.kind=forward_kl loss.renormalise=true
+loss.kind=forward_kl loss.cache=hidden
+loss.kind=reverse_kl
+loss.kind=jsd
+loss.kind=jsd loss.cache=teacher_topk loss.k=8 loss.beta=0.1
+loss.temperature=0.7
+data.train=table.csv data.prompt=question
+data.train=table.csv data.prompt=question data.answer=solution task.reward=exact
+data.train=table.csv data.template=A1{{question}} data.answer=solution task.reward=exact
+loss.kind=decoupled_ppo learner.minibatches=2
+loss.kind=decoupled_ppo loss.m=4 loss.advantage=current loss.clip=[0.1,0.3] loss.weight_cap=2.0
+loss.kind=m2po
+loss.kind=m2po loss.m=2 loss.budget=0.01
+loss.kind=m2po sampler.top_p=0.9 sampler.keep_mask=true
+loss.kind=decoupled_ppo sampler.min_p=0.1 sampler.keep_mask=true
+loss.kind=k1 loss.as=reward sampler.top_k=5 sampler.keep_mask=true
+loss.kind=reverse_kl_topk loss.k=8
+loss.kind=reverse_kl_topk loss.k=8 loss.reweight=false
+loss.kind=reverse_kl_topk loss.k=8 loss.renormalise=false loss.tail=true
+loss.kind=k1 loss.as=reward
+loss.kind=abs
+loss.kind=k2 loss.loss_max_clamp=5.0
+loss.kind=k3 loss.as=reward loss.clip=[0.2,0.28] loss.dual_clip=2.0
+loss.kind=k1+
+loss.kind=k3+ loss.log_prob_min_clamp=-9.0
+loss.kind=low_var_kl
+loss.kind=forward_kl_topk loss.loss_max_clamp=5.0
+{BOTH} loss.kind=k1 loss.as=reward
+schedule.kind=sync
+schedule.kind=periodic
+schedule.kind=step_off schedule.k=2
+schedule.kind=replay schedule.k=0
+schedule.tau=0
+schedule.tau=1.5 schedule.publish_every=2
+schedule.on_publish=restart
+schedule.on_publish=drain
+schedule.order=submission
+schedule.order=completion
+data.train=levels.jsonl schedule.mixture=level
+data.train=levels.jsonl schedule.mixture=about.level schedule.max_lag=6
+schedule.max_lag=4
+schedule.max_lag=1 schedule.on_old=drop
+schedule.max_lag=2 schedule.on_old=restart
+{RL}
+{RL} policy.loss=cispo
+{RL} policy.loss=gspo policy.advantage=rloo
+{RL} policy.loss=topr
+{RL} policy.loss=vanilla policy.options={{clip_high=0.28}}
+{RL} policy.advantage=grpo policy.advantage_options={{norm=false}}
+{RL} policy.old=previous
+{RL} correction.preset=decoupled_token_is
+{RL} correction.preset=decoupled_token_is correction.is_threshold=3.0 correction.is_normalize=true
+{RL} correction.preset=decoupled_geo_rs
+{RL} correction.preset=bypass_ppo_clip
+{RL} policy.loss=reinforce correction.preset=bypass_pg_is
+{RL} reference.weight=0.1
+{RL} reference.weight=0.1 reference.into=reward
+{RL} reference.weight=0.1 reference.host=true
+{RL} correction.preset=decoupled_token_is correction.is_level=sequence
+{RL} correction.preset=decoupled_token_is correction.is_level=cumulative correction.ctpo_clip=0.1
+{RL} correction.preset=decoupled_geo_rs correction.is_level=turn correction.is_threshold=3.0
+{RL} correction.preset=decoupled_geo_rs correction.rs={{seq_mean_k1=[0.9,1.3]}} correction.verl_compat=true
+{RL} policy.loss=reinforce correction.preset=bypass_pg_is correction.is_level=prefix_min
+{RL} policy.loss=reinforce correction.preset=bypass_pg_geo_rs correction.is_level=geometric
+{RL} policy.advantage=gdpo task.reward=["exact","math"]
+{RL} policy.advantage=gdpo task.reward=["exact","math"] policy.reward_weights={{math=0.5}}
+{RL} task.reward=["math","exact"] policy.reward_weights={{exact=-0.1}}
+{RL} policy.advantage=remax
+{RL} policy.advantage=remax sampler.group=1
+{RL} policy.advantage=optimal_token_baseline correction.preset=decoupled_token_is
+{RL} policy.advantage=optimal_token_baseline policy.advantage_options={{multi_turn=true}}
+{RL} policy.advantage=opob policy.loss=reinforce correction.preset=bypass_pg_is
+{RL} policy.advantage=opob schedule.kind=periodic
+{RL} reference.weight=0.1 reference.estimate=k1
+{RL} reference.weight=0.1 reference.importance=false reference.estimate=k3+
+{RL} reference.weight=0.1 reference.into=reward reference.estimate=k3
+{RL} reference.weight=0.1 reference.control=adaptive reference.target=0.05 reference.horizon=1000
+{RL} reference.weight=0.1 reference.importance=false policy.loss=reinforce sampler.top_p=0.9
+task.reward=["exact","math"] eval.every=1 data.eval=builtin:arithmetic eval.prompts=4
+{RL} learner.shared_prompt=true
+{RL} learner.minibatches=2 learner.epochs=2
+{RL} schedule.kind=periodic
+{BOTH}
+{BOTH} policy.weight=0.5 loss.kind=forward_kl
+{BOTH} policy.loss=m2po
+{BOTH} policy.loss=kl_cov
+{BOTH} sampler.top_p=0.9 loss.kind=forward_kl policy.loss=reinforce
+sampler.top_p=0.9 sampler.keep_mask=true
+sampler.on_publish=reuse
+{BOTH} sampler.top_k=5 sampler.min_p=0.1 sampler.keep_mask=true correction.preset=decoupled_token_is
+sampler.top_p=0.9 loss.kind=forward_kl
+sampler.top_k=5 loss.importance=false
+sampler.temperature=0.7
+learner.packing=false
+learner.checkpointing=true learner.dropout=false
+learner.compute_dtype=bfloat16
+learner.lora.rank=2
+learner.lora.rank=2 learner.lora.targets=["q_proj","v_proj"]
+learner.exact_drift=true
+learner.exact_drift=true learner.snapshots=3
+{STEPS} learner.epochs=2
+eval.every=1 data.eval=builtin:arithmetic task.reward=exact eval.prompts=4
+checkpoint.every=1 checkpoint.keep=1
+checkpoint.minutes=0
+log.to=tensorboard
+teachers.main.weight=0.5
+teachers.main.replicas=2 sampler.replicas=2
+reference.weight=0.01
+""".strip().splitlines()
+
+
+if torch.cuda.is_available():
+    ILLEGAL = [line for line in ILLEGAL if "cuda" not in line or "ray" in line]
+
+
+LEVELS = "".join(
+    json.dumps({"prompt": f"A{i % 10}=", "level": i % 3, "about": {"level": i % 2}, "same": "x", "number": i}) + "\n"
+    for i in range(24)
+)
+
+
+def words(line: str) -> list[str]:
+    return [word for pair in line.split() for word in (f"--{pair.partition('=')[0]}", pair.partition("=")[2])]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(client, "PAUSES", ())  # nobody waits for an endpoint that is not there
+    (tmp_path / "run.toml").write_text(BASE)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.toml").write_text("")
+    (tmp_path / "table.csv").write_text("question,solution\nB1=,1\nC2=,2\n")
+    (tmp_path / "ragged.csv").write_text("prompt,answer\nB1=,1\nC2=\n")
+    (tmp_path / "levels.jsonl").write_text(LEVELS)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    return "run.toml"
+
+
+def test_the_corpus_is_large_and_says_nothing_twice() -> None:
+    assert len(set(ILLEGAL)) == len(ILLEGAL) and len(set(LEGAL)) == len(LEGAL) >= 60
+    assert len(ILLEGAL) + len(SCHEMA) > 150
+
+
+@pytest.mark.parametrize("line", [*ILLEGAL, *SCHEMA])
+def test_check_and_train_refuse_with_the_same_line(
+    line: str, config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = []
+    for words_before in (["config", config, "--check"], ["train", config]):
+        assert main([*words_before, *words(line)]) == 2
+        said.append(capsys.readouterr().err.splitlines())
+    checked, trained = said
+    assert checked == trained and trained[-1].startswith("error: ") and "Traceback" not in trained[-1]
+    assert not (tmp_path / "run").exists()
+
+
+class EnginesStart(Exception):
+    pass
+
+
+@pytest.mark.parametrize("line", LEGAL)
+def test_what_is_legal_passes_both(line: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*anything: Any) -> None:
+        raise EnginesStart
+
+    monkeypatch.setattr(command, "open_engines", start)
+    assert main(["config", config, "--check", *words(line)]) == 0
+    with pytest.raises(EnginesStart):
+        main(["train", config, *words(line)])
+
+
+def test_a_plan_says_what_a_greedy_baseline_costs(config: str) -> None:
+    words = RL.replace("vanilla", "vanilla policy.advantage=remax").split()
+    settings = [(key, value) for key, _, value in (word.partition("=") for word in words)]
+    assert any("5 answers are drawn where 4 are trained on" in note for note in plan(load(config, settings)).notes)
+    assert not any("are trained on" in note for note in plan(load(config)).notes)
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("schedule.mixture=levle", "levels.jsonl:1: has no 'levle' (schedule.mixture); did you mean 'level'?"),
+        ("schedule.mixture=same", "schedule.mixture = 'same' does nothing: every row has 'x' there; drop it"),
+        ("schedule.mixture=number", "no two rows have the same there: name a column of few values, or write schedule."),
+        ("schedule.mixture=level schedule.order=submission", 'mixture does nothing with order = "submission": write'),
+    ],
+)
+def test_a_mixture_that_follows_no_column_is_refused(config: str, settings: str, line: str) -> None:
+    pairs = [
+        ("data.train", "levels.jsonl"),
+        *((key, value) for key, _, value in (pair.partition("=") for pair in settings.split())),
+    ]
+    with pytest.raises(SlipstreamError, match=re.escape(line)):
+        plan(load(config, pairs))
+
+
+def test_a_mixture_follows_the_teacher_and_the_column(config: str) -> None:
+    pairs = [("data.train", "levels.jsonl"), ("schedule.mixture", "level")]
+    prompts = plan(load(config, pairs)).prompts
+    found = [(prompts.source(number), prompts.at(number).meta["level"]) for number in range(24)]
+    assert all(source == f"main {level}" for source, level in found) and len(set(found)) == 3
+
+
+def test_a_plan_says_when_checkpoints_come(config: str) -> None:
+    def said(*changes: tuple[str, str]) -> list[str]:
+        made = plan(load(config, changes))
+        return [line for line in (*made.notes, *made.warnings) if "checkpoint" in line]
+
+    assert said() == ["checkpoints every 10 minutes and at the end, of which 2 are kept"]
+    both = ("checkpoint.every", "2"), ("checkpoint.minutes", "0.5")
+    assert said(*both) == ["checkpoints every 2 updates, every 0.5 minutes and at the end, of which 2 are kept"]
+    (warning,) = said(("checkpoint.minutes", "0"))
+    assert warning.endswith("a run that is killed loses everything")
+
+
+def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
+    settings = [("reference.weight", "0.1"), ("learner.dtype", "bfloat16")]
+    made = plan(load(config, settings, say=str))
+    assert any("both pull at the student" in warning for warning in made.warnings)
+    assert any("rounds small updates away" in warning for warning in made.warnings)
+    assert [need.name for need in made.needs] == ["learner", "sampler", "teacher main"]
+    assert made.config.sampler.longest == max(map(len, made.prompts.tokens)) + 16
+    proximal = [("loss.kind", "decoupled_ppo")]
+    assert any("clips the steps of an update" in warning for warning in plan(load(config, proximal)).warnings)
+    several = [*proximal, ("learner.minibatches", "2")]
+    assert not any("clips the steps of an update" in warning for warning in plan(load(config, several)).warnings)
+
+
+def test_prompts_that_are_copies_and_held_out_ones_that_are_trained_on_are_warned_of(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(name: str, prompts: Iterable[str]) -> None:
+        rows = [{"prompt": prompt, "answer": "1", "number": number} for number, prompt in enumerate(prompts)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def warned(*changes: tuple[str, str]) -> list[str]:
+        made = plan(load(config, [("data.limit", "1000"), *changes]))
+        return [warning for warning in made.warnings if warning.startswith("data.")]
+
+    letters = [f"{letter}1=" for letter in "ABCDEFGH"]
+    write("equal.jsonl", ["A1="] * 24)
+    write("copies.jsonl", letters[:4] * 50)
+    write("different.jsonl", [*letters, *letters[:4]])
+    write("other.jsonl", [f"{letter}2=" for letter in "ABCD"])
+    write("some.jsonl", ["A2=", "B1="])
+    assert warned(("data.train", "equal.jsonl")) == [
+        "data.train: 24 rows hold 1 different prompts; that of equal.jsonl:1 comes 24 times"
+    ]
+    assert warned(("data.train", "copies.jsonl")) == [
+        "data.train: 200 rows hold 4 different prompts; that of copies.jsonl:1 comes 50 times"
+    ]
+    assert warned(("data.train", "different.jsonl")) == []
+    evaluated = ("data.train", "different.jsonl"), ("eval.every", "1"), ("task.reward", "exact")
+    assert warned(*evaluated, ("data.eval", "other.jsonl")) == []
+    (leak,) = warned(*evaluated, ("data.eval", "some.jsonl"))
+    assert leak.startswith("data.eval: 1 of 2 held-out prompts are in data.train too, ")
+    assert main(["config", config, "--check", "--data.limit", "1000", "--data.train", "equal.jsonl"]) == 0
+    told = capsys.readouterr()
+    assert "24 rows hold 1 different prompts" in told.out + told.err
+
+
+def test_a_reward_that_gives_nothing_to_right_answers_is_warned_of(config: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def boxed(text, ground_truth): return float(text == r'\\boxed{' + ground_truth + '}')\n"
+        "def other_column(text, meta): return float(text == meta.get('solution'))\n"
+        "def fails(text): raise ValueError\n"
+        "def slow(text):\n    while True: pass\n"
+    )
+    for name in ("boxed", "fails", "slow"):
+        made = plan(load(config, [("task.reward", f"./own.py:{name}")]))
+        assert not any("gives 0" in warning for warning in made.warnings), name
+    (told,) = [w for w in plan(load(config, [("task.reward", "./own.py:other_column")])).warnings if "gives 0" in w]
+    assert told.startswith("task.reward = './own.py:other_column' gives 0 to the right answer of train:0 and others")
+    assert not any("gives 0" in warning for warning in plan(load(config, [("task.reward", "math")])).warnings)
+
+
+def test_an_evaluation_that_cannot_be_is_refused_before_a_weight_is_loaded(
+    models_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(models_dir / "student", tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert main(["eval", str(tmp_path / "empty"), "--max-tokens", "500"]) == 2
+    assert "prompt and --max-tokens exceed the context of 64" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    assert main(["eval", str(tmp_path / "empty"), "--data", str(tmp_path / "rows.jsonl"), "--split", "test"]) == 2
+    assert "--split test does nothing: " in capsys.readouterr().err
+
+
+def test_a_ray_that_is_not_installed_is_one_line(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.plan.plan.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^runtime.kind = 'ray' needs Ray: pip install 'slipstream\[ray\]'$"):
+        plan(load(config, [("runtime.kind", "ray")]))
+
+
+def test_slow_rows_are_held_to_their_share_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers to rows of ten letters are ten times as long as those to rows of one, and every fourth row is such."""
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"prompt": "".join(f"{chr(65 + (i + j) % 10)}{(i * j) % 9 + 1}" for j in range(10 if i % 4 == 0 else 1)) + "="}
+        | {"size": "long" if i % 4 == 0 else "short"}
+        for i in range(40)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(BASE)
+    words = [
+        "train",
+        "run.toml",
+        "--skip-checks",
+        "--updates",
+        "6",
+        "--data.train",
+        "rows.jsonl",
+        "--data.limit",
+        "none",
+    ]
+    words += ["--sampler.max_tokens", "64", "--sampler.slots", "8", "--schedule.tau", "4", "--schedule.mixture", "size"]
+    assert main(words) == 0
+    prompts = plan(load("run/config.toml", say=str)).prompts
+    due = [prompts.at(number).meta["size"] for number in range(48)]
+    ledger = read_lines(tmp_path / "run" / "ledger.jsonl")
+    for update in range(1, 7):
+        trained = [prompts.at(line["number"]).meta["size"] for line in ledger if line["update"] == update]
+        assert sorted(trained) == sorted(due[8 * (update - 1) : 8 * update])
+    assert {*due} == {"long", "short"}

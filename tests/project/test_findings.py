@@ -1,0 +1,138 @@
+"""What docs/findings has from scripts: each at a size at which it says nothing yet, and the laws of its verdicts."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from slipstream.studies.statistics import Estimate
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = import_module(request.param)
+    sizes = {
+        "frontier": {"LENGTHS": (8, 200), "WALKS": 32, "AT_ONCE": 32},
+        "router": {"LENGTHS": (8, 16), "SEEDS": 2},
+    }
+    for name, value in sizes.get(request.param, {}).items():
+        monkeypatch.setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("frontier", ["--seeds", "2"]), ("router", [])],
+    indirect=["script"],
+    ids=["frontier", "router"],
+)
+def test_a_script_writes_a_page_with_a_verdict(
+    script: ModuleType, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script.__name__, *words])
+    script.main()
+    page = capsys.readouterr().out
+    assert page.startswith("# ") and f"> docs/findings/{script.__name__}.md" in page
+    assert "onjecture" in page and " here" in page and "nan" not in page
+
+
+@pytest.mark.parametrize("script", ["frontier"], indirect=True)
+def test_who_is_best_at_all_lengths_and_in_all_cases(script: ModuleType) -> None:
+    between, extreme, neither = (script.seen({each}) for each in ("holds", "does not hold", "not visible"))
+    assert (between, extreme) == ("something between is best", "an extreme is best")
+    assert script.seen({"holds", "not visible"}) == "it differs by length"
+    says = [("holds", [between, neither]), ("fails", [extreme, neither]), ("is not visible", [neither])]
+    says += [("differs by case", [between, extreme]), ("differs by case", [extreme, script.DIFFERS])]
+    for word, tables in says:
+        assert script.verdict_of(tables).startswith(f"The conjecture {word} here: ")
+    assert script.verdict_of([extreme, neither, extreme]).endswith(
+        "in 2 of 3 an extreme is best; in 1 of 3 neither is seen to be best."
+    )
+
+
+@pytest.mark.parametrize("script", ["router"], indirect=True)
+def test_what_refutes_a_law_of_flips_and_what_is_said_beside_it(script: ModuleType) -> None:
+    assert "holds here" in script.verdict(linear=True, told=False, grows=True)
+    assert "holds in part here" in script.verdict(linear=True, told=False, grows=False)
+    assert "fails here: the bias is not linear" in script.verdict(linear=False, told=False, grows=True)
+    assert "fails here: token KL alone tells it" in script.verdict(linear=True, told=True, grows=True)
+
+
+@pytest.mark.parametrize("script", ["collapse"], indirect=True)
+def test_a_collapse_stays_and_is_more_than_the_last_window(script: ModuleType) -> None:
+    high, low = [0.6] * 40, [0.1] * 40
+    assert script.collapse(high + low) is not None and script.collapse(low + high) is None
+    assert script.collapse(high + low + high) is None, "it came back"
+    assert script.collapse(high + low[:12]) is None, "nobody knows if it stays"
+
+
+def run_that_collapses(end: int, seed: int, *, told: bool) -> list[dict[str, float]]:
+    """At an update, or never: what is told of it falls fifty updates before, or does not."""
+    noise, lines = Random(seed), list[dict[str, float]]()
+    for update in range(1, 181):
+        near = max(0.0, min(1.0, (update - end + 50) / 50)) if told else 0.0
+        line = {"reward/exact": 0.5 if update < end else 0.1, "lag/mean": 0.0, "lr": 1e-3, "drift/ess_seq": 1 - near}
+        others = ("drift/chi2_row_p95", "length/mean", "student/entropy", "grad_norm", "drift/k3_kl")
+        lines.append(line | {name: noise.random() for name in others})
+    return lines
+
+
+@pytest.mark.parametrize("script", ["collapse"], indirect=True)
+@pytest.mark.parametrize(("told", "says"), [(True, "The conjecture holds here"), (False, "The conjecture fails here")])
+def test_a_collapse_that_is_told_of_is_foreseen_and_another_is_not(
+    script: ModuleType, told: bool, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cell(arm: str, seed: int, end: int) -> SimpleNamespace:
+        run = SimpleNamespace(metrics=run_that_collapses(end, seed, told=told))
+        return SimpleNamespace(arm=arm, path=arm, run=run, cell=SimpleNamespace(point=SimpleNamespace(name=arm)))
+
+    ends = ((100, 130, 150, 999), (90, 120, 140, 999))
+    cells = [cell(arm, seed, end) for arm, of in zip("ab", ends, strict=True) for seed, end in enumerate(of)]
+    monkeypatch.setattr(script, "Sweep", lambda path: SimpleNamespace(finished=cells))
+    monkeypatch.setattr(sys, "argv", ["collapse", "runs/planted"])
+    script.main()
+    page = capsys.readouterr().out
+    assert says in page and "a clock alone tells 0.50" in page and "6 of 8 runs have collapsed" in page
+
+
+@pytest.mark.parametrize("script", ["ladder"], indirect=True)
+def test_how_far_a_run_falls_and_whether_that_is_a_collapse(script: ModuleType) -> None:
+    high = [0.5] * 100
+    assert script.fall(high) == (0.5, 0.0, False)
+    assert script.fall(high + [0.2] * 30) == (0.5, pytest.approx(0.3), True)
+    assert script.fall(high + [0.35] * 30)[2] is False, "30 % below"
+    assert script.fall(high + [0.0] * 10)[2] is False, "not long enough"
+
+
+@pytest.mark.parametrize("script", ["budget"], indirect=True)
+def test_what_corrections_add_within_the_budget_is_seen_or_not(script: ModuleType) -> None:
+    small, large, unclear = Estimate(5, 0.0, 0.001), Estimate(5, 0.02, 0.005), Estimate(5, 0.002, 0.004)
+    assert script.verdict({}) == "is not tested"
+    assert script.verdict({"a": small}) == "holds" and script.verdict({"a": small, "b": large}) == "fails"
+    assert script.verdict({"a": small, "b": unclear}) == "is not visible"
+
+
+@pytest.mark.parametrize("script", ["tolerance"], indirect=True)
+def test_the_law_of_lag_is_found_where_one_was_planted(script: ModuleType) -> None:
+    runs = [
+        script.Seen(seed, lag, ess, lag <= 40 * ess**1.5)
+        for seed in (1, 2)
+        for lag in (1, 5, 10, 20, 40)
+        for ess in (0.1, 0.2, 0.4, 0.6, 0.9)
+    ]
+    share, (low, high) = script.row("planted", runs)
+    assert share == 1.0 and low <= 1.5 <= high
+    assert script.unseen(runs) == 1.0
+    other = [script.Seen(3, each.lag, each.ess, each.lag <= 5 * each.ess**1.5) for each in runs if each.seed == 1]
+    assert script.unseen([*runs, *other]) < 1.0 == script.unseen(runs), "a law of two seeds is not that of the third"
+    apart = [script.Seen(seed, lag, 0.5, lag < 20) for seed in (1, 2) for lag in (1, 5, 10, 20, 40)]
+    assert script.unseen(apart) == 1.0 and script.unseen([each for each in apart if each.stable or each.seed == 1])
+    assert script.best(runs, 0.0)[0] < 1.0, "lag alone does not tell"

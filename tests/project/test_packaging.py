@@ -1,0 +1,100 @@
+"""What `pip install` brings is what the default path uses."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.processes
+def test_every_dependency_is_loaded_by_an_ordinary_run_and_its_report(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from slipstream.cli import main
+if __name__ == "__main__":
+    small = ["--runtime.kind", "inline", "--updates", "1", "--learner.batch_size", "2"]
+    arguments = [*small, "--output", {str(tmp_path / "run")!r}]
+    assert main(["train", {str(ROOT / "configs" / "forward_kl.toml")!r}, *arguments]) == 0
+    assert main(["report", {str(tmp_path / "run")!r}]) == 0
+    print(*{{name.split(".")[0] for name in sys.modules}})
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {re.split(r"[<>=]", dependency)[0] for dependency in project["dependencies"]}
+    assert wanted <= loaded, f"declared and not used: {wanted - loaded}"
+    for extra, requirements in project["optional-dependencies"].items():
+        names = {re.split(r"[<>=]", requirement)[0].replace("-", "_") for requirement in requirements}
+        assert not names & loaded, f"an ordinary run needs {names & loaded} of the extra {extra}"
+
+
+def test_readme_names_every_dependency() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    said = (ROOT / "README.md").read_text("utf-8").partition("## Requirements")[2]
+    assert [each for each in project["dependencies"] if not re.search(rf"\b{re.split('[<>=]', each)[0]}\b", said)] == []
+
+
+def pins(file: str) -> dict[str, str]:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / file).read_text("utf-8").splitlines()]
+    required = [Requirement(line) for line in lines if line]
+    return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in required}
+
+
+def test_the_lowest_versions_that_are_tested_are_those_that_are_allowed() -> None:
+    """But for torch, whose pin is the oldest that can be installed for a CPU wherever the tests run."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = {canonicalize_name(each.name): str(each.specifier) for each in map(Requirement, project["dependencies"])}
+    lowest = {name: f">={release}" for name, release in pins("requirements-lowest.txt").items() if name in allowed}
+    assert lowest.keys() == allowed.keys()
+    for name, said in allowed.items():
+        assert name == "torch" or SpecifierSet(lowest[name]) == SpecifierSet(padded(said, lowest[name])), name
+
+
+def padded(said: str, like: str) -> str:
+    """A version with as many numbers as another."""
+    return said + ".0" * (like.count(".") - said.count("."))
+
+
+def brought(name: str) -> set[str]:
+    """What a package asks for on this machine, but for what it pins itself, as torch does the packages of CUDA."""
+    try:
+        asked = [Requirement(line) for line in requires(name) or []]
+    except PackageNotFoundError:
+        return set()
+    here = [each for each in asked if each.marker is None or each.marker.evaluate({"extra": ""})]
+    return {canonicalize_name(each.name) for each in here if not str(each.specifier).startswith("==")}
+
+
+def test_everything_that_is_installed_is_pinned() -> None:
+    pinned, direct = pins("constraints.txt"), pins("requirements-dev.txt")
+    assert {name: pinned.get(name) for name in direct} == direct
+    found, new = set[str](), set(direct)
+    while new:
+        found |= new
+        new = set[str]().union(*map(brought, new)) - found
+    assert sorted(found - set(pinned)) == []
+    assert not any("+" in version for version in pinned.values()), "a build for one machine only"
+
+
+def test_the_hooks_before_a_commit_are_the_checks_of_make_lint_and_download_nothing() -> None:
+    (source,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text("utf-8"))["repos"]
+    assert source["repo"] == "local" and {hook["language"] for hook in source["hooks"]} == {"system"}
+    checks = re.search(r"^lint: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text("utf-8"), re.M)
+    assert checks is not None
+    made = [line.replace("$(BIN)", ".venv/bin").replace(" --check", "") for line in checks[1].split("\n")]
+    made = [line.partition(" src ")[0].strip() for line in made if line]
+    assert [hook["entry"] for hook in source["hooks"]] == made

@@ -1,0 +1,341 @@
+"""A run that was stopped goes on where it was: every group ends exactly once, and the weights are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.cli import main
+from slipstream.config.schedule import Async, Periodic, Replay, StepOff, Sync
+from slipstream.engines.record_files import read_groups
+from slipstream.errors import RunDirError, WorkerDied
+from slipstream.pipeline.checkpoint import newest
+from slipstream.records import unfinished
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.runs import start as command
+from support.coordinators import Coordinators
+from support.toy_runs import config, ends, go
+
+SCHEDULES = [
+    Sync(),
+    Periodic(),
+    StepOff(k=2),
+    Replay(k=2),
+    Async(tau=2),
+    Async(tau=2, order="submission"),
+    Async(tau=1, publish_every=2),
+    Async(tau=2, max_lag=2),
+    Async(tau=2, max_lag=1, on_old="restart"),
+    Async(tau=2, max_lag=1, on_old="drop"),
+]
+
+
+def quoted(path: Path) -> list[int]:
+    return [quote["update"] for quote in read_lines(path / "samples.jsonl")]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_stopped_at_any_time_and_gone_on_every_group_is_trained_on_once(tmp_path: Path, schedule: Any) -> None:
+    for index, seconds in enumerate((0.1, 1.5, 3.1, 4.4, 6.1)):
+        path = tmp_path / str(index)
+        go(path, schedule, until=seconds)
+        assert not (path / "final").exists() and (path / "checkpoints").exists()
+        go(path, schedule, until=1.3)
+        go(path, schedule)
+        ledger = read_lines(path / "ledger.jsonl")
+        assert sorted(entry["number"] for entry in ledger) == list(range(len(ledger))), "each exactly once"
+        assert len(ends(path)) == 24
+        lines = read_lines(path / "metrics.jsonl")
+        assert len(ledger) - 24 == lines[-1]["dropped"]
+        assert [line["update"] for line in lines] == list(range(1, 9))
+        assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+        assert quoted(path) == sorted([*range(1, 9)] * 2), "two of each update"
+        assert (path / "final" / "table.npy").exists()
+        events = json.loads((path / "trace.json").read_text().rstrip(",\n") + "]")
+        assert {event["name"] for event in events} >= {"update 1", "update 8"}
+
+
+@pytest.mark.parametrize("schedule", [Sync(), Periodic()], ids=str)
+def test_an_on_policy_run_ends_with_the_same_weights(tmp_path: Path, schedule: Any) -> None:
+    whole = go(tmp_path / "whole", schedule)
+    go(tmp_path / "parts", schedule, until=9.0)
+    parts = go(tmp_path / "parts", schedule)
+    np.testing.assert_allclose(parts.table.detach().numpy(), whole.table.detach().numpy(), rtol=1e-12)
+
+
+OFTEN = [
+    *SCHEDULES,
+    Async(tau=2, on_publish="restart"),
+    Async(tau=2, on_publish="drain"),
+    Async(tau=3, publish_every=2, on_publish="restart"),
+]
+
+
+@pytest.mark.parametrize("schedule", OFTEN, ids=str)
+def test_gone_on_with_from_any_checkpoint_a_run_makes_the_updates_of_one_never_stopped(
+    tmp_path: Path, schedule: Any
+) -> None:
+    """Of the same groups in the same order, with the same tokens of the same versions: what was half rolled out, rolled
+    out and scored is in the checkpoint. Scores take no time here: what is being scored is scored anew."""
+    whole = go(tmp_path / "whole", schedule, score=0.0)
+    places = set()
+    for version in (2, 4, 6):
+        path = tmp_path / str(version)
+        shutil.copytree(tmp_path / "whole", path)
+        shutil.rmtree(path / "final")
+        for later in range(version + 1, 9):
+            shutil.rmtree(path / "checkpoints" / str(later), ignore_errors=True)
+        saved = newest(path)
+        groups = read_groups(saved.path)
+        places |= {"half" for group in groups if unfinished(group)}
+        places |= {"ready" for _ in saved.standing.ready}
+        parts = go(path, schedule, score=0.0)
+        np.testing.assert_allclose(parts.table.detach().numpy(), whole.table.detach().numpy(), rtol=0, atol=1e-12)
+        assert read_lines(path / "ledger.jsonl") == read_lines(tmp_path / "whole" / "ledger.jsonl")
+        lines = [read_lines(tmp_path / name / "metrics.jsonl") for name in (str(version), "whole")]
+        for line, expected in zip(*lines, strict=True):
+            for name in ("loss", "lag/mean", "lag/max", "tokens", "version", "dropped", "restarted", "thrown_tokens"):
+                assert line[name] == pytest.approx(expected[name], abs=1e-12), name
+    match schedule:
+        case Sync() | Periodic():
+            assert not places
+        case StepOff() | Async(publish_every=1):
+            assert places == {"half", "ready"}
+        case _:
+            assert "ready" in places
+
+
+def test_what_was_in_flight_when_a_run_was_stopped_is_not_drawn_again(tmp_path: Path) -> None:
+    """Stopped in the middle of an update, twice at the same one: what each part has drawn stays."""
+    drawn, schedule = 0, Async(tau=3)
+    for seconds in (2.0, 0.4, 0.4):
+        go(tmp_path, schedule, until=seconds)
+        saved = newest(tmp_path)
+        assert saved.standing.version == 0
+        groups = read_groups(saved.path)
+        tokens = sum(handle.header.tokens for group in groups for handle in group)
+        assert tokens > drawn and len(groups) == 12
+        drawn = tokens
+    go(tmp_path, schedule)
+    assert ends(tmp_path) == list(range(24))
+    assert read_lines(tmp_path / "metrics.jsonl")[-1]["thrown_tokens"] == 0
+
+
+def test_what_came_after_the_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    """As after a power cut: the last checkpoint is of update 4, lines go on to 5 or more and end in the middle."""
+    go(tmp_path, Async(tau=1), until=12.0)
+    version = newest(tmp_path).standing.version
+    assert version > 4
+    for later in range(5, version + 1):
+        checkpoint = tmp_path / "checkpoints" / str(later)
+        if checkpoint.exists():
+            checkpoint.rename(tmp_path / f"lost-{later}")
+    for name in ("metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"kind": "train", "upd')
+    go(tmp_path, Async(tau=1))
+    assert ends(tmp_path) == list(range(24))
+    assert quoted(tmp_path) == sorted([*range(1, 9)] * 2)
+    assert [line["update"] for line in read_lines(tmp_path / "metrics.jsonl")] == list(range(1, 9))
+
+
+def test_a_run_that_cannot_be_gone_on_with_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} holds no run: there is no config.toml in it\n"
+    with RunLog.create(config(Sync()), tmp_path):
+        pass
+    assert main(["resume", str(tmp_path)]) == 2
+    assert f"{tmp_path} has no checkpoint to go on from: it was stopped before the first" in capsys.readouterr().err
+    (tmp_path / "final").mkdir()
+    assert main(["resume", str(tmp_path)]) == 2
+    assert "is finished: the student is in" in capsys.readouterr().err
+    with pytest.raises(RunDirError, match="no checkpoint"):
+        newest(tmp_path / "nothing")
+
+
+# --- the command line, killed for real -----------------------------------------------------------------------------
+
+
+def write_config(path: Path, models: Path) -> Path:
+    (path / "data.jsonl").write_text("".join(json.dumps({"prompt": f"{i} and {i}?"}) + "\n" for i in range(50)))
+    (path / "run.toml").write_text(
+        f"""
+student = "{models / "student"}"
+updates = 300
+output = "{path / "run"}"
+data.train = "{path / "data.jsonl"}"
+teachers.main.model = "{models / "teacher"}"
+sampler.max_tokens = 12
+learner.batch_size = 4
+loss.m = 2
+checkpoint.every = 3
+runtime.kind = "inline"
+"""
+    )
+    return path / "run.toml"
+
+
+def test_what_goes_on_knows_every_policy_that_its_tokens_are_of(tmp_path: Path, models_dir: Path) -> None:
+    """Groups in flight go on, and the weights that drew them are in the checkpoint."""
+    written, run = write_config(tmp_path, models_dir), tmp_path / "run"
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in range(50))
+    )
+    settings = {
+        "updates": 8,
+        "checkpoint.keep": 9,
+        "task.reward": "exact",
+        "sampler.group": 2,
+        "schedule.order": "submission",
+        "learner.exact_drift": "true",
+        "correction.preset": "decoupled_token_is",
+        "policy.advantage": "grpo",
+    }
+    changes = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    assert main(["train", str(written), *changes]) == 0
+    assert main(["resume", str(run), "--from", "3"]) == 0
+    lines = read_lines(run / "metrics.jsonl")
+    assert [line["update"] for line in lines] == list(range(1, 9))
+    assert max(line["lag/max"] for line in lines[3:]) > 0, "there are tokens of the ring's versions"
+    assert lines[3]["lag/max"] > 0, "of tokens that are older than the checkpoint"
+    for line in lines:
+        assert line["old_logp_missing"] == 0 and line["drift/rollout_kl_coverage"] == 1
+        assert line["lag/max"] <= line["update"] - 1
+
+
+def test_who_dies_while_a_run_goes_on_is_loaded_again(
+    tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, opens, deaths = tmp_path / "run", command.open_engines, iter([True, False])
+    assert main(["train", str(write_config(tmp_path, models_dir)), "--updates", "3"]) == 0
+
+    def opened(*given: Any) -> Any:
+        if next(deaths):
+            raise WorkerDied("scorer died while it was loaded: killed by SIGKILL")
+        return opens(*given)
+
+    monkeypatch.setattr(command, "open_engines", opened)
+    assert main(["resume", str(run), "--updates", "5"]) == 0
+    assert "scorer died while it was loaded: killed by SIGKILL; the run goes back" in capsys.readouterr().out
+    assert [line["update"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def coordinators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinators]:
+    made = Coordinators(tmp_path_factory.mktemp("coordinators"))
+    yield made
+    made.close()
+
+
+def begun(coordinators: Coordinators, path: Path, *command: str) -> int:
+    """A training run of which some updates are made."""
+    pid, metrics, until = coordinators.begin(*command), path / "run" / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and len(read_lines(metrics)) >= 8):
+        assert time.monotonic() < until, coordinators.output()
+        time.sleep(0.02)
+    return pid
+
+
+def finish(path: Path) -> None:
+    """Go on, and stop after few more updates, so that the test is short."""
+    last = newest(path / "run").standing.version
+    assert main(["resume", str(path / "run"), "--updates", str(last + 5)]) == 0
+    numbers = ends(path / "run")
+    assert numbers == sorted(set(numbers)) and len(numbers) == 4 * (last + 5)
+    updates = [line["update"] for line in read_lines(path / "run" / "metrics.jsonl")]
+    assert updates == list(range(1, last + 6))
+
+
+@pytest.mark.processes
+def test_a_run_that_was_killed_goes_on(coordinators: Coordinators, tmp_path: Path, models_dir: Path) -> None:
+    os.kill(begun(coordinators, tmp_path, "train", str(write_config(tmp_path, models_dir))), signal.SIGKILL)
+    assert coordinators.end() == -signal.SIGKILL
+    finish(tmp_path)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.processes
+def test_a_run_that_is_told_to_stop_says_how_to_go_on(
+    coordinators: Coordinators, tmp_path: Path, models_dir: Path, number: signal.Signals, code: int
+) -> None:
+    os.kill(begun(coordinators, tmp_path, "train", str(write_config(tmp_path, models_dir))), number)
+    assert coordinators.end() == code
+    output = coordinators.output()
+    assert f"go on with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
+    version = newest(tmp_path / "run").standing.version
+    assert f"saved after update {version}; go on with" in output
+    stopped = [e for e in read_lines(tmp_path / "run" / "ledger.jsonl") if e.get("reason") == "run stopped"]
+    assert len(stopped) > 0
+    finish(tmp_path)
+
+
+@pytest.mark.processes
+def test_a_run_whose_terminal_is_closed_saves_itself(tmp_path: Path, models_dir: Path) -> None:
+    config, (ours, theirs) = write_config(tmp_path, models_dir), os.openpty()
+    script = "import os, sys; os.login_tty(int(sys.argv.pop()))\n"
+    script += "from slipstream.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = [sys.executable, "-c", script, "train", str(config), str(theirs)]
+    with subprocess.Popen(words, pass_fds=[theirs], start_new_session=True) as process:
+        os.close(theirs)
+        os.set_blocking(ours, False)
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        while process.poll() is None and not (metrics.exists() and len(read_lines(metrics)) >= 4):
+            with contextlib.suppress(BlockingIOError):
+                os.read(ours, 1 << 16)
+            time.sleep(0.01)
+        os.close(ours)
+        assert process.wait(60) == 129
+    standing = newest(tmp_path / "run").standing
+    assert standing.in_flight and standing.version >= 4
+
+
+def test_a_run_that_is_not_to_care_for_its_terminal_goes_on(
+    coordinators: Coordinators, tmp_path: Path, models_dir: Path
+) -> None:
+    pid = begun(coordinators, tmp_path, "nohup", "train", str(write_config(tmp_path, models_dir)))
+    os.kill(pid, signal.SIGHUP)
+    os.kill(pid, signal.SIGTERM)
+    assert coordinators.end() == 143, coordinators.output()
+
+
+def test_a_stall_report_can_be_asked_for_and_stops_nothing(
+    coordinators: Coordinators, tmp_path: Path, models_dir: Path
+) -> None:
+    pid = begun(coordinators, tmp_path, "train", str(write_config(tmp_path, models_dir)))
+    os.kill(pid, signal.SIGQUIT)
+    until = time.monotonic() + 60
+    while "learner " not in coordinators.output():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGTERM)
+    assert coordinators.end() == 143
+    for part in ("after the last move, at version", "credits in use", "sampler ", "scorer ", "learner "):
+        assert part in coordinators.output()
+
+
+@given(updates=st.integers(1, 9), evals=st.integers(1, 4), further=st.integers(1, 4), tau=st.integers(0, 2))
+def test_a_run_that_evaluates_ends_with_an_evaluation_of_its_last_student(
+    updates: int, evals: int, further: int, tau: int
+) -> None:
+    """Also where its updates are no multiple of eval.every, and when `resume --updates` extends it."""
+    ends = updates, updates + further
+    with tempfile.TemporaryDirectory() as place:
+        for end in ends:
+            go(Path(place), Async(tau=tau), updates=end, evals=evals)
+        found = [line["update"] for line in read_lines(Path(place) / "metrics.jsonl") if line["kind"] == "eval"]
+    assert found == sorted({*range(0, ends[1] + 1, evals), *ends})

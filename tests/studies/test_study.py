@@ -1,0 +1,523 @@
+"""What a study file may say, numbers of several seeds, and what is read from the directory of a study."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+import time
+import tomllib
+from math import sqrt
+from pathlib import Path
+
+import pytest
+import tomli_w
+from rich.console import Console
+
+from slipstream.commands.sweep import written as tell_files
+from slipstream.config.file import parse
+from slipstream.errors import ConfigError, RunDirError
+from slipstream.reporting.report.study import compared
+from slipstream.run_dir.reading import RunDir
+from slipstream.studies.board import Board, columns, left, said, summary
+from slipstream.studies.cells import Event, Job
+from slipstream.studies.directory import Checked, check_prompts, check_unchanged, cores_of, finish, fitting
+from slipstream.studies.export import column, write_csv, write_parquet
+from slipstream.studies.results import Sweep, measured
+from slipstream.studies.statistics import Estimate, difference, estimate, slope, verdict
+from slipstream.studies.study import Study
+from slipstream.studies.table import Claim, SweepConfig
+from support.small_study import STUDY
+
+
+def study(**overrides: str) -> Study:
+    return Study(tomllib.loads(STUDY), [(key.replace("__", "."), text) for key, text in overrides.items()])
+
+
+# --- what a file says --------------------------------------------------------------------------------------
+
+
+def test_cells_are_all_combinations_seed_by_seed() -> None:
+    cells = study().cells
+    assert [cell.name for cell in cells] == [
+        f"{arm}, schedule.k = {k}, seed {seed}" for seed in (1, 2) for arm in ("reverse", "forward") for k in (0, 1)
+    ]
+    assert cells[3].folder == Path("forward/schedule.k=1/seed-1")
+    losses = [(c.config.loss.kind, c.config.schedule.k, c.config.seed) for c in cells[:4]]
+    assert losses == [("reverse_kl_mc", 0, 1), ("reverse_kl_mc", 1, 1), ("forward_kl", 0, 1), ("forward_kl", 1, 1)]
+    assert cells[0].config.loss.m == 4
+    assert study().varied == ["loss.kind", "loss.m", "schedule.k", "loss.k"]
+
+
+def test_arms_may_have_grids_of_their_own_and_settings_that_are_not_varied() -> None:
+    arms = {
+        "sync": {"schedule": {"kind": "sync"}, "grid": {"schedule": {"k": []}}},
+        "off": {"schedule": {"kind": "step_off"}, "grid": {"schedule.k": [1, 2]}},
+        "auto": {"schedule": {"kind": "async", "tau": "auto"}, "grid": {"schedule": {"k": []}}},
+        "async": {"schedule.kind": "async", "grid": {"schedule.k": [], "schedule.tau": [1, 4]}},
+        "fixed": {"schedule": {"k": 7}},
+    }
+    tree = tomllib.loads(STUDY)
+    tree["sweep"] |= {"arms": arms, "claims": []}
+    points = Study(tree).points
+    assert [point.name for point in points] == [
+        "sync",
+        "off, schedule.k = 1",
+        "off, schedule.k = 2",
+        "auto",
+        "async, schedule.tau = 1",
+        "async, schedule.tau = 4",
+        "fixed",
+    ]
+    assert [point.x for point in points] == [None, 1, 2, None, None, None, 7]
+    assert [point.series for point in points][4:] == ["async, schedule.tau = 1", "async, schedule.tau = 4", "fixed"]
+
+
+def test_all_arms_are_compared_under_every_condition() -> None:
+    tree = tomllib.loads(STUDY)
+    del tree["sweep"]["grid"], tree["sweep"]["x"]
+    tree["sweep"]["conditions"] = {
+        "fresh": {"schedule": {"kind": "sync"}},
+        "stale": {"schedule": {"kind": "replay", "k": 3}},
+    }
+    tree["sweep"]["claims"] = [{"says": "it falls", "less": "reverse", "than": "forward", "at": "stale"}]
+    one = Study(tree)
+    assert [point.name for point in one.points] == [
+        f"{arm}, condition = {name}" for arm in ("reverse", "forward") for name in ("fresh", "stale")
+    ]
+    assert [(p.x, p.series, p.config.schedule.kind) for p in one.points[:2]] == [
+        ("fresh", "reverse", "sync"),
+        ("stale", "reverse", "replay"),
+    ]
+    assert one.x == "condition" and one.varied == ["loss.kind", "loss.m", "loss.k", "schedule.kind", "schedule.k"]
+    assert one.cells[1].folder == Path("reverse/condition=stale/seed-1")
+    assert [cell.config for cell in Study(one.tree).cells] == [cell.config for cell in one.cells]
+
+
+def test_without_arms_there_is_one() -> None:
+    tree = tomllib.loads(STUDY)
+    del tree["sweep"]["arms"], tree["sweep"]["claims"]
+    assert [point.name for point in Study(tree).points] == ["all, schedule.k = 0", "all, schedule.k = 1"]
+
+
+def test_a_study_is_written_as_it_was_read() -> None:
+    one = study(**{"learner.lr": "1e-4", "sweep.seeds": "[3]", "output": "elsewhere", "loss.clip": "none"})
+    assert one.output == "elsewhere" and one.cells[0].config.output is None
+    again = Study(tomllib.loads(tomli_w.dumps(one.tree)))
+    assert [cell.config for cell in again.cells] == [cell.config for cell in one.cells]
+    assert again.sweep == one.sweep and again.cells[0].config.learner.lr == 1e-4
+
+
+NO_SEEDS = STUDY.replace("seeds = [1, 2]\n", "")
+MISTAKES = {
+    (): (STUDY.partition("[sweep]")[0], "study is no study: it has no table [sweep]"),
+    ("a",): (NO_SEEDS, "study: 'sweep.seeds' is missing: Of every combination one run with each."),
+    ("sweep.mesure=1",): (STUDY, "study: unknown key 'sweep.mesure'; did you mean 'measure'?"),
+    ("sweep.seeds=3",): (STUDY, "study: sweep.seeds: input should be a valid array, got 3"),
+    ("sweep.seeds=[1, 1]",): (STUDY, "study: sweep.seeds: 1 stands there twice: write each once"),
+    ("sweep.seeds=[]",): (STUDY, "study: sweep.seeds: tuple should have at least 1 item"),
+    ("seed=3",): (STUDY, "study: seed does nothing in a study: sweep.seeds are the seeds"),
+    ("sweep.grid.seed=[1]",): (STUDY, "study: seed cannot be varied: sweep.seeds are the seeds"),
+    ("sweep.arms.forward.output=x",): (STUDY, "study: forward: output cannot be varied: output is the directory of"),
+    ("sweep.grid.schedule.k=3",): (STUDY, "study: schedule.k in a grid is a list of values, got 3"),
+    ("sweep.grid.schedule.k=[0, 0]",): (STUDY, "study: schedule.k has a value twice in [0, 0]: write each once"),
+    ("sweep.arms.forward.grid=3",): (STUDY, "study: sweep.arms.forward.grid is a table of settings and lists of"),
+    ("sweep.conditions.long.grid.learner.lr=[1e-5]",): (STUDY, "study: the condition long has a grid: write a conditi"),
+    ("sweep.conditions.long.loss.m=8",): (STUDY, "study: reverse and long both set loss.m: one of them may"),
+    ("sweep.title.a=3",): (STUDY, "--sweep.title.a: title is a value, not a table"),
+    ("schedule.k=3",): (STUDY, "study: --schedule.k does nothing, as the study sets it everywhere: --sweep.… changes"),
+    ("sweep.arms.forward.loss.kk=1",): (STUDY, "study: forward, schedule.k = 0: unknown key 'loss.kk'; did you mean"),
+    ("sweep.arms.forward.loss.kind=reverse_kl_mc", "sweep.arms.forward.loss.k=4"): (
+        STUDY,
+        "study: forward, schedule.k = 0: unknown key 'loss.k'; known: advantage",
+    ),
+    ("sweep.grid.learner.lr=[1e-5, -1]",): (STUDY, "study: reverse, schedule.k = 0, learner.lr = -1: learner.lr: inpu"),
+    ("sweep.arms.third.loss.kind=forward_kl", "sweep.arms.third.loss.k=8"): (
+        STUDY,
+        "study: third, schedule.k = 0 and forward, schedule.k = 0 are the same run: drop one of them",
+    ),
+    ("sweep.x=schedule.kk",): (STUDY, "study: sweep.x = 'schedule.kk' is no setting of any run; did you mean 'schedu"),
+    ("sweep.measure=reward/math",): (
+        STUDY,
+        "study: sweep.measure = 'reward/math': reverse, schedule.k = 0 has no such reward; did you mean 'reward",
+    ),
+    ("sweep.measure=los",): (STUDY, "study: sweep.measure: 'los' is no metric; did you mean 'loss'?"),
+    ("sweep.measure=qqqqqqqq",): (STUDY, "study: sweep.measure: 'qqqqqqqq' is no metric; docs/metrics.md has all nam"),
+    ("sweep.measure=eval/accuracy",): (
+        STUDY,
+        "study: sweep.measure = 'eval/accuracy': reverse, schedule.k = 0 evaluates nothing: set eval.every",
+    ),
+    ("sweep.measure=eval/acuracy",): (STUDY, "study: sweep.measure: 'eval/acuracy'; did you mean 'eval/accuracy'?"),
+    ("sweep.last=3",): (STUDY, "study: sweep.last = 3 is more than the 2 updates of reverse, schedule.k = 0"),
+    ("sweep.grid.schedule.k=[0]",): (
+        STUDY,
+        "study: the claim 'reverse falls': slope needs numbers along x, two at lea",
+    ),
+    ('sweep.claims=[{says="a", less="forwrd", than="reverse"}]',): (
+        STUDY,
+        "study: the claim 'a': no arm 'forwrd'; did you mean 'forward'?",
+    ),
+    ('sweep.claims=[{says="a", less=1, than=2}]',): (STUDY, "study: the claim 'a' compares two numbers: name an arm"),
+    ('sweep.claims=[{says="a", less="forward"}]',): (STUDY, "study: 'sweep.claims.0.than' is missing: Of which."),
+    ('sweep.claims=[{says="a", less="forward", than="reverse", at=2}]',): (
+        STUDY,
+        "study: the claim 'a': forward has no x = 2; known: 0, 1",
+    ),
+    ("sweep.arms.forward.grid.schedule.k=[3]", 'sweep.claims=[{says="a", less="forward", than="reverse"}]'): (
+        STUDY,
+        "study: the claim 'a': forward and reverse have no x in common: name other arms",
+    ),
+    ('sweep.claims=[{says="a", less="forward", than="reverse", than_at=1}]',): (
+        STUDY,
+        "study: the claim 'a': than_at is the x of than, and at that of less: give both",
+    ),
+    ('sweep.claims=[{says="a", less="forward", than=0, at=1, than_at=0}]',): (
+        STUDY,
+        "study: the claim 'a': than is a number, which is the same everywhere: drop than_at",
+    ),
+    ('sweep.claims=[{says="a", less="forward", than="forward", at=1}]',): (
+        STUDY,
+        "study: the claim 'a' compares an arm with itself: name another one, or give at and than_at",
+    ),
+    ('sweep.claims=[{says="a", less="forward", than="reverse", at=1, than_at=2}]',): (
+        STUDY,
+        "study: the claim 'a': reverse has no x = 2; known: 0, 1",
+    ),
+    ('sweep.claims=[{says="a", less="forward", than="reverse", at=1, slope=true}]',): (
+        STUDY,
+        "study: the claim 'a': a slope is over all x: drop at, or slope",
+    ),
+    ('sweep.claims=[{says="a", less="forward", than=0, measure="loss"}]',): (
+        STUDY,
+        "study: the claim 'a': measure = 'loss'; known: reward/exact, tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("changes", MISTAKES, ids="; ".join)
+def test_a_mistake_is_one_line(changes: tuple[str, ...]) -> None:
+    text, line = MISTAKES[changes]
+    overrides = [(key, value) for key, equals, value in (each.partition("=") for each in changes) if equals]
+    with pytest.raises(ConfigError) as caught:
+        Study(tomllib.loads(text), overrides)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_a_narrow_terminal_shows_whole_columns_and_names_the_others() -> None:
+    rows = [("reverse, schedule.k = 10", "2815 ± 130", "0.5621 ± 0.0059"), ("forward", "6353 ± 300", "0.4 ± 0.01")]
+    table = columns(["", "tokens_per_s", "less reverse, 0.1, by seed"], rows)
+
+    def drawn(width: int) -> list[str]:
+        console = Console(width=width)
+        with console.capture() as caught:
+            console.print(table)
+        return [line.rstrip() for line in caught.get().splitlines()]
+
+    assert drawn(80)[1:] == [
+        "                          tokens_per_s     0.1, by seed",
+        "reverse, schedule.k = 10    2815 ± 130  0.5621 ± 0.0059",
+        "forward                     6353 ± 300       0.4 ± 0.01",
+    ]
+    assert drawn(50)[1:] == [
+        "reverse, schedule.k = 10    2815 ± 130",
+        "forward                     6353 ± 300",
+        "no room for less reverse, 0.1, by seed",
+    ]
+    assert [said(Estimate(5, *each)) for each in ((2815.2, 130.4), (0.56213, 0.00588), (3e-7, None))] == [
+        "2815 ± 130",
+        "0.5621 ± 0.0059",
+        "3e-07 ± –",
+    ]
+
+
+def test_so_many_cells_run_as_there_are_cores_and_memory_for() -> None:
+    points, room = study().points, [Checked((), "", on_cpu=True, room=3), Checked((), "", on_cpu=True, room=9)]
+    assert [fitting(points, room, cores) for cores in (1, 2, 8)] == [1, 2, 3]
+    assert fitting(study(runtime__threads="4").points, room, 8) == 2
+    assert fitting(points, [Checked((), "", on_cpu=True, room=0)], 8) == 1
+    assert fitting(points, [*room, Checked((), "", on_cpu=False, room=9)], 8) == 1
+
+
+def test_a_cell_takes_as_many_cores_as_it_has_engines_at_work() -> None:
+    assert cores_of(study().cells[0].config) == 1
+    assert cores_of(study(runtime__threads="3").cells[0].config) == 3
+    more = {"runtime.kind": "local", "sampler.replicas": "2", "learner.threads": "4", "learner.ranks": "2"}
+    assert cores_of(study(**more).cells[0].config) == 2 + 1 + 2 * 4
+
+
+def test_who_compares_rewards_of_old_samples_is_told_of_whom_they_are() -> None:
+    assert study(sweep__grid__schedule__k="[0, 1]").notes == []
+    (note,) = study(sweep__grid__schedule__k="[0, 8]").notes
+    assert note.startswith("sweep.measure = 'reward/exact' is of the student that drew, up to 8 updates before")
+
+
+# --- numbers -----------------------------------------------------------------------------------------------
+
+
+def test_a_mean_has_its_standard_error() -> None:
+    # 1, 2, 3, 6: mean 3, squares 4 + 1 + 0 + 9 = 14, sd² = 14 / 3, se = √(14 / 3 / 4)
+    assert estimate([1, 2, 3, 6]) == Estimate(4, 3.0, pytest.approx(sqrt(14 / 12)))
+    assert estimate([5]) == Estimate(1, 5.0, None)
+    assert estimate([]) == Estimate(0, None, None)
+
+
+def test_differences_are_paired_by_seed() -> None:
+    # seeds 2, 3, 4 are in both: −1, −2, −3; mean −2, sd 1
+    found = difference({1: 9.0, 2: 1.0, 3: 2.0, 4: 3.0}, {2: 2.0, 3: 4.0, 4: 6.0, 5: 0.0})
+    assert found == Estimate(3, -2.0, pytest.approx(1 / sqrt(3)))
+
+
+def test_what_is_common_to_a_seed_falls_out_of_a_paired_difference() -> None:
+    one, noise = {1: 0.1, 2: 0.2, 3: 0.4}, {1: 5.0, 2: -9.0, 3: 7.0}
+    other = {1: 0.3, 2: 0.1, 3: 0.2}
+    shifted = difference({s: v + noise[s] for s, v in one.items()}, {s: v + noise[s] for s, v in other.items()})
+    plain = difference(one, other)
+    assert plain.n == shifted.n and shifted.mean == pytest.approx(plain.mean) and shifted.se == pytest.approx(plain.se)
+
+
+def test_a_slope_is_against_the_logarithm() -> None:
+    xs = [0, 1, 3, 7]  # logarithms 0, 1, 2, 3
+    assert slope(xs, [5, 3, 1, -1]) == pytest.approx(-2)
+    # 1, 0, 2, 3 against 0 … 3: Σ (x − 1.5)(y − 1.5) = 0.75 + 0.75 + 0.25 + 2.25 = 4, Σ (x − 1.5)² = 5
+    assert slope(xs, [1, 0, 2, 3]) == pytest.approx(4 / 5)
+    rates = [1e-4, 2e-4, 4e-4]  # of doublings; log2(1e-4 + 1) and log2(4e-4 + 1) are nearly equal
+    assert slope(rates, [0.1, 0.3, 0.5], shift=0) == pytest.approx(0.2)
+    ys = [0.3, 0.1, 0.7]
+    assert slope([0, 4, 16], ys) == pytest.approx(-slope([0, 4, 16], [1 - y for y in ys]))
+
+
+@pytest.mark.parametrize(
+    ("mean", "se", "n", "said"),
+    [
+        (-1.0, 0.4, 5, "holds"),
+        (1.0, 0.4, 5, "does not hold"),
+        (-1.0, 0.5, 5, "not visible"),
+        (0.0, 0.0, 5, "not visible"),
+        (-0.1, 0.0, 5, "holds"),
+        (-9.0, None, 1, "open"),
+        (None, None, 0, "open"),
+    ],
+)
+def test_a_claim_needs_two_standard_errors(mean: float | None, se: float | None, n: int, said: str) -> None:
+    assert verdict(Estimate(n, mean, se)) == said
+
+
+def test_a_measure_is_of_the_end() -> None:
+    updates = [{"loss": 4.0, "time": 1.0}, {"loss": 2.0, "time": 2.0}, {"time": 3.0}, {"loss": 1.0, "time": 4.0}]
+    evaluations = [{"accuracy": 0.1}, {"accuracy": 0.2}, {"accuracy": 0.3, "set": "hard"}]
+    assert measured("loss", updates, [], last=3) == 1.5
+    assert measured("loss", updates, [], last=2) == 1.0
+    assert measured("time", updates, [], last=3) == 4.0
+    assert measured("eval/accuracy", updates, evaluations, last=3) == 0.2
+    assert measured("eval/hard/accuracy", updates, evaluations, last=3) == 0.3
+    assert measured("reward/exact", updates, [], last=4) is None
+    assert measured("eval/accuracy", updates, [], last=4) is None
+
+
+def test_what_is_left_is_shared_out() -> None:
+    assert left([10, 10, 10, 10], 2) == 20
+    assert left([30, 10], 2) == 30
+    assert left([], 2) == 0
+
+
+# --- a directory -------------------------------------------------------------------------------------------
+
+
+def written(path: Path, of: Study, values: dict[tuple[str, int, int], float]) -> Sweep:
+    """As if cells had been run: their reward by arm, k and seed."""
+    path.mkdir()
+    (path / "study.toml").write_text(tomli_w.dumps(of.tree))
+    for cell in Sweep(path).cells:
+        if (value := values.get((cell.arm, cell.settings["schedule.k"], cell.seed))) is not None:
+            cell.path.mkdir(parents=True)
+            (cell.path / "config.toml").write_text('student = "builtin:student"\nloss.weight = 0\n')
+            lines = [{"kind": "train", "update": 1, "reward/exact": 9.0, "tokens": 1}] * 3
+            lines += [{"kind": "train", "update": n, "reward/exact": value, "tokens": 1} for n in (4, 5)]
+            (cell.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            done = {"config": cell.cell.config.model_dump(mode="json"), "seconds": 2.0, "updates": 5}
+            (cell.path / "cell.json").write_text(json.dumps(done))
+            (cell.path / "meta.json").write_text(json.dumps({"config": {}, "prompts": "these"}))
+    return Sweep(path)
+
+
+VALUES = {
+    ("reverse", 0, 1): 0.8,
+    ("reverse", 0, 2): 0.6,
+    ("reverse", 1, 1): 0.5,
+    ("reverse", 1, 2): 0.4,
+    ("forward", 0, 1): 0.5,
+    ("forward", 0, 2): 0.4,
+    ("forward", 1, 1): 0.6,
+}
+
+
+def test_results_are_read_from_finished_cells(tmp_path: Path) -> None:
+    claims = (
+        '[{says="at 0", less="forward", than="reverse", at=0}, {says="all", less="forward", than="reverse"},'
+        '{says="falls", less="reverse", than=0, slope=true}, {says="level", less=0.2, than="reverse", at=0},'
+        '{says="rises", less="reverse", at=0, than="reverse", than_at=1}]'
+    )
+    sweep = written(tmp_path / "study", study(sweep__claims=claims), VALUES)
+    assert [cell.finished for cell in sweep.cells] == [True] * 7 + [False]
+    table = sweep.table()
+    assert [(row.arm, row.x, row.n, row.seeds) for row in table] == [
+        ("reverse", 0, 2, (1, 2)),
+        ("reverse", 1, 2, (1, 2)),
+        ("forward", 0, 2, (1, 2)),
+        ("forward", 1, 1, (1,)),
+    ]
+    assert [row.mean for row in table] == pytest.approx([0.7, 0.45, 0.45, 0.6])
+    # of two numbers a and b the standard error is |a − b| / 2
+    assert [row.se for row in table[:3]] == pytest.approx([0.1, 0.05, 0.05]) and table[3].se is None
+    assert [row.mean for row in sweep.table("tokens")] == [1.0] * 4
+    d = sweep.differences()
+    assert [(each.series, each.base, each.x, each.found.n) for each in d] == [
+        ("forward", "reverse", 0, 2),
+        ("forward", "reverse", 1, 1),
+    ]
+    assert d[0].found.mean == pytest.approx(-0.25) and d[0].found.se == pytest.approx(0.05)  # −0.3 and −0.2
+    reverse, forward = sweep.slopes()  # log2(1) = 0 and log2(2) = 1: one less the other
+    assert reverse.found == Estimate(2, pytest.approx(-0.25), pytest.approx(0.05))
+    assert forward.found == Estimate(1, pytest.approx(0.1), None)  # seed 2 has no other x
+    at_0, everywhere, falls, level, rises = sweep.claims()
+    assert (at_0.verdict, at_0.found.n) == ("holds", 2)
+    # seed 1 alone is everywhere: (0.5 + 0.6) / 2 − (0.8 + 0.5) / 2
+    assert (everywhere.verdict, everywhere.found) == ("open", Estimate(1, pytest.approx(-0.1), None))
+    assert falls.verdict == "holds" and falls.found.mean == pytest.approx(-0.25)
+    assert level.verdict == "holds" and level.found.mean == pytest.approx(0.2 - 0.7)
+    assert rises.verdict == "does not hold" and rises.found.mean == pytest.approx(0.25)
+    assert compared(rises) == "Reward exact: reverse at 0 − reverse at 1"
+
+
+def test_rows_are_written_as_csv_and_parquet(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    sweep = written(tmp_path / "study", study(), VALUES)
+    rows = list(csv.DictReader(write_csv(sweep).read_text().splitlines()))
+    assert len(rows) == 7
+    names = ("arm", "loss.kind", "loss.m", "loss.k", "schedule.k", "seed")
+    assert [rows[5][name] for name in names] == ["reverse", "reverse_kl_mc", "4", "", "1", "2"]
+    assert rows[5]["reward/exact"] == "0.4" and rows[5]["path"] == "cells/reverse/schedule.k=1/seed-2"
+    path = write_parquet(sweep)
+    assert path is not None
+    assert [
+        {key: "" if v is None else str(v) for key, v in row.items()}
+        for row in pyarrow.parquet.read_table(path).to_pylist()
+    ] == rows
+
+
+def test_without_pyarrow_a_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep, told = written(tmp_path / "study", study(), VALUES), list[str]()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    tell_files(sweep, told.append)
+    assert told == [
+        f"results: {tmp_path}/study/results.csv",
+        "results.parquet is not written, it needs pyarrow: pip install 'slipstream[data]'",
+    ]
+    assert not (tmp_path / "study" / "results.parquet").exists()
+
+
+def test_a_column_has_one_type() -> None:
+    assert column([1, 2.5, None]) == [1, 2.5, None]
+    assert column(["a", None]) == ["a", None] and column([True, False]) == [True, False]
+    assert column([4, "auto"]) == ["4", "auto"]
+    assert column([[1, 2], None]) == ["[1, 2]", None]
+
+
+def test_no_cell_is_kept_that_was_another_run(tmp_path: Path) -> None:
+    sweep = written(tmp_path / "study", study(), VALUES)
+    check_unchanged(sweep)
+    check_unchanged(Sweep(sweep.path, study(sweep__seeds="[1, 2, 3]")))
+    with pytest.raises(RunDirError, match=r"reverse/schedule.k=0/seed-1 was run with learner.lr = 1e-05, and the"):
+        check_unchanged(Sweep(sweep.path, study(learner__lr="1e-4")))
+    same = [Checked((), "these", on_cpu=True, room=8)] * 4
+    check_prompts(sweep, same)
+    other = [*same[:2], Checked((), "those", on_cpu=True, room=8), same[3]]
+    with pytest.raises(RunDirError, match=r"^builtin:arithmetic does not give the prompts that .*forward/schedule.k=0"):
+        check_prompts(sweep, other)
+    (sweep.cells[0].path / "cell.json").write_text("{")
+    with pytest.raises(RunDirError, match=r"seed-1/cell.json does not say what it was: .*; remove "):
+        check_unchanged(Sweep(sweep.path))
+
+
+def test_a_measure_that_was_never_written_is_missed(tmp_path: Path) -> None:
+    sweep = written(tmp_path / "study", study(sweep__measure="grad_norm", sweep__claims="[]"), VALUES)
+    assert [row.n for row in sweep.table()] == [0] * 4 and sweep.rows()[0]["grad_norm"] is None
+    said = [each for each in summary(sweep) if isinstance(each, str)]
+    assert said == ["7 finished cells have never written grad_norm: reverse, schedule.k = 0, seed 1 …"]
+
+
+def test_what_holds_no_study_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=f"^{tmp_path} holds no study: there is no study.toml in it$"):
+        Sweep(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_large_goes_with_a_finished_cell(keep: bool, tmp_path: Path) -> None:
+    for name in ("final/README.md", "final/model.safetensors", "checkpoints/2/model.safetensors", "config.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    lines = [{"kind": "train", "update": n, "tokens": 10 * n} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = study().cells[0].config
+    finish(tmp_path, config, time.monotonic(), keep=keep)
+    assert RunDir(tmp_path).finished and (tmp_path / "final" / "README.md").exists()
+    assert [(tmp_path / name).exists() for name in ("final/model.safetensors", "checkpoints")] == [keep, keep]
+    done = json.loads((tmp_path / "cell.json").read_text())
+    assert (done["updates"], done["tokens"]) == (2, 30) and parse(done["config"]) == config
+
+
+# --- how far it is -----------------------------------------------------------------------------------------
+
+
+def test_a_board_knows_how_far_a_study_is(tmp_path: Path) -> None:
+    sweep = written(tmp_path / "study", study(), {key: value for key, value in VALUES.items() if key[0] == "reverse"})
+    todo, now = [cell for cell in sweep.cells if not cell.finished], [0.0]
+    board = Board(sweep, todo, 2, clock=lambda: now[0])
+    jobs = [Job(cell.cell.name, str, Path("output.txt"), 1.0, key=cell) for cell in todo]
+    # four are left, and what is finished took 2 s: two at a time
+    assert board.left() == 4.0
+    for job in jobs[:2]:
+        board.told(Event(job, "begun"))
+    now[0] = 6.0
+    board.told(Event(jobs[0], "moved", 1))
+    # half of it in 6 s: 6 are left, and its like takes 12; for others the mean, (4 · 2 + 12) / 5 = 4: 6 + 12 + 4 + 4
+    assert board.left() == 13.0
+    board.told(Event(jobs[1], "failed", "student: there is none", 6.0))
+    assert board.line(Event(jobs[1], "failed", "student: there is none", 6.0)).startswith(
+        "5/8  forward, schedule.k = 1, seed 1: failed: student: there is none; output.txt  (6 s, about 0:"
+    )
+    screen = Console(width=120, file=io.StringIO(), color_system=None)
+    screen.print(board.panel())
+    lines = [line.rstrip() for line in screen.file.getvalue().splitlines()]
+    assert lines[0] == "Two losses"
+    assert lines[1].startswith("4 of 8 cells finished, 1 running, 1 failed, 0:06, about 0:")
+    assert lines[3].split("  ")[0] == "reverse, schedule.k = 0" and "✓✓" in lines[3] and "0.7 ± 0.1" in lines[3]
+    assert "▸·" in lines[5] and "✗·" in lines[6] and "–" in lines[6]
+    assert lines[7] == "forward, schedule.k = 0, seed 1 1/2"
+
+
+def test_a_summary_says_what_came_out(tmp_path: Path) -> None:
+    screen = Console(width=120, file=io.StringIO(), color_system=None)
+    for each in summary(written(tmp_path / "study", study(), VALUES)):
+        screen.print(each, soft_wrap=isinstance(each, str))
+    lines = [" ".join(line.split()) for line in screen.file.getvalue().splitlines()]
+    for line in (
+        "reward/exact, mean ± standard error over seeds",
+        "reverse, schedule.k = 0 2 0.7 ± 0.1",
+        "forward, schedule.k = 0 2 0.45 ± 0.05 -0.25 ± 0.05 2",
+        "forward, schedule.k = 1 1 0.6 ± – 0.1 ± – 1",
+        "slopes of reward/exact against log2(schedule.k + 1)",
+        "reverse -0.25 ± 0.05 2",
+        "± –: one seed, so there is no error (forward …)",
+        "open: reverse is better (reward/exact: -0.1 ± –, 1 seeds)",
+        "not visible: reverse falls (tokens: 0 ± 0, 2 seeds)",
+    ):
+        assert line in lines, lines
+
+
+def test_every_key_of_a_study_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "lab.md").read_text("utf-8")
+    names = [*SweepConfig.settings(), *(name for name in Claim.settings() if name not in ("says", "measure"))]
+    assert [name for name in names if f"`{name}`" not in page and f"`{name} = " not in page] == []

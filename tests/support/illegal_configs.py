@@ -1,0 +1,308 @@
+"""Configs that must be refused, and the smallest one that is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic.fields import FieldInfo
+
+from slipstream.config.file import fields
+
+BASE = """
+student = "builtin:student"
+updates = 2
+output = "run"
+[teachers.main]
+model = "builtin:teacher"
+[data]
+train = "builtin:arithmetic"
+limit = 24
+[sampler]
+max_tokens = 16
+[learner]
+batch_size = 8
+[runtime]
+kind = "inline"
+device = "cpu"
+"""
+RL = "loss.weight=0 teachers={} policy.loss=vanilla task.reward=exact sampler.group=4"
+"""Rewards alone."""
+BOTH = "policy.loss=vanilla task.reward=exact sampler.group=4"
+ILLEGAL = f"""
+loss.kind=forward_kl loss.tail=true loss.renormalise=true
+loss.kind=forward_kl loss.cache=hidden loss.tail=true
+loss.kind=forward_kl loss.cache=hidden loss.renormalise=true
+loss.kind=forward_kl loss.k=1000
+loss.kind=jsd loss.cache=teacher_topk loss.k=1000
+loss.kind=jsd loss.beta=2
+loss.kind=forward_kl loss.m=4
+loss.kind=reverse_kl loss.k=4
+loss.kind=k1
+loss.kind=kl
+loss.kind=k2 loss.clip=0.2
+loss.kind=k2 loss.dual_clip=3.0
+loss.kind=k2 loss.m=4
+loss.kind=k1 loss.as=advantage
+loss.kind=k1 loss.as=reward sampler.top_p=0.9
+loss.kind=forward_kl loss.as=reward
+loss.kind=reverse_kl_topk loss.k=1000
+loss.kind=reverse_kl_topk loss.tail=true
+loss.kind=reverse_kl_topk sampler.top_k=5
+loss.kind=reverse_kl_topk sampler.top_k=5 sampler.keep_mask=true
+loss.kind=m2po schedule.kind=periodic
+loss.kind=m2po sampler.min_p=0.1
+loss.kind=m2po loss.clip=0.2
+loss.kind=decoupled_ppo sampler.top_p=0.9
+loss.kind=decoupled_ppo loss.ratio_cap=2.0
+loss.kind=decoupled_ppo correction.preset=decoupled_token_is
+loss.clip=0.2 loss.ratio_cap=2.0
+loss.importance=false loss.clip=0.2
+loss.importance=false loss.ratio_cap=2
+loss.importance=false loss.advantage=behavior
+loss.clip=-0.1
+loss.clip=[0.1,0.2,0.3]
+loss.weight=0
+loss.weight=0 teachers={{}}
+loss.weight=0 policy.loss=vanilla task.reward=exact
+teachers={{}}
+policy.loss=vanilla
+{BOTH} sampler.group=1
+{BOTH} policy.loss=vanila
+{BOTH} policy.options={{clip_hihg=0.2}}
+{BOTH} policy.options={{generator=1}}
+{BOTH} policy.loss=reinforce policy.options={{clip_low=0.1}}
+{BOTH} policy.advantage=grop
+{BOTH} policy.advantage_options={{nrom=false}}
+{BOTH} policy.weight=0
+{BOTH} policy.old=previous correction.preset=decoupled_token_is
+{BOTH} policy.old=previous policy.loss=reinforce
+{BOTH} correction.preset=bypass_ppo_clip policy.loss=reinforce
+{BOTH} correction.preset=bypass_pg_is
+{BOTH} correction.preset=decoupled_token
+{BOTH} correction.preset=decoupled_geo_rs correction.is_threshold=2.0
+{BOTH} correction.preset=decoupled_token_is correction.is_threshold=-1
+{BOTH} correction.preset=decoupled_token_is correction.is_threshold=[3.0,2.0]
+{BOTH} correction.preset=decoupled_token_is correction.rs={{token_k4=1.0}}
+{BOTH} correction.preset=decoupled_token_is correction.rs={{token_k2=-1.0}}
+{BOTH} correction.preset=decoupled_token_is correction.rs={{token_k1=[2.0,1.0]}}
+{BOTH} correction.preset=decoupled_geo_rs correction.is_normalize=true
+{BOTH} correction.is_normalize=true
+{BOTH} correction.is_threshold=2.0
+{BOTH} correction.rs={{token_k1=2.0}}
+{BOTH} correction.is_level=token
+{BOTH} correction.preset=decoupled_geo_rs correction.is_level=row
+{BOTH} correction.preset=bypass_ppo_clip correction.is_level=token
+{BOTH} correction.preset=decoupled_token_is correction.is_level=turn policy.loss=decoupled_ppo
+{BOTH} correction.preset=decoupled_token_is correction.ctpo_clip=0.1
+{BOTH} correction.preset=decoupled_geo_rs correction.ctpo_clip=0.1
+{BOTH} correction.preset=decoupled_token_is correction.is_level=cumulative correction.ctpo_clip=0
+{BOTH} correction.preset=decoupled_token_is correction.verl_compat=true
+{BOTH} correction.preset=decoupled_seq_is_rs correction.verl_compat=true
+{BOTH} correction.preset=decoupled_k3_rs correction.verl_compat=true
+correction.preset=decoupled_geo_rs correction.is_level=geometric
+{BOTH} policy.advantage=gae
+{BOTH} policy.advantage=gdpo
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] reference.weight=0.1 reference.into=reward
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] schedule.kind=periodic
+{BOTH} policy.advantage=gdpo task.reward=["exact","math"] sampler.group=1
+{BOTH} policy.advantage=opob sampler.group=1
+{BOTH} policy.advantage=optimal_token_baseline sampler.group=1
+{BOTH} policy.advantage=optimal_token_baseline policy.advantage_options={{logp=1.0}}
+{BOTH} policy.advantage=remax policy.advantage_options={{greedy_rewards=1.0}}
+{BOTH} policy.reward_weights={{exact=2.0}}
+{BOTH} task.reward=["exact","math"] policy.reward_weights={{maths=2.0}}
+{BOTH} task.reward=["exact","math"] policy.reward_weights={{exact=0.0,math=0.0}}
+{BOTH} task.reward=["exact","exact"]
+task.reward=["exact","vibes"]
+task.reward=false
+runtime.kind=local sampler.replicas=100000
+runtime.kind=inline runtime.restarts=1
+reference.weight=0.1 reference.estimate=k4
+reference.weight=0.1 reference.estimate=k1+
+reference.weight=0.1 reference.importance=false reference.estimate=k1
+{BOTH} reference.weight=0.1 reference.into=reward reference.importance=false
+{BOTH} reference.weight=0.1 reference.into=reward reference.estimate=k3+
+reference.weight=0.1 reference.target=0.1
+reference.weight=0.1 reference.horizon=1000
+reference.weight=0.1 reference.control=adaptive
+reference.weight=0.1 reference.control=adaptive reference.target=0.1
+reference.weight=0.1 reference.control=adaptive reference.target=0.1 reference.horizon=1
+reference.weight=0.1 reference.control=adaptive reference.target=0 reference.horizon=1000
+reference.weight=0.1 reference.control=mpc
+correction.preset=decoupled_token_is
+correction.preset=decoupled_seq_is_rs
+correction.preset=bypass_pg_is
+correction.preset=decoupled_geo_rs correction.rs={{negative_seq=0.1}}
+reference.into=reward reference.weight=0.1
+reference.weight=0
+reference.host=true
+{BOTH} schedule.kind=periodic learner.minibatches=2
+{BOTH} schedule.kind=periodic learner.epochs=2
+{BOTH} schedule.kind=periodic policy.loss=m2po
+{BOTH} schedule.kind=periodic policy.loss=kl_cov
+{BOTH} schedule.kind=periodic policy.loss=clip_cov
+{BOTH} schedule.kind=periodic policy.advantage=reinforce_plus_plus
+{BOTH} schedule.kind=periodic policy.aggregation=token-sum
+{BOTH} schedule.kind=periodic policy.aggregation=seq-mean-token-sum
+{BOTH} schedule.kind=periodic correction.preset=decoupled_token_is correction.is_normalize=true
+sampler.top_p=0.9
+sampler.top_k=5
+sampler.min_p=0.1
+sampler.keep_mask=true
+sampler.engine=vllm sampler.top_p=0.9 sampler.keep_mask=true
+sampler.engine=vllm sampler.on_publish=reuse
+sampler.top_p=0.9 sampler.min_p=0.1
+sampler.top_p=0.9 loss.clip=0.2
+{BOTH} sampler.top_p=0.9 loss.kind=forward_kl
+{BOTH} sampler.top_k=5 loss.kind=forward_kl policy.loss=cispo
+{BOTH} sampler.top_p=0.9 loss.kind=forward_kl correction.preset=decoupled_token_is
+sampler.top_p=0.9 loss.kind=forward_kl reference.weight=0.1
+sampler.group=3
+sampler.group=128
+sampler.slots=2 sampler.group=4
+sampler.max_tokens=5000
+sampler.longest=20
+teachers.main.longest=20
+sampler.engine_args={{max_model_len=100}}
+sampler.engine=vllm
+sampler.engine=vllm learner.lora.rank=2
+teachers.main.engine=vllm
+learner.token_budget=10
+teachers.main.token_budget=10
+learner.minibatches=3
+learner.minibatches=16
+learner.ranks=2
+learner.ranks=16 runtime.kind=ray
+learner.shared_prompt=true
+learner.shared_prompt=true sampler.group=4 learner.packing=false
+learner.snapshots=2
+learner.betas=[0.9]
+learner.betas=[0.9,1.5]
+learner.lora.rank=2 learner.lora.targets=["qproj"]
+learner.lora.targets=["lm_head"]
+learner.lora.rank=0
+learner.lora.alpha=0
+schedule.kind=asink
+schedule.on_old=drop
+schedule.max_lag=1
+schedule.max_lag=0 schedule.tau=2
+schedule.max_lag=4 schedule.order=submission
+schedule.max_lag=0 schedule.publish_every=4 schedule.on_old=drop
+schedule.kind=sync schedule.tau=2
+schedule.kind=step_off schedule.k=0
+schedule.kind=replay schedule.k=-1
+schedule.kind=periodic learner.epochs=2
+schedule.kind=periodic learner.minibatches=2
+schedule.publish_every=2 eval.every=3 data.eval=builtin:arithmetic task.reward=exact
+eval.every=1
+eval.every=1 data.eval=builtin:arithmetic
+eval.every=1 task.reward=exact
+eval.every=1 data.eval=nowhere.jsonl task.reward=exact
+eval.every=1 eval.n=100 data.eval=builtin:arithmetic task.reward=exact
+data.train=nowhere.jsonl
+data.train=nowhere/at-all
+data.split=validation
+data.system_prompt=hello
+data.chat=true
+data.prompt=question
+data.template=plain
+data.train=table.csv data.template={{question
+data.train=table.csv data.template={{question!r}}
+data.train=table.csv data.template={{nothing}}
+data.train=table.csv data.template={{question}} data.prompt=question
+data.train=table.csv data.prompt=nothing
+data.train=table.csv data.prompt=question data.answer=nothing.at.all
+data.train=table.csv data.prompt=question task.reward=exact
+data.train=pipe.jsonl
+data.train=ragged.csv
+student=nowhere/at-all
+teachers.main.model=nowhere/at-all
+teachers.main.model=self
+teachers.main.context={{prompt}}{{nothing}}
+teachers.main.context=plain
+teachers.main.base_url=ftp://x
+teachers.main.base_url=http://user:secret@127.0.0.1:1/v1
+teachers.main.base_url=http://127.0.0.1:1/v1?x=1
+teachers.main.base_url=http://127.0.0.1:1/v1 teachers.main.dtype=bfloat16
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=reverse_kl
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.temperature=0.5
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.m=4
+teachers.main.base_url=http://127.0.0.1:1/v1 loss.kind=forward_kl loss.k=64
+teachers.main.base_url=http://127.0.0.1:1/v1 teachers.main.api_key_env=secret-key
+teachers.main.base_url=http://127.0.0.1:1/v1 teachers.main.api_key_env=NOT_SET_ANYWHERE
+teachers.main.base_url=http://127.0.0.1:1/v1
+teachers.main.concurrency=4
+teachers.main.tokenizer=builtin:student
+teachers.other.model=builtin:teacher
+teachers.other.model=builtin:teacher teachers.other.key=main
+teachers.other.model=builtin:teacher loss.kind=reverse_kl
+teachers.a-b.model=builtin:teacher
+runtime.address=auto
+runtime.device=cuda
+runtime.device=cuda:7
+runtime.device=abacus
+runtime.kind=ray runtime.device=cuda:1
+runtime.kind=slurm
+log.to=papertrail
+log.to=["wandb","mlflow"]
+task.reward=vibes
+task.timeout=5.0
+runtime.graders=2
+data.eval=builtin:arithmetic
+data.eval_split=train
+eval.prompts=10
+eval.n=2
+eval.temperature=0.5
+health.reward=5
+{RL} health.kl=0.1
+{RL} health.invalid=0.5
+log.project=mine
+log.to=tensorboard log.project=mine
+data.teacher_key=level
+teachers.main.key=math
+loss.kind=jsd loss.k=4
+loss.kind=forward_kl loss.cache=hidden loss.k=4
+{RL} loss.kind=k2 loss.as=reward
+{RL} loss.m=4
+{RL} loss.kind=forward_kl
+{RL} loss.kind=reverse_kl
+{RL} loss.temperature=0.5
+teachers.main.engine=vllm teachers.main.token_budget=2048
+teachers.main.engine=vllm teachers.main.packing=false
+teachers.main.engine=vllm teachers.main.longest=512
+learner.dropout=true
+data.train=rows.jsonl data.split=test
+eval.every=1 task.reward=exact data.eval=rows.jsonl data.eval_split=test
+data.template_args={{enable_thinking=false}}
+seed=one
+updates=0
+nonsense=1
+data.train=levels.jsonl schedule.mixture=level schedule.order=completion
+data.train=levels.jsonl schedule.mixture=levle
+data.train=levels.jsonl schedule.mixture=same
+data.train=levels.jsonl schedule.mixture=number
+schedule.mixture=level
+schedule.kind=sync schedule.mixture=level
+learner.learning_rate=1
+output=taken
+""".strip().splitlines()
+
+
+def beyond(info: FieldInfo) -> Iterator[str]:
+    """Values outside of the bounds and the choices of one setting."""
+    for bound in info.metadata:
+        for name, step in (("ge", -1), ("gt", 0), ("le", 1), ("lt", 0)):
+            if (limit := getattr(bound, name, None)) is not None:
+                yield str(limit + step)
+    yield "{odd=[1]}"
+
+
+SCHEMA = [
+    f"{'loss.kind=' + kind.split(' ')[0] + ' ' if name.startswith('loss.') and kind else ''}"
+    f"{'schedule.kind=' + kind + ' ' if name.startswith('schedule.') and kind else ''}"
+    f"{name.replace('.NAME', '.main')}={value}"
+    for name, info, kind in fields()
+    for value in beyond(info)
+    if not name.startswith(("policy", "reference", "learner.lora", "correction.rs"))
+    and name not in ("policy.options", "data.template_args", "sampler.engine_args")
+]

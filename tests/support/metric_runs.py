@@ -1,0 +1,94 @@
+"""Runs that write every metric."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.file import parse
+from slipstream.config.schema import Config
+from slipstream.data.prompts import Prompts, Row
+from slipstream.engines.native.learning.learner import NativeLearner
+from slipstream.engines.native.sampling.sampler import NativeSampler
+from slipstream.engines.native.scorer import NativeScorer
+from slipstream.objective.method import method_of
+from slipstream.pipeline.run import Run
+from slipstream.plan.engines import followers_of, snapshots_of
+from slipstream.protocols import Engines, Graded, Unscored
+from slipstream.records import Group, Handle
+from slipstream.run_dir.writing import RunLog, read_lines
+from support.tiny_models import EOS, VOCAB, make_model, wrap
+
+TREE: dict[str, Any] = {
+    "student": "tiny",
+    "updates": 2,
+    "teachers": {"main": {"model": "tiny"}},
+    "sampler": {"max_tokens": 6, "group": 2, "slots": 8},
+    "loss": {"m": 2},
+    "learner": {"batch_size": 8, "lr": 1e-3},
+    "schedule": {"kind": "sync"},
+    "task": {"reward": "exact"},
+}
+
+
+class EveryOther:
+    """Rewards every other answer, in two ways."""
+
+    async def grade(self, group: Group) -> list[Handle]:
+        rewards = [{"exact": float(handle.header.index % 2), "math": 0.5} for handle in group]
+        return [Handle(replace(h.header, rewards=each), h.body) for h, each in zip(group, rewards, strict=True)]
+
+
+def prompts(config: Config) -> Prompts:
+    rng, teachers = np.random.default_rng(0), sorted(config.teachers) or [""]
+    tokens = [rng.integers(2, VOCAB, rng.integers(1, 9)).astype(np.int32) for _ in range(8)]
+    rows = [Row(id=str(i), prompt="x") for i in range(8)]
+    return Prompts(rows, tokens, seed=0, shuffle=False, teachers=[teachers[i % len(teachers)] for i in range(8)])
+
+
+def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Sections are completed, and teachers replaced."""
+    both = {
+        name: {**tree[name], **changes[name]}
+        for name in changes
+        if isinstance(tree.get(name), dict) and name != "teachers"
+    }
+    if changes.get("loss", {}).get("kind"):
+        both["loss"] = changes["loss"]
+    return tree | changes | both
+
+
+def native(changes: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The lines of a run of two updates, all of it real and tiny."""
+    config = parse(merged(TREE, changes))
+    student, teacher = wrap(make_model(seed=1)), make_model(seed=2)
+    cache, k, method = config.loss.asks.cache, config.loss.asks.k, method_of(config)
+    learner = NativeLearner(
+        wrap(student.model),
+        method=method,
+        config=config.learner,
+        updates=config.updates,
+        teacher_head=wrap(teacher).head if cache == "hidden" else None,
+        snapshots=snapshots_of(config, method),
+        follow=followers_of(config),
+        cosine_every=config.guards.gac.every if config.guards.gac else 0,
+    )
+    sampler = NativeSampler(student, slots=8, stop_ids={EOS})
+    scorers = {name: (NativeScorer(wrap(teacher), name=name, cache=cache, k=k),) for name in config.teachers}
+    engines = Engines(
+        samplers=(Graded(sampler, EveryOther()),),
+        scorers=scorers or {"": (Unscored(),)},
+        learner=learner,
+        close=lambda: None,
+    )
+    made = prompts(config)
+    with RunLog.create(config, path) as log:
+        held_out = {"": [made.at(i) for i in range(config.eval.prompts)]} if config.eval.every else {}
+        asyncio.run(Run(config, engines, made, log, held_out=held_out).train())
+    for engine in (sampler, learner, *(each for pair in scorers.values() for each in pair)):
+        engine.close()
+    return read_lines(path / "metrics.jsonl")

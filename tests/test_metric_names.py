@@ -1,0 +1,189 @@
+"""Every name that a run writes is in the vocabulary once, and nothing is in it that no run writes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream import metric_names as vocabulary
+from slipstream.config.file import parse
+from slipstream.data.prompts import Prompts, Row
+from slipstream.errors import WorkerDied
+from slipstream.estimators.correction import RS_MODES
+from slipstream.estimators.drift import METRICS
+from slipstream.pipeline.retries import GivenUp
+from slipstream.pipeline.run import Run
+from slipstream.protocols import Engines, Graded, Sampling
+from slipstream.records import Group, Handle, Prompt, Ungraded
+from slipstream.run_dir.writing import RunLog, read_lines
+from slipstream.simulation import toy
+from slipstream.simulation import virtual_clock as virtual
+from support.metric_runs import TREE, native
+from support.toy_episodes import World
+
+ROOT = Path(__file__).parents[1]
+TOY_VOCAB = 6
+
+REWARDED = {"teachers": {}, "loss": {"kind": "reverse_kl_mc", "weight": 0.0}}
+MINIATURES: dict[str, dict[str, Any]] = {
+    "the default, beside an evaluation": {
+        "schedule": {"kind": "async", "tau": 1.0},
+        "eval": {"every": 1, "prompts": 2},
+        "data": {"eval": "held-out"},
+    },
+    "two teachers, periodic": {
+        "teachers": {"a": {"model": "tiny", "recheck": 1.0}, "b": {"model": "tiny"}},
+        "schedule": {"kind": "periodic"},
+    },
+    "top-k, in several steps, drift measured exactly": {
+        "loss": {"kind": "forward_kl", "k": 3},
+        "learner": {"minibatches": 2, "exact_drift": True},
+    },
+    "draws around a proximal policy": {"loss": {"kind": "decoupled_ppo", "m": 2}},
+    "draws within a budget": {"loss": {"kind": "m2po", "m": 2}},
+    "the student's own best": {"loss": {"kind": "reverse_kl_topk", "k": 3}},
+    "the emitted token as a reward": {"loss": {"kind": "k1", "as": "reward"}},
+    "a teacher that follows": {
+        "teachers": {
+            "me": {"model": "self", "context": "{prompt}{ground_truth}", "follow": {"ema": 0.9}, "relabel": "always"}
+        },
+        "schedule": {"kind": "async", "tau": "auto", "publish_every": "auto"},
+    },
+    "hidden states, shared prompts": {"loss": {"kind": "jsd"}, "learner": {"shared_prompt": True}},
+    "weights of stale answers": {
+        **REWARDED,
+        "policy": {"loss": "vanilla"},
+        "correction": {"preset": "decoupled_token_is", "is_normalize": True, "rs": {"seq_mean_k1": [0.5, 2.0]}},
+        "reference": {"weight": 0.1},
+        "schedule": {"kind": "step_off"},
+    },
+    "rejection in bypass": {
+        **REWARDED,
+        "policy": {"loss": "reinforce"},
+        "correction": {"preset": "bypass_pg_geo_rs", "rs": {"seq_max_kl": 9.0, "negative_seq": 9.0}},
+    },
+    "rewards against a greedy answer, a steered reference": {
+        **REWARDED,
+        "policy": {"loss": "reinforce", "advantage": "remax"},
+        "task": {"reward": ["exact", "math"]},
+        "reference": {"weight": 0.1, "control": "adaptive", "target": 0.1, "horizon": 100},
+    },
+    "freshness, and a refresh now and then": {
+        "freshness": {"kappa_f": 0.9, "cooldown": 3, "measure": 1},
+        "schedule": {"kind": "replay", "k": 2},
+        "updates": 4,
+    },
+    "guarded": {
+        "guards": {"length_surge": {}, "ess": {}, "entropy": {}, "kl": {}, "gac": {"every": 1, "below": 0.0}},
+        "schedule": {"kind": "async", "tau": 1.5},
+        "updates": 4,
+    },
+    "a choice with chance": {**REWARDED, "policy": {"loss": "clip_cov"}},
+    "a choice by budget": {**REWARDED, "policy": {"loss": "m2po"}, "sampler": {"top_p": 0.9, "keep_mask": True}},
+}
+
+
+class Overtaxed(toy.ToyGrader):
+    """Has no reward for an answer that did not end."""
+
+    async def grade(self, group: Group) -> list[Handle]:
+        late = Ungraded("timeout", "ended took more than 1 s")
+        return [
+            Handle(replace(h.header, ungraded=None if h.header.rewards["ended"] else late), h.body)
+            for h in await super().grade(group)
+        ]
+
+
+class Failing(toy.ToySampler):
+    """Cannot answer every fifth prompt, and does not survive the fourth one, if it may die."""
+
+    mortal = True
+
+    async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
+        if prompt.number == 3 and self.mortal:
+            raise WorkerDied("gone")
+        if prompt.number % 5 == 1:
+            raise GivenUp("not this one")
+        return await super().generate(prompt, sampling, begun)
+
+
+def dropping(schedule: dict[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The lines of a run over toy engines on a virtual clock, in which groups fail and grow old, environments, too, and
+    a sampler dies."""
+    tree = {**TREE, "updates": 20, "schedule": schedule, "task": {}}
+    config, student = parse(tree), toy.random_table(TOY_VOCAB, seed=0)
+    tokens = [np.array([1 + i % (TOY_VOCAB - 1)], np.int32) for i in range(8)]
+
+    async def replace(_: Any) -> Any:
+        other = Failing(student, seconds=0.5)
+        other.mortal = False
+        return Graded(World(faults=0.5).sampler(other), toy.ToyGrader())
+
+    engines = Engines(
+        samplers=(Graded(World(faults=0.5).sampler(Failing(student, seconds=0.5)), Overtaxed()),),
+        scorers={"": (toy.ToyScorer(toy.random_table(TOY_VOCAB, seed=1)),)},
+        learner=toy.ToyLearner(student, cost=lambda _: 0.1),
+        close=lambda: None,
+        replace=replace,
+    )
+    made = Prompts([Row(id=str(i), prompt="x") for i in range(8)], tokens, seed=0, shuffle=True)
+    with RunLog.create(config, path) as log:
+        virtual.run(Run(config, engines, made, log, say=lambda _: None).train())
+    return read_lines(path / "metrics.jsonl")
+
+
+def names_of(lines: list[dict[str, Any]]) -> set[str]:
+    return {name for line in lines for name in line} - {"kind", "update"}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The names that every miniature writes."""
+    path = tmp_path_factory.mktemp("runs")
+    found = {name: names_of(native(changes, path / name)) for name, changes in MINIATURES.items()}
+    late = {"kind": "async", "tau": 2.0, "max_lag": 1, "on_old": "drop"}
+    return found | {"drops": names_of(dropping(late, path / "drops"))}
+
+
+def test_no_other_name_is_ever_written(written: dict[str, set[str]]) -> None:
+    assert {
+        miniature: strange
+        for miniature, names in written.items()
+        if (strange := {name for name in names if len(vocabulary.find(name)) != 1})
+    } == {}
+
+
+def test_every_name_of_the_vocabulary_is_written_by_some_run(written: dict[str, set[str]]) -> None:
+    names = set[str]().union(*written.values())
+    assert [p.pattern for p, _ in vocabulary.patterns() if not any(p.fullmatch(name) for name in names)] == []
+
+
+def test_what_is_computed_elsewhere_under_a_list_of_names_is_here() -> None:
+    named = [f"{pair}/{name}" for pair in ("drift", "mismatch") for name in METRICS]
+    named += [f"correction/rollout_rs_{mode}{rows}_masked_fraction" for mode in RS_MODES for rows in ("", "_seq")]
+    assert [name for name in named if len(vocabulary.find(name)) != 1] == []
+
+
+def test_every_term_says_what_it_means_and_where_it_is_from() -> None:
+    for term in vocabulary.terms():
+        assert term.meaning and term.healthy, term
+        assert (ROOT / "src" / "slipstream" / term.source).is_file(), term
+
+
+def test_labels_are_for_names_that_are_known() -> None:
+    assert (vocabulary.label("loss"), vocabulary.label("reward/math")) == ("loss", "math")
+    with pytest.raises(ValueError, match="not enough values"):
+        vocabulary.label("los")
+
+
+def test_a_band_is_said_and_holds_the_numbers_that_it_says() -> None:
+    kl, ess = vocabulary.band("mismatch/kl"), vocabulary.band("drift/ess_row")
+    assert kl is not None and str(kl) == "below 0.02; from 0.05 on look"
+    assert ess is not None and str(ess) == "above 0.5"
+    assert [value in kl for value in (-0.1, 0.02, 0.021)] == [True, True, False]
+    assert [value in ess for value in (0.49, 0.5, 2.0)] == [False, True, True]
+    assert vocabulary.band("loss") is None and vocabulary.band("no such name") is None
