@@ -5,9 +5,8 @@ another than before, no process left, no traceback, no hang; and for what can be
 
 Every kind of mistake has a table: the command line (CLI), what it calls a config (CONFIG), where it writes (OUTPUT),
 data, models, runs that shall go on, teachers behind endpoints, and signals while a command still loads. Configs that
-are wrong by themselves have one of their own, of 540 more, in test_plan.py; what a single function says of a bad row,
-answer, reward or endpoint is in test_sources.py, test_prompts.py and test_http.py, and of what was changed by hand in a run
-in test_atomic_files.py.
+are wrong by themselves are tested in tests/plan/test_plan.py, bad rows in tests/data, bad endpoints in
+tests/engines/test_http.py, and files of a run that were changed by hand in tests/run_dir.
 """
 
 from __future__ import annotations

@@ -175,11 +175,8 @@ def open_ranks(size: int, stack: ExitStack) -> list[Rank]:
 def make() -> Iterator[Callable[[Spec, int], Learner]]:
     """Makes a learner of so many ranks; one is of this process. Processes are made once, and learners in them anew."""
     with pytest.MonkeyPatch.context() as patch:  # torch is imported once for all of them
-        patch.setenv(
-            "PYTHONPATH",
-            os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])]),
-            prepend=os.pathsep,
-        )
+        here = Path(__file__)
+        patch.setenv("PYTHONPATH", f"{here.parent}{os.pathsep}{here.parents[2]}", prepend=os.pathsep)
         multiprocessing.get_context("forkserver").set_forkserver_preload(["test_ranks"])
         forkserver.ensure_running()
     with ExitStack() as stack:
