@@ -9,7 +9,7 @@ ESSENTIAL := tests/config/test_config.py tests/objective/test_losses.py tests/ob
   tests/runs/test_oracle.py tests/pipeline/test_schedules.py tests/runs/test_resume.py tests/run_dir/test_formats.py tests/engines/test_http.py tests/reporting/test_panel.py \
   tests/reporting/test_report.py
 
-.PHONY: demo test test-processes test-lowest test-newer test-vllm test-agents zoo chaos gpu lint format clean
+.PHONY: demo docs test test-processes test-lowest test-newer test-vllm test-agents zoo chaos gpu lint format clean
 
 demo: .venv/ready
 	$(BIN)/slipstream demo
@@ -34,6 +34,10 @@ test-vllm: .venv-vllm/ready
 # Agents of others, unmodified, on the gateway (a minute, and three to install them)
 test-agents: .venv/ready .venv-agents/ready
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/with_agents --timeout 300
+
+# The documentation as a site in build/site, with search; a broken link ends the build
+docs: .venv/ready
+	$(BIN)/python tools/site.py
 
 zoo: .venv/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m zoo
