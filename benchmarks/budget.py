@@ -27,13 +27,14 @@ TV, CHI2, GAIN = 1e-4, 0.1, 0.003
 """Of the conjecture: the budget, and what corrections add within it at most."""
 TEXT = """# A budget of mismatch within which corrections bring nothing
 
-A conjecture of "Off-Policy Drift" (its fourth open problem): where sampler and learner differ by a total variation
-below 1e-4 (95th percentile over tokens), and χ² of responses is below 0.1, weights, rejection and masks add less than
-0.3 points. Tried on [this study](mismatch.md); total variation is its mean over tokens, which is below the percentile.
-Where the engines agree they have been repaired, and there is left what their rounding differs by; bfloat16 is a sampler
-that has not been. Another temperature is not in the table: drift is measured at that of the sampler, and does not show
-it. Within the budget the conjecture fails if the best correction adds 0.3 points or more by two standard errors, and
-holds if it adds less by as much. The best is of those that change anything, up to four, so that chance favours it.
+A conjecture of "Off-Policy Drift" (its fourth open problem) names a budget for the difference between sampler and
+learner: total variation below 1e-4 (95th percentile over tokens) and χ² of responses below 0.1. Within this budget,
+importance weights, rejection and masks are said to add less than 0.3 points of accuracy. This page tests it on [the
+mismatch study](mismatch.md), with the mean of total variation over tokens, which is below its percentile. The row
+`agree` differs by rounding only. The row `bfloat16` is a sampler at lower precision than the learner. Another
+temperature is left out, because drift is measured at the sampler's temperature and does not show it. The conjecture
+fails if the best correction within the budget adds at least 0.3 points plus two standard errors. It holds if the gain
+is below 0.3 points by two standard errors. The best of up to four corrections is taken, so chance favours it.
 
 ```console
 python benchmarks/budget.py {path} > docs/findings/budget.md

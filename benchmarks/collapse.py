@@ -35,14 +35,15 @@ REWARD, WINDOW, AHEAD, FALL, LASTS, LEAST = "reward/exact", 10, 50, 0.7, 100, 0.
 ENOUGH, ADDED = 0.90, 0.03
 TEXT = """# Four metrics, and whether a run is about to collapse
 
-A conjecture of "Off-Policy Drift" (its second open problem): χ² of tokens (95th percentile), the effective sample size
-of responses, the share that is clipped and the length of answers tell that a run will collapse. It fails if they do not
-reach an AUROC of 0.90, or if other signals add more than 0.03. Tried on [runs that learn first](ramp.md); χ²
-is that of the tokens of a response, at the 95th percentile of responses. Collapsed: the mean reward of ten updates is
-30 % or more below its best and stays there for 100 updates or to the end, ten at least, where rewards of stale samples
-count for the student that drew them. Asked is, every ten updates before, whether it will be within 50 (the conjecture:
-200, in runs that are longer than these). Runs of the same settings are ranked among one another, by what the other arms
-taught. As the step grows in all of them, `lr` is what a clock tells.
+A conjecture of "Off-Policy Drift" (its second open problem): four metrics predict that a run will collapse. They are
+χ² of tokens (95th percentile), the effective sample size of responses, the clipped share, and the response length.
+The conjecture fails if they do not reach an AUROC of 0.90, or if other metrics add more than 0.03. This page tests it
+on [runs that learn first](ramp.md). χ² is that of the tokens of a response, at the 95th percentile of responses. A
+run has collapsed if the mean reward of ten updates is at least 30 % below its best so far, and stays there for 100
+updates or to the end (at least ten). Rewards of stale samples count for the student that generated them. Every ten
+updates before a collapse the metrics predict whether it comes within 50 updates (the conjecture says 200, for longer
+runs). Runs of the same settings are ranked against each other, with a predictor fitted on the other arms. The
+learning rate grows in all runs, so `lr` shows what the number of the update alone would predict.
 
 ```console
 python benchmarks/collapse.py {paths} > docs/findings/collapse.md

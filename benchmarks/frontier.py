@@ -43,13 +43,14 @@ WEIGHTS = ("none", "token", "prefix_min", "cumulative", "geometric", "sequence",
 EXTREMES, BETWEEN = ("token", "sequence", "sequence, at most 2"), ("prefix_min", "cumulative", "geometric")
 FRONTIER = """# Which ratio makes most progress, by length
 
-A conjecture of "Off-Policy Drift" (its first open problem): for answers of 200 tokens or more and a policy that has
-moved, neither ratios of tokens nor of whole rows make most progress, but something between: of prefixes, of a
-geometric mean. It fails if an extreme is best at every such length. Tried where the gradient is known exactly: walks
-through eight states under a softmax policy, one reward for a walk. Progress is a / (a + tr Var ĝ + ‖bias‖²) for
-batches of 256 walks, with a = 〈g, E ĝ〉² / ‖g‖²: 1 is the exact gradient, and the order is that of the conjecture's
-a / (tr Var ĝ + ‖bias‖²). `none` takes no ratio at all. Two kinds of walks: through all states again and again, where
-what came before is soon forgotten; and with one wrong action from which there is no way back.
+A conjecture of "Off-Policy Drift" (its first open problem) concerns responses of at least 200 tokens and a policy
+that has moved. It says that importance ratios of neither single tokens nor whole rows make most progress, but ratios
+between these extremes: of prefixes, or of a geometric mean. It fails if an extreme is best at every such length. This
+page tests it where the gradient is known exactly: random walks through eight states under a softmax policy, with one
+reward per walk. Progress is a / (a + tr Var ĝ + ‖bias‖²) for batches of 256 walks, with a = 〈g, E ĝ〉² / ‖g‖². The
+exact gradient has progress 1. The order is the same as by the conjecture's a / (tr Var ĝ + ‖bias‖²). `none` uses no
+ratio. There are two kinds of walks. Some visit all states again and again, so early actions have little effect later.
+In the others one wrong action leads to a state that the walk never leaves.
 
 ```console
 python benchmarks/frontier.py > docs/findings/frontier.md

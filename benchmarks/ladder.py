@@ -25,10 +25,10 @@ TEXT = """# How far freshness lets a run fall back (superseded)
 **Superseded**, as the study that it reads ([this one](fopd.md)): the weighted arms were ruined by the scale of their
 gradients, and not by freshness.
 
-f-OPD tells of runs that collapse at lag 8 (three of five, for a coding agent) and of none with freshness. Of the runs
-of [this study](fopd.md): the mean reward of ten updates, at its best less at the end; and how many have collapsed, that
-is end more than 40 % below their best and were more than 10 % below it for the last tenth of all updates. Rewards are
-of the students that drew, up to eight updates before.
+f-OPD reports that three of five runs collapse at lag 8 (for a coding agent), and that none does with freshness. The
+table reads the runs of [the freshness study](fopd.md). `best less end` is the best mean reward of ten updates minus
+the last one. A run has collapsed if it ends more than 40 % below its best, and was more than 10 % below it for the
+last tenth of its updates. Rewards belong to students that are up to eight updates older.
 
 ```console
 python benchmarks/ladder.py {path} > docs/findings/ladder.md

@@ -33,11 +33,13 @@ LINEAR, HALFWAY, APART = 0.9, 0.5, 2.0
 at one KL differ, if that alone does not tell them."""
 TEXT = """# Flips of a router, and the bias that they leave
 
-A conjecture of "Off-Policy Drift" (its third open problem): flips of a router in the sampler bias the gradient with
-token ratios by Θ(T·K·δ), where the token KL of all else is held. It fails if the bias is sublinear in K·δ, or if token
-KL alone tells it. Tried where all is known exactly: the walks of [frontier](frontier.md), whose reward is between 0 and
-1 whatever their length, and K experts of which one is at work: a share p of steps with another one is K·δ = 2p. All
-else agrees. The bias is ‖E ĝ − g‖; as a share of ‖g‖ in the first three columns, for the gradient changes with length.
+A conjecture of "Off-Policy Drift" (its third open problem) concerns mixtures of experts. If the sampler's router
+chooses other experts than the learner's (flips), the gradient with token ratios has a bias of Θ(T·K·δ), while the
+token KL of everything else stays fixed. The conjecture fails if the bias is sublinear in K·δ, or if token KL alone
+predicts it. This page tests it where everything is known exactly: the walks of [frontier](frontier.md), with a reward
+between 0 and 1 at every length. One of K experts acts at each step. A share p of steps with another expert means K·δ
+= 2p. All else agrees. The bias is ‖E ĝ − g‖. The first three columns show it as a share of ‖g‖, because the gradient
+changes with length.
 
 ```console
 python benchmarks/router.py > docs/findings/router.md

@@ -26,13 +26,13 @@ APART, ENOUGH = 0.5, 0.9
 """Of the conjecture, by how much α may differ; ours, what share a law is to call rightly that separates."""
 TEXT = """# Lag, and effective sample size
 
-A conjecture of "Off-Policy Drift" (its fifth open problem): where the loss pulls back to the policy that drew, a run
-is stable up to a lag of c · ESS^α, the effective sample size of responses; c is about 50 and α about 1 for models of 4
-to 70 billion parameters. It fails if no such law tells stable runs from others, or if α differs by more than 0.5 from
-task to task (here: from loss to loss), or if lag alone tells it as well. Tried on [this study](lag.md), with ESS as a
-share (`drift/ess_seq`; batches have 32 responses, so that it is never below 0.03). Unstable is a run whose last
-evaluation is 30 % or more below its best. ESS is that of the run as it went: low as the run went wrong, as well as
-before.
+A conjecture of "Off-Policy Drift" (its fifth open problem) concerns losses that keep the student near the sampler's
+policy. A run is stable up to a lag of c · ESS^α, where ESS is the effective sample size of responses. For models of 4
+to 70 billion parameters c is about 50 and α about 1. The conjecture fails in three cases: no such law separates
+stable from unstable runs; α differs by more than 0.5 between tasks (here: between losses); or lag alone separates
+them as well. This page tests it on [the lag study](lag.md). ESS is a share (`drift/ess_seq`); batches have 32
+responses, so it is at least 0.03. A run is unstable if its last evaluation is at least 30 % below its best. ESS is
+averaged over the whole run, so it is also low because the run failed.
 
 ```console
 python benchmarks/tolerance.py {path} > docs/findings/tolerance.md

@@ -44,18 +44,19 @@ AGES, DRAWS = (0, 16, 64), (1, 4, 16, 64)
 ANSWERS, REDRAWN, BATCH, LONGEST = 512, 200, 32, 80
 VARIANCES = """# How much noise more draws take out, and where their gradient points
 
-AsyncOPD's appendix E: the variance of the loss with M draws at every position, as a share of that with one. *Local* is
-at one prefix, *fixed* of the mean over the prefixes of one answer: both are 1/M by independence, and what differs is
-the tail of ρ, of which so many redraws see too much or too little. *Across* is over answers that are drawn anew, too:
-what is left of it at M = 64 is how much answers differ. The paper's 11.2 % for sequences can be this one only.
+Appendix E of AsyncOPD: the variance of the loss with M draws at every position, as a share of the variance with one
+draw. *Local* is the variance at one prefix; *fixed* is that of the mean over the prefixes of one response. Both are
+1/M, because draws are independent. Deviations from 1/M come from the tail of the importance ratio ρ, which a limited
+number of redraws over- or underestimates. *Across* also redraws the responses. The part that remains at M = 64 is the
+variance between responses. The paper's 11.2 % for sequences can only be this one.
 
 ```console
 python benchmarks/variance.py > docs/findings/variance.md
 ```
 """
 COSINES = """
-The cosine of the gradient of 32 answers by the student's weights to that of the exact reverse KL on the same answers;
-the last line is what stale prefixes cost, whatever is done at them.
+The next table has the cosine between two gradients of 32 responses: that of the estimate, and that of the exact reverse
+KL on the same responses. The last row compares stale with fresh responses: it is the cost of stale prefixes alone.
 """
 Found = dict[tuple[str, str], dict[int, float]]
 """By table and line: what it is at every age."""
