@@ -22,7 +22,7 @@ from slipstream.pipeline.run import Run
 from slipstream.planning.costs import Costs, load, parse, quantiles
 from slipstream.planning.derive import costs_of
 from slipstream.planning.fit import Paid, fitted, least_disturbed
-from slipstream.planning.planner import Split, Stage, Subject, name_of, numbers, outlook, sensible
+from slipstream.planning.planner import Split, Stage, Subject, numbers, outlook, sensible
 from slipstream.planning.simulate import Work, engines, forecast, prompts
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog
@@ -114,7 +114,7 @@ def test_a_pass_takes_what_waits_and_comes_no_sooner_than_it_may() -> None:
 # --- laws -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [Sync(), Async(tau=4)], ids=name_of)
+@pytest.mark.parametrize("schedule", [Sync(), Async(tau=4)], ids=lambda each: each.label)
 def test_the_best_split_of_more_devices_is_never_slower(schedule: ScheduleConfig) -> None:
     speeds = []
     for devices in (3, 4):
@@ -266,7 +266,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_schedules_are_those_that_the_config_could_have() -> None:
-    names = [name_of(each) for each in Subject(config(schedule={"kind": "async", "tau": 2})).schedules]
+    names = [each.label for each in Subject(config(schedule={"kind": "async", "tau": 2})).schedules]
     assert names == ["sync", "periodic", "step_off(1)", "step_off(2)", "async(1)", "async(4)", "async(2)"]
     several = Subject(config(learner={"batch_size": 8, "minibatches": 2})).schedules
     assert "periodic" not in map(name_of, several)

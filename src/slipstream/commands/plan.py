@@ -69,11 +69,10 @@ def plan_ahead(
 
 
 def write_page(target: Path, seen: Outlook, subject: Subject, costs: Costs, command: str) -> None:
-    from slipstream.planning.planner import name_of
     from slipstream.reporting.report.forecast import page
     from slipstream.reporting.report.page import document
 
-    own, updates = name_of(subject.config.schedule), subject.config.updates
+    own, updates = subject.config.schedule.label, subject.config.updates
     text = document(page(seen, costs, own=own, updates=updates, command=command))
     with writing(target):
         write_atomic(target, text)
@@ -105,9 +104,8 @@ def measured(subject: Subject, note: Callable[[str], None]) -> Costs:
 
 
 def told(seen: Outlook, subject: Subject, costs: Costs) -> list[str | Table]:
-    from slipstream.planning.planner import name_of
 
-    own, best = name_of(subject.config.schedule), max(seen.best.values(), key=speed)
+    own, best = subject.config.schedule.label, max(seen.best.values(), key=speed)
     shared = "" if costs.cores is None else f" that share {costs.cores:g} cores"
     title = f"{seen.devices} devices{shared}: samplers + scorers + ranks of the learner that are best"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")

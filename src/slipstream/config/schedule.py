@@ -3,28 +3,64 @@
 from __future__ import annotations
 
 from math import ceil
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from slipstream.config.base import Section
 
 
-class Sync(Section):
+class ScheduleSection(Section):
+    """Properties that every schedule has, so that no other file needs to ask which kind it is."""
+
+    serial: ClassVar[bool] = False
+    """Roll out, score and learn one after the other."""
+    learns_as_ready: ClassVar[bool] = False
+    """Gather gradients from groups as they come, and make one step at the end of an update."""
+
+    @property
+    def label(self) -> str:
+        """Name with the setting that matters most, such as `step_off(2)`."""
+        return self.kinds()[0]
+
+    @property
+    def most(self) -> float:
+        """Largest tau that may be reached; 0 for schedules without tau."""
+        return 0.0
+
+    @property
+    def rarest(self) -> int:
+        """Most updates that may pass between two publishes."""
+        return 1
+
+    @property
+    def batches(self) -> float:
+        """Most batches that tau allows in flight."""
+        return 1.0
+
+    @property
+    def finds_tau(self) -> bool:
+        """Return whether the run chooses tau."""
+        return False
+
+
+class Sync(ScheduleSection):
     """Strictly on-policy: roll out a batch, score it, learn from it, publish, begin again."""
 
     kind: Literal["sync"] = "sync"
     """One stage at a time, strictly on-policy."""
+    serial: ClassVar[bool] = True
 
 
-class Periodic(Section):
+class Periodic(ScheduleSection):
     """On-policy like sync, but scoring and learning begin with the first finished sample."""
 
     kind: Literal["periodic"] = "periodic"
     """The stages of one update overlap, strictly on-policy."""
+    learns_as_ready: ClassVar[bool] = True
 
 
-class StepOff(Section):
+class StepOff(ScheduleSection):
     """Whole batches, k of them ahead of the learner: tokens are exactly k updates old."""
 
     kind: Literal["step_off"] = "step_off"
@@ -32,8 +68,12 @@ class StepOff(Section):
     k: int = Field(1, ge=1)
     """How many batches roll out ahead."""
 
+    @property
+    def label(self) -> str:
+        return f"{self.kind}({self.k})"
 
-class Async(Section):
+
+class Async(ScheduleSection):
     """Everything overlaps: groups start as credits allow, weights change in the middle of a response."""
 
     kind: Literal["async"] = "async"
@@ -84,6 +124,14 @@ class Async(Section):
         """The most that may ever be in flight. Publishes that come less often leave it as it is where that is found."""
         return (self.most + 1) * self.often
 
+    @property
+    def finds_tau(self) -> bool:
+        return self.tau == "auto"
+
+    @property
+    def label(self) -> str:
+        return f"async({self.tau if self.tau == 'auto' else f'{self.tau:g}'})"
+
     @model_validator(mode="after")
     def _left_to_the_run(self) -> Async:
         idle = {"tau_max": "tau", "drift": "tau", "publish_max": "publish_every"}
@@ -130,13 +178,18 @@ class Async(Section):
         return self
 
 
-class Replay(Section):
+class Replay(ScheduleSection):
     """Serial like sync, on batches that are k updates old: controlled staleness, for studies."""
 
     kind: Literal["replay"] = "replay"
     """One stage at a time, a fixed number of updates off-policy."""
+    serial: ClassVar[bool] = True
     k: int = Field(1, ge=0)
     """Age of every batch in updates, once as many have been made."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}({self.k})"
 
 
 ScheduleConfig = Annotated[Sync | Periodic | StepOff | Async | Replay, Field(discriminator="kind")]

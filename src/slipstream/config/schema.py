@@ -434,7 +434,7 @@ class Config(Section):
                 'replicas = "auto": with runtime.kind = "inline" nobody comes or goes: write a number, or '
                 'runtime.kind = "local"'
             )
-        every = self.schedule.rarest if isinstance(self.schedule, Async) else 1
+        every = self.schedule.rarest
         if self.eval.every % every:
             raise ValueError(
                 f"eval.every = {self.eval.every} is not a multiple of schedule.publish_every = {every}: "
@@ -570,7 +570,7 @@ class Config(Section):
                 f"learner.ranks = {learner.ranks} is more than the {groups // learner.minibatches} groups of one step: "
                 "some would have nothing to do; lower it, or raise learner.batch_size"
             )
-        if self.schedule.kind == "periodic" and learner.minibatches * learner.epochs > 1:
+        if self.schedule.learns_as_ready and learner.minibatches * learner.epochs > 1:
             raise ValueError(
                 'schedule.kind = "periodic" learns from groups as they come, in one step: '
                 "write minibatches = 1 and epochs = 1, or another schedule"
@@ -595,8 +595,8 @@ class Config(Section):
 
     def _check_guards(self) -> None:
         """Of guards that look at ages, or change them, the schedule must have different ones."""
-        guards, tau = self.guards, self.schedule.most if isinstance(self.schedule, Async) else 0.0
-        if guards.kl is not None and isinstance(self.schedule, Async) and self.schedule.tau == "auto":
+        guards, tau = self.guards, self.schedule.most
+        if guards.kl is not None and self.schedule.finds_tau:
             raise ValueError('[guards.kl] lowers schedule.tau, and so does tau = "auto": drop one of them')
         if guards.kl is not None and tau < 1:
             raise ValueError(

@@ -213,7 +213,7 @@ def method_of(config: Config) -> Method:
         _check_policy(config, policy, method)
     _check_horizon(config)
     _check_cut(config, method)
-    if config.schedule.kind == "periodic":
+    if config.schedule.learns_as_ready:
         _check_parts(method)
     if config.learner.snapshots and not (config.learner.exact_drift or method.reads_snapshots):
         raise ConfigError(

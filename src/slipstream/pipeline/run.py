@@ -105,10 +105,8 @@ class Run:
         self.autoscale = Autoscale(config.most_workers) if config.most_workers else None
         self.flow: Flow | None = None
         self.autopilot = autopilot_of(config.schedule)
-        schedule = config.schedule
-        self.most, batches = (schedule.most, schedule.batches) if isinstance(schedule, Async) else (0.0, 1.0)
-        """The largest tau; and what is in flight with it."""
-        self.guards = Guards(config.guards, tau=self.most, batches=batches)
+        self.most = config.schedule.most
+        self.guards = Guards(config.guards, tau=self.most, batches=config.schedule.batches)
         for line in log.updates():
             self._decide(line)
         self.health = Health(config.health, say)
@@ -461,7 +459,7 @@ def admission_of(config: Config, prompts: Prompts, standing: Standing | None) ->
 
 
 def autopilot_of(schedule: ScheduleConfig) -> Autopilot | None:
-    if isinstance(schedule, Async) and schedule.tau == "auto":
+    if isinstance(schedule, Async) and schedule.finds_tau:
         return Autopilot(schedule.tau_max, schedule.drift, often=schedule.often, rarest=schedule.rarest)
     return None
 

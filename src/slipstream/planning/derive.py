@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from slipstream.config.base import at_first
-from slipstream.config.schedule import Replay, Sync
 from slipstream.errors import RunDirError
 from slipstream.planning.costs import Costs, DecodeCost, LearnCost, Lengths, PublishCost, ScoreCost, quantiles
 from slipstream.planning.fit import Paid, fitted
@@ -38,7 +37,7 @@ def costs_of(run: RunDir) -> Costs:
 
 def decode_cost(run: RunDir, lines: Sequence[Line], samplers: int) -> DecodeCost:
     config = run.config
-    serial = isinstance(config.schedule, Sync | Replay) and samplers == 1
+    serial = config.schedule.serial and samplers == 1
     if not serial or config.learner.batch_size > config.sampler.slots:
         return DecodeCost(step=0.0, row=spent(lines, "rollout") * samplers)
     paid = [

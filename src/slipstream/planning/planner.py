@@ -13,7 +13,7 @@ from typing import Any
 
 from slipstream.config.base import at_first
 from slipstream.config.file import load
-from slipstream.config.schedule import Async, Periodic, Replay, ScheduleConfig, StepOff, Sync
+from slipstream.config.schedule import Async, Periodic, ScheduleConfig, StepOff, Sync
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.pipeline.schedules import schedule_of
@@ -111,10 +111,10 @@ def outlook(
         found, splits, scored = list[Offer](), list(stage.splits(count)), stage.scorers != 0
         for schedule in schedules:
             for split in sensible(costs, work, splits, schedule, teacher=scored):
-                say(f"{name_of(schedule)} on {count} devices, split {split}")
+                say(f"{schedule.label} on {count} devices, split {split}")
                 seen = forecast(costs, split, schedule, work, updates=simulated(work), teacher=scored)
                 seconds = seen.seconds(updates, work.batch)
-                found.append(Offer(schedule=name_of(schedule), split=split, forecast=seen, seconds=seconds))
+                found.append(Offer(schedule=schedule.label, split=split, forecast=seen, seconds=seconds))
         return found
 
     return Outlook(devices=devices, offers=offers(devices), more=offers(devices + 1))
@@ -165,15 +165,6 @@ def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -
     }
 
 
-def name_of(schedule: ScheduleConfig) -> str:
-    match schedule:
-        case StepOff(k=k) | Replay(k=k):
-            return f"{schedule.kind}({k})"
-        case Async(tau=tau):
-            return f"async({tau if tau == 'auto' else f'{tau:g}'})"
-    return schedule.kind
-
-
 @dataclass(frozen=True)
 class Subject:
     """What is planned: a config, or that of a run."""
@@ -209,7 +200,7 @@ class Subject:
         usual = [each for each in USUAL if not (several and isinstance(each, Periodic))]
         if isinstance(own, Async) and own.tau == "auto":
             return usual
-        return [each for each in usual if name_of(each) != name_of(own)] + [own]
+        return [each for each in usual if each.label != own.label] + [own]
 
     @property
     def stage(self) -> Stage:

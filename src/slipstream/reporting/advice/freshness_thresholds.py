@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from statistics import quantiles
 from typing import Any
 
-from slipstream.config.schedule import Async
 from slipstream.reporting.advice.answer import Found
 from slipstream.reporting.advice.readings import Case, values_of
 
@@ -26,7 +25,7 @@ def thresholds(case: Case) -> Found | None:
         return None
     aged = [(f, lag) for line in case.ledger for f, lag in zip(line.get("f", ()), line.get("lag", ()), strict=False)]
     known = [(f, lag) for f, lag in aged if f is not None]
-    tau = case.config.schedule.most if isinstance(case.config.schedule, Async) else 0.0
+    tau = case.config.schedule.most
     old = [f for f, lag in known if lag >= tau]
     values = old if len(old) >= MANY else [f for f, _ in known if f < 1]
     change = dict[str, Any]()

@@ -81,7 +81,7 @@ def enough(case: Case) -> bool:
 
 def stages(case: Case) -> tuple[str, str, float, float]:
     """Whom the learner waits for, by which metric, what share of the time, and what is too much of it."""
-    if case.config.schedule.kind in ("sync", "replay"):  # everybody waits for everybody, as is meant
+    if case.config.schedule.serial:  # everybody waits for everybody, as is meant
         scored, rolled = case.usual("stage/score"), case.usual("stage/rollout")
         who = "teacher" if scored > rolled else "sampler"
         return who, f"stage/{'score' if who == 'teacher' else 'rollout'}", max(scored, rolled), NEARLY_ALL

@@ -66,9 +66,8 @@ def what(run: Reading) -> str:
     teachers = ", ".join(config.model_of(each) for each in config.teachers.values())
     distilled = f" · {config.loss.kind} from {teachers}" if teachers else ""
     policy = f" · {config.policy.loss} on {', '.join(config.task.names)}" if config.policy else ""
-    tau = f"({config.schedule.tau:g})" if config.schedule.kind == "async" and config.schedule.tau != "auto" else ""
     began = str(run.meta.get("started", ""))[:16].replace("T", " ")
-    return f"{config.student}{distilled}{policy} · schedule {config.schedule.kind}{tau} · begun {began} UTC."
+    return f"{config.student}{distilled}{policy} · schedule {config.schedule.label} · begun {began} UTC."
 
 
 def sections(runs: Sequence[Reading]) -> Iterator[Section]:
