@@ -182,7 +182,7 @@ def test_labels_are_for_names_that_are_known() -> None:
 
 def test_a_band_is_said_and_holds_the_numbers_that_it_says() -> None:
     kl, ess = vocabulary.band("mismatch/kl"), vocabulary.band("drift/ess_row")
-    assert kl is not None and str(kl) == "below 0.02; from 0.05 on look"
+    assert kl is not None and str(kl) == "below 0.02; investigate from 0.05 on"
     assert ess is not None and str(ess) == "above 0.5"
     assert [value in kl for value in (-0.1, 0.02, 0.021)] == [True, True, False]
     assert [value in ess for value in (0.49, 0.5, 2.0)] == [False, True, True]

@@ -344,7 +344,7 @@ def test_a_teacher_that_begins_to_say_zero_stops_the_run_and_the_last_good_check
     said = io.StringIO()
     say_how_to_go_on(tmp_path, RunDir(tmp_path).config, Console(file=said, width=200))
     assert said.getvalue() == f"stopped; saved after update 9; go on with: slipstream resume {tmp_path}\n"
-    assert Watched(tmp_path).state().doing == f"after update 12; slipstream resume {tmp_path} goes on after update 9"
+    assert Watched(tmp_path).state().doing == f"after update 12; slipstream resume {tmp_path} continues after update 9"
 
 
 def test_a_run_that_has_gone_on_and_saves_is_no_longer_of_one_that_went_wrong(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_sample_of_any_length_has_its_place() -> None:
     many = 16_000
     long = {**QUOTE, "prompt": "p" * 99_999, "response": "ab" * many, "tokens": ["ab"] * many}
     text = quotes.sample({**long, "logp": [-1.0] * many, "teacher_logp": [-9.0] * many})
-    assert len(text) < 150_000 and "… and 14,800 tokens more" in text
+    assert len(text) < 150_000 and "… and 14,800 more tokens" in text
 
 
 def test_several_runs_are_one_colour_each_and_the_settings_that_differ_come_first(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_without_a_browser_svg_is_refused_in_one_line(
     monkeypatch.setenv("CHROME", "/nowhere/chromium")
     path = write_study(tmp_path / "study")
     assert main(["report", str(path), "--markdown", str(tmp_path / "page")]) == 2
-    said = "figures become SVG in a browser, and there is none: install chromium, or let CHROME name one"
+    said = "figures are drawn as SVG by a browser, and none was found: install chromium, or set CHROME to a browser"
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
@@ -308,7 +308,7 @@ def test_a_study_of_time_says_what_was_learned_when_the_first_arm_was_done(tmp_p
     assert list(arms.drawn(sweep)) == ["study.svg", "study-reward-exact.svg", "study-clock.svg"]
     figure = arms.drawn(sweep)["study-clock.svg"]
     assert {trace["name"] for trace in figure.data if "name" in trace} == {"reverse", "forward"}
-    assert re.fullmatch(r"When reverse is done, after \d+ s, it is at 62 %", figure.title) and figure.legend
+    assert re.fullmatch(r"reverse ends first, after \d+ s, at 62 %", figure.title) and figure.legend
     first, _ = (trace for trace in figure.data if trace.get("fill") is None)
     assert first["x"][0] < first["x"][-1] and first["name"] == "reverse"
     assert arms.by_clock(Sweep(write_study(tmp_path / "plain"))) is None
@@ -391,7 +391,7 @@ def test_the_page_of_a_study_has_its_tables_and_verdicts(tmp_path: Path) -> None
 
 def test_a_study_that_is_not_finished_says_of_how_many_seeds_it_tells(tmp_path: Path) -> None:
     text = report(write_study(tmp_path / "study", left_out=8))  # all of seed 1, and four of six points of seed 2
-    assert "10 of 18 runs, the others are not finished" in text
+    assert "10 of 18 runs; the others are not finished" in text
     assert "(2 of 3 seeds)" in text and "(1 of 3 seeds)" in text
 
 

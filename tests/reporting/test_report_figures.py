@@ -199,9 +199,9 @@ def test_what_the_learner_waited_for_adds_up_to_all_its_time(tmp_path: Path) -> 
     figure = charts.waits([reading(tmp_path / "run")])
     parts = {trace["name"]: trace["x"][0] for trace in figure.data}
     assert parts == pytest.approx(
-        {"learning": 0.6, "waiting for scored groups": 0.2, "waiting for a publish": 0.1, "the rest": 0.1}
+        {"learning": 0.6, "waiting for scored groups": 0.2, "waiting for a publish": 0.1, "other": 0.1}
     )
-    assert figure.title == "The learner learned 60 % of the time"
+    assert figure.title == "The learner was training 60 % of the time"
 
 
 def test_a_publish_has_its_parts_and_no_figure_where_there_is_none(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_publish_has_its_parts_and_no_figure_where_there_is_none(tmp_path: Pat
     assert charts.publishes([other]) is None
     figure = charts.publishes([one, other])
     assert figure is not None and {t["name"]: t["x"] for t in figure.data} == {
-        "until all stood still": [0.25, None],
+        "waiting for requests to pause": [0.25, None],
         "loading weights": [0.5, None],
     }
     assert figure.title == "A sampler spent 0.75 s on a publish (one), 0 s on a publish (other)"
@@ -223,7 +223,7 @@ def test_work_is_lost_by_reason_or_no_figure_is_drawn(tmp_path: Path) -> None:
     figure = charts.lost([well, bad])
     assert figure is not None and figure.data[1]["x"] == ["too old", "failed: crash"]
     assert (figure.data[0]["y"], figure.data[1]["y"]) == ([0.0, 0.0], [3.0, 2.0])
-    assert figure.title == "Work that was thrown away: 0 tokens (well), 1,234 tokens (bad)"
+    assert figure.title == "Lost work: 0 tokens (well), 1,234 tokens (bad)"
 
 
 def test_drift_by_lag_has_an_error_over_updates(tmp_path: Path) -> None:
@@ -323,4 +323,4 @@ def test_episodes_are_drawn_from_their_own_beginning(tmp_path: Path) -> None:
     assert (turns["name"], steps["name"]) == ("turn", "step")
     assert turns["y"] == ["group 2/0", "group 2/0", "group 3/0", "group 3/0"]  # the first was before the middle
     assert turns["base"] == pytest.approx([0, 0.4, 0, 0.4]) and steps["x"] == pytest.approx([0.1, 0.1])
-    assert figure.title == "What an episode's time went into: 80 % turn, 20 % step"
+    assert figure.title == "Time of an episode: 80 % turn, 20 % step"

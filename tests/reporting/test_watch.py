@@ -164,7 +164,7 @@ SIGNS = Signs(
     usual=2.0,
     groups="4 rolling out",
 )
-RESUME = "; slipstream resume runs/a goes on after update"
+RESUME = "; slipstream resume runs/a continues after update"
 DEAD = "probably dead: process 12 on host is gone"
 SILENTLY = "probably dead: process 12 on host has written nothing for 0:01 h"
 GONE = {"held": False, "connected": False}
@@ -179,29 +179,29 @@ STATES: list[tuple[dict[str, Any], str]] = [
     ({"every": 10, "evaluated": 10}, "evaluating: held-out prompts after update 20"),
     ({"every": 10, "evaluated": 20}, "training: 4 rolling out"),
     ({"every": 15, "evaluated": 15}, "training: 4 rolling out"),
-    ({"update": 40}, "ending: the last update is made, the student is being written"),
+    ({"update": 40}, "ending: the last update is done, the student is being saved"),
     ({"update": 40, "every": 40, "evaluated": 0}, "evaluating: held-out prompts after update 40"),
-    ({"loading": True}, "loading: the run goes on after update 20"),
-    ({"loading": True, "finished": True, "update": 40}, "loading: the run goes on after update 40"),
-    ({"loading": True, "update": 0}, "loading: the run begins"),
+    ({"loading": True}, "loading: the run continues after update 20"),
+    ({"loading": True, "finished": True, "update": 40}, "loading: the run continues after update 40"),
+    ({"loading": True, "update": 0}, "loading: the run starts"),
     ({"finished": True}, "finished: the student is in runs/a/final"),
     ({"finished": True, **GONE}, "finished: the student is in runs/a/final"),
     ({"checkpoint": 20, **GONE}, f"stopped: after update 20{RESUME} 20"),
     (
         {"update": 0, "checkpoint": None, **GONE},
-        "stopped: before its first update; there is no checkpoint to go on from",
+        "stopped: before its first update; there is no checkpoint to resume from",
     ),
     ({"held": False}, f"{DEAD}{RESUME} 16"),
     ({"checkpoint": 20, "held": False}, f"{DEAD}{RESUME} 20"),
     (GONE, f"{DEAD}{RESUME} 16"),
-    ({"held": False, "checkpoint": None}, f"{DEAD}; there is no checkpoint to go on from"),
+    ({"held": False, "checkpoint": None}, f"{DEAD}; there is no checkpoint to resume from"),
     # a lock that is held on another machine cannot always be seen
     ({"held": False, "here": False}, "training: 4 rolling out"),
     ({"held": None}, "training: 4 rolling out"),
     ({"held": None, "finished": True}, "finished: the student is in runs/a/final"),
     ({"held": False, "here": False, "silent": SILENT}, f"{SILENTLY}{RESUME} 16"),
     ({"checkpoint": 20, "here": False, **GONE}, f"stopped: after update 20{RESUME} 20"),
-    ({"checkpoint": 20, "here": False, "loading": True, **GONE}, "loading: the run goes on after update 20"),
+    ({"checkpoint": 20, "here": False, "loading": True, **GONE}, "loading: the run continues after update 20"),
 ]  # fmt: skip
 
 
@@ -257,18 +257,18 @@ def test_what_an_update_says_that_the_one_before_did_not_is_news() -> None:
     assert [said for _, said in of_updates(before, after)] == [
         "guards.ess: learning rate × 0.25",
         "guards.kl: tau is lowered by 1",
-        "scorer died and was started again (2 × so far)",
+        "scorer died and was restarted (2 × so far)",
         "tau from 4 to 3",
-        "3 groups became too old and began again",
+        "3 groups became too old and were restarted",
     ]
     assert [said for _, said in of_updates(after, before | {"freshness/refreshes": 1.0, "restarted": 4.0})] == [
-        "guards.ess: over",
-        "guards.kl: over, tau is as it was",
+        "guards.ess: off",
+        "guards.kl: off, tau is restored",
         "tau from 3 to 4",
-        "too stale: all that was in flight began anew",
+        "refresh: all stale groups in flight were restarted",
     ]
     workers = {"update": 6, "idle/sampler": 0.1, "idle/sampler-1": 0.0}
-    assert list(of_updates(before, workers)) == [Event(6, "sampler-1 has come"), Event(6, "scorer has left")]
+    assert list(of_updates(before, workers)) == [Event(6, "sampler-1 joined"), Event(6, "scorer left")]
     steered = {"update": 1, "publish_every": 1.0}
     assert list(of_updates(steered, {"update": 2, "publish_every": 2.0})) == [Event(2, "publish_every from 1 to 2")]
     assert list(of_updates({"update": 1}, {"update": 2, "guard/ess": 0.5})) == [
@@ -287,7 +287,7 @@ def test_what_was_dropped_is_told_with_its_cause_and_once_for_many() -> None:
     ]
     assert list(of_ledger(lines)) == [
         Event(7, "3 × group dropped, scoring failed: no answer"),
-        Event(7, "2 × answer left out: the tool hung"),
+        Event(7, "2 × response left out: the tool hung"),
         Event(7, "group dropped, scoring failed"),
     ]
     assert list(of_ledger([])) == []

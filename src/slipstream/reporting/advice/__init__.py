@@ -1,1 +1,1 @@
-"""What is wrong with a run, why, and the smallest change that mends it: pure code over its config and its metrics."""
+"""Rules that find what is wrong with a run and propose the smallest change: pure code over its config and metrics."""

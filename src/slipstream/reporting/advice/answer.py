@@ -1,4 +1,4 @@
-"""An answer: what is wrong, by which number, why, and the smallest change that the run's own config allows."""
+"""Rules, findings and answers. An answer states what is wrong, why, and the smallest change that fixes the problem."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from slipstream.objective.method import method_of
 from slipstream.reporting.advice.readings import Case
 
 Weight = Literal["wrong", "speed", "watch", "tune"]
-"""Something to mend; what only takes time; what would be wrong, if it grew; what this run suggests."""
+"""Severity of an answer: an error to fix, lost time only, a warning, or a suggested setting."""
 WEIGHTS: tuple[Weight, ...] = ("wrong", "speed", "watch", "tune")
 Change = Mapping[str, Any]
-"""Settings by their dotted names."""
+"""New values of settings, by dotted name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """That a rule applies."""
+    """Evidence that a rule applies to a run."""
 
     metric: str
     value: float
     limit: float
     changes: Sequence[Change] = ()
-    """The best first: the first one that is legal is proposed."""
+    """Possible changes, best first. The first one that the config allows is proposed."""
     run: str = ""
-    """A command instead, where no setting is to blame."""
+    """Command to run if no change is possible; empty for none."""
     why: str = ""
-    """The cause in this run, where it is better known than the rule's."""
+    """Cause in this run; empty for the general cause of the rule."""
     weight: Weight = "wrong"
 
 
@@ -42,17 +42,17 @@ class Found:
 class Rule:
     name: str
     reads: str
-    """Names of metrics; between them a space."""
+    """Metrics that the rule reads, separated by spaces."""
     when: str
     cause: str
     change: str
-    """In words, of which the one for a run is made."""
+    """Description of the change, for docs/advice.md."""
     watch: str
-    """What tells whether it helped."""
+    """Metrics that show if the change helped."""
     find: Callable[[Case], Found | None]
     weight: Weight = "wrong"
     hides: tuple[str, ...] = ()
-    """Rules that find its consequences."""
+    """Names of rules whose answers are consequences of this one, and are hidden by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,20 +65,20 @@ class Answer:
     when: str
     cause: str
     change: Change
-    """Empty where no legal setting mends it."""
+    """Proposed change; empty if the config allows none."""
     run: str
     watch: str
     explains: tuple[str, ...] = ()
-    """What else was found that follows from it."""
+    """Names of the hidden answers that are consequences of this one."""
 
     @property
     def cli(self) -> str:
-        """To paste behind `slipstream train CONFIG`."""
+        """Return the change as options to append to `slipstream train CONFIG`."""
         return " ".join(f"--{key} {shlex.quote(as_text(value))}" for key, value in self.change.items())
 
     @property
     def toml(self) -> str:
-        """To paste into a config."""
+        """Return the change as TOML to paste into a config."""
         parts = [key.rpartition(".") for key in self.change]
         by_section = groupby(zip(parts, self.change.values(), strict=True), key=lambda pair: pair[0][0])
         return "\n".join(
@@ -105,12 +105,12 @@ def answered(rule: Rule, found: Found, config: Config) -> Answer:
 
 
 def legal(config: Config, change: Change) -> bool:
-    """Whether the config takes it, and is another one with it."""
+    """Return True if the config with this change is valid and differs from the config without it."""
     return changed(config, change) not in (None, config)
 
 
 def changed(config: Config, change: Change) -> Config | None:
-    """None where it would be refused."""
+    """Return the config with this change, or None if it is invalid."""
     tree = config.model_dump(mode="json", exclude_none=True)
     try:
         found = parse(tree, [(key, as_text(value)) for key, value in change.items()], say=str)
@@ -121,7 +121,7 @@ def changed(config: Config, change: Change) -> Config | None:
 
 
 def as_text(value: Any) -> str:
-    """On a command line, where a word needs no quotes."""
+    """Format a value for the command line, where strings need no quotes."""
     return value if isinstance(value, str) else as_toml(value)
 
 
@@ -146,7 +146,7 @@ def as_toml(value: Any) -> str:
 
 
 def without(answers: Iterable[Answer], rules: Mapping[str, Rule]) -> list[Answer]:
-    """Causes only, in the order given, each with the answers that it explains."""
+    """Return the answers that no earlier answer hides, each with the names of the answers that it hides."""
     left, hidden = list(answers), dict[str, list[str]]()
     for answer in list(left):
         if answer in left:
@@ -157,5 +157,5 @@ def without(answers: Iterable[Answer], rules: Mapping[str, Rule]) -> list[Answer
 
 
 def may_hide(cause: Answer, symptom: Answer) -> bool:
-    """What is only worth an eye explains nothing that is wrong."""
+    """Return True unless the cause is less severe than "wrong" and the symptom is "wrong"."""
     return cause.weight == "wrong" or symptom.weight != "wrong"

@@ -1,8 +1,8 @@
-"""Rules about what lies between the policy that drew and the one that learns, upstream first.
+"""Rules about the drift between the policy that sampled the tokens and the learner, causes before symptoms.
 
-Same-version tokens are read apart from stale ones. A difference between engines is a bug, and no correction removes it;
-what grows with the lag is staleness; only then do variance and clipping mean anything.  (Liu, Off-Policy Drift in LLM
-RL.)
+Tokens of the learner's own version are examined apart from stale tokens. A difference at the same version is a bug in
+an engine, and no correction removes it. Drift that grows with the lag is staleness. Variance and clipping come last.
+(Liu, Off-Policy Drift in LLM RL.)
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from slipstream.reporting.advice.answer import Change, Found
 from slipstream.reporting.advice.readings import Case, Level, Line, level, values_of
 
 WATCHED, DRIFTED = 0.02, 0.05
-"""KL below which there is no drift to speak of, and from which on it is to be mended."""
+"""KL up to which drift is negligible, and KL above which it must be fixed."""
 APART = 0.95
-"""Correlation of probabilities below which two engines run different policies."""
+"""Correlation of token probabilities below which two engines run different policies."""
 LEAP = 0.5
-"""Difference of one token's probability that no rounding makes."""
+"""Difference of one token's probability that is too large for a rounding error."""
 PERPLEXED = 0.05
-"""By which a ratio of perplexities may be off 1."""
+"""Largest allowed distance of a ratio of perplexities from 1."""
 ROUNDED = 1e-3
-"""KL of one version between two engines in float32, which has no excuse."""
+"""Largest allowed KL between two engines in float32 with the same weights."""
 MODERATE, BLOWN_UP = 0.3, 1.0
-"""chi2_token from which on outliers are to be filtered, and from which on weights are mostly noise."""
+"""chi2_token above which outliers should be rejected, and above which importance weights are mostly noise."""
 WEIGHED, HOPELESS = 2.0, 4.0
-"""chi2_token up to which rejection alone will do, and above which no correction does."""
+"""chi2_token below which rejection alone is enough, and above which no correction is enough."""
 HALF, THIRD = 0.5, 0.3
-"""Effective sample sizes: variance has blown up, and that in spite of rejection."""
+"""Effective sample sizes (as shares) below which the variance is too high: in general, and in spite of rejection."""
 MASKED, TOO_MANY = 0.1, 0.25
-"""Shares of tokens that are rejected: more than rejection alone should, and more than any correction may."""
+"""Largest share of rejected tokens for rejection alone, and for any correction."""
 TAIL = 10.0
-"""Ratio of a single draw."""
+"""Largest allowed importance ratio of a draw (an extra token sampled at the same position)."""
 CLIPPED = 0.2
 CUT = 1e-3
-"""Share of draws whose weights are cut, from which on staleness is no longer weighed away."""
+"""Largest share of clipped or capped importance weights at which the weights still correct staleness."""
 LONG = 50
-"""Tokens at which a ratio of 1.1 a token is 117 of a sequence."""
+"""Sequence length in tokens at which a ratio of 1.1 per token makes a sequence ratio of 117."""
 GEOMETRIC: Change = {"correction.rs": {"seq_mean_k1": [0.99, 1.01]}}
-"""The bound of the decision tree, which is wider than that of the presets."""
+"""Geometric rejection with the bounds of the decision tree, which are wider than those of the presets."""
 REJECT: Change = {"correction.preset": "decoupled_geo_rs", **GEOMETRIC}
 
 
 def compares(config: Config) -> bool:
-    """Whether anything that is learned weighs by what drew: else drift costs no more than old prefixes."""
+    """Return True if a loss uses the log-probs of the sampling policy; otherwise drift only makes prefixes stale."""
     return config.policy is not None or (config.loss.weight > 0 and config.loss.asks.compares)
 
 
@@ -66,7 +66,7 @@ def truncates(config: Config) -> bool:
 
 
 def fresher(config: Config) -> list[Change]:
-    """Half as stale."""
+    """Return changes that halve the staleness, best first."""
     match config.schedule:
         case Async(tau="auto") as schedule:
             return [{"schedule.drift": schedule.drift / 2}]
@@ -86,17 +86,17 @@ def slower(config: Config, factor: float = 0.5) -> Change:
 
 
 def risen(case: Case) -> list[float]:
-    """Return the limits that the KL to the teachers has crossed: a tenth above its best, or above what it was, or twice
-    that of the first update, at which answers are short, as those are finished first."""
+    """Return the crossed limits of the KL to the teachers: 1.1 × best, 1.1 × early and 2 × first value."""
+    # the last factor is larger because short responses finish first, and their KL is lower
     now, known = case.kl_now, ((case.kl_best, 1.1), (case.kl_then, 1.1), (case.kl_first, 2.0))
     return [times * kl.mean for kl, times in known if now.above(kl) and now.mean > times * kl.mean]
 
 
-# --- A: engines -------------------------------------------------------------------------------------------------------
+# --- engines ----------------------------------------------------------------------------------------------------------
 
 
 def engines_differ(case: Case) -> Found | None:
-    """Of one version. What truncation cut off differs, and is meant; so do keys of older weights, up to a point."""
+    """Find log-probs that differ between sampler and learner at the same version, without truncated sampling."""
     config, known, gap = case.config, case.agreement, case.same_kl
     exact = in_float32(config) and config.sampler.on_publish == "rebuild"
     seen = None if truncates(config) else apart(known, gap, ROUNDED if exact else DRIFTED, exact=exact)
@@ -114,30 +114,30 @@ def engines_differ(case: Case) -> Found | None:
 
 
 UNPUBLISHED = (
-    "Sampler and learner agree at the first update and no more since (A): what is published is not what the sampler "
-    "runs."
+    "Sampler and learner agree at the first update and disagree since then: the sampler does not run the published "
+    "weights."
 )
 
 
 def apart(known: Sequence[Line], gap: Level, limit: float, *, exact: bool) -> tuple[str, float, float] | None:
-    """Which number is beyond which limit. The largest difference counts by itself: a mean would hide one expert."""
+    """Return metric, value and limit of the first crossed limit, or None."""
     k3 = fmean(values_of(known, "k3_kl") or [0.0])
     if gap.over(limit) or (exact and k3 > limit):
         return "kl", max(gap.mean, k3), limit
-    if k3 > ROUNDED:  # below, where all tokens are nearly certain, a correlation is one of rounding errors
+    if k3 > ROUNDED:  # below this KL all tokens are nearly certain, and rounding errors dominate the correlation
         pearson, ratio = values_of(known, "probs_pearson"), values_of(known, "ppl_ratio")
         if level(pearson).under(APART) or (len(pearson) == 1 and pearson[0] < APART):
             return "probs_pearson", fmean(pearson), APART
         if level([abs(each - 1) for each in ratio]).over(PERPLEXED):
             return "ppl_ratio", fmean(ratio), 1 + PERPLEXED
-    largest = [each for each in values_of(known, "probs_diff_max") if each > LEAP]
+    largest = [each for each in values_of(known, "probs_diff_max") if each > LEAP]  # means would hide one bad expert
     if len(largest) >= 3 and len(largest) > len(known) / 2:
         return "probs_diff_max", max(largest), LEAP
     return ("kl", gap.mean, WATCHED) if gap.over(WATCHED) else None
 
 
 def aligned(config: Config) -> list[Change]:
-    """Systems first; and no correction while one looks."""
+    """Return changes that make the engines compute alike, then one that turns corrections off while debugging."""
     learner, sampler = config.learner, config.sampler
     return [
         *([{"sampler.on_publish": "rebuild"}] if sampler.on_publish == "reuse" else []),
@@ -148,7 +148,7 @@ def aligned(config: Config) -> list[Change]:
 
 
 def nobody_knows(case: Case) -> Found | None:
-    """Anti-pattern 1: drift is taken for learning before it is known whether the engines agree."""
+    """Find drift in a run that has no tokens on which to check that the engines agree."""
     if case.agreement or not case.drift.over(DRIFTED) or case.same_kl.error < 1:
         return None
     return Found(
@@ -156,11 +156,11 @@ def nobody_knows(case: Case) -> Found | None:
     )
 
 
-# --- B: staleness -----------------------------------------------------------------------------------------------------
+# --- staleness --------------------------------------------------------------------------------------------------------
 
 
 def stale(case: Case) -> Found | None:
-    """By itself it is no harm: with ess above a half, and a student that learns, the tree says to go on."""
+    """Find drift on stale tokens; only a warning if the student improves or the effective sample size is high."""
     if not case.drift.over(DRIFTED):
         return None
     thin = compares(case.config) and case.now("drift/ess").under(HALF)
@@ -172,8 +172,10 @@ def stale(case: Case) -> Found | None:
 
 
 def worse(case: Case) -> bool:
-    """The KL to the teachers is above its best by a tenth, beyond chance, and no reward is better for it; or rewards
-    fell, and no KL did. A teacher that moves may move away, and a loss that follows the teacher is no reverse KL."""
+    """Return True if the KL to the teachers has risen and no reward did, or if a reward fell and the KL did not.
+
+    The KL does not count for teachers that follow the student, or for a forward KL or JSD loss that falls.
+    """
     config = case.config
     moving = any(teacher.follow is not None for teacher in config.teachers.values())
     other = config.loss.kind in ("forward_kl", "jsd") and case.learned_loss
@@ -182,7 +184,7 @@ def worse(case: Case) -> bool:
 
 
 def biased(case: Case) -> Found | None:
-    """Draws of an older student that count as today's, or for less than they are: no longer its reverse KL."""
+    """Find stale draws without correct importance weights: the loss is then not the reverse KL."""
     loss, lag, cut = case.config.loss, case.now("lag/mean"), case.now("distill/clip_fraction")
     if not isinstance(loss, ReverseKLMC) or not loss.weight or not lag.mean >= 0.5 or not worse(case):
         return None
@@ -194,7 +196,7 @@ def biased(case: Case) -> Found | None:
     return Found(metric="distill/clip_fraction", value=cut.mean, limit=CUT, changes=[uncut])
 
 
-# --- C and D: variance ------------------------------------------------------------------------------------------------
+# --- variance ---------------------------------------------------------------------------------------------------------
 
 
 def ess_of(case: Case) -> tuple[str, float, bool]:
@@ -224,7 +226,7 @@ def blown_up(case: Case) -> Found | None:
 
 
 def escalated(case: Case, chi2: float) -> list[Change]:
-    """Rejection; rejection and weights; and where more than a quarter would go, or chi2 is beyond them, the cause."""
+    """Return changes by need: rejection, rejection with weights, or less staleness where no correction is enough."""
     config, masked = case.config, case.now("correction/rollout_rs_masked_fraction").mean
     rejects = case.has("correction/rollout_rs_masked_fraction")
     if chi2 > HOPELESS or masked > TOO_MANY or (rejects and ess_of(case)[1] < THIRD):
@@ -256,14 +258,14 @@ def masks_too_much(case: Case) -> Found | None:
 
 
 def bounded(case: Case) -> list[Change]:
-    """The presets' geometric bounds are a tenth as wide as the tree's."""
+    """Return wider geometric bounds if the config uses those of a preset, which are a tenth as wide."""
     given = case.config.correction
     narrow = given.rs is None and "seq_mean_k1" in (PRESETS[given.preset].rs or {})
     return [GEOMETRIC] if narrow else []
 
 
 def by_sequence(case: Case) -> Found | None:
-    """Anti-pattern 2, and the length trap: products over a sequence grow exponentially with it."""
+    """Find weights or rejection by products over a sequence, which grow exponentially with its length."""
     preset, given = PRESETS[case.config.correction.preset], case.config.correction
     name, ess, thin = ess_of(case)
     if (given.is_level or preset.is_level) == "sequence" and thin:
@@ -278,7 +280,7 @@ def by_sequence(case: Case) -> Found | None:
 
 
 def tails(case: Case) -> Found | None:
-    """Where a student learns all the same, a far tail is only a tail."""
+    """Find extreme importance ratios of draws, unless the student improves in spite of them."""
     name, config = "distill/ratio_max", case.config
     if not config.loss.weight or not (ratio := case.now(name)).over(TAIL) or case.gained:
         return None
@@ -288,7 +290,7 @@ def tails(case: Case) -> Found | None:
     )  # fmt: skip
 
 
-# --- E: clipping ------------------------------------------------------------------------------------------------------
+# --- clipping ---------------------------------------------------------------------------------------------------------
 
 
 def clipped(case: Case) -> Found | None:
@@ -308,7 +310,7 @@ USUAL = {"clip": 0.2, "clip_low": 0.2, "clip_high": 0.28}
 
 
 def widened(case: Case) -> Found | None:
-    """Anti-pattern 3."""
+    """Find a high clip fraction with a clip range that is wider than the default."""
     policy = case.config.policy
     clip = case.now("policy/clip_fraction")
     if policy is None or not clip.over(CLIPPED):

@@ -1,4 +1,4 @@
-"""The rule about [freshness]: thresholds that a pilot run suggests, quantiles of what it measured at the lag meant."""
+"""The rule about [freshness]: it suggests thresholds from quantiles that the run measured."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from slipstream.reporting.advice.answer import Found
 from slipstream.reporting.advice.readings import Case, values_of
 
 MANY = 50
-"""Samples, or updates, that make a tenth of them known."""
+"""Smallest number of samples for a 10% quantile; for updates, half as many are enough."""
 NEAR = 0.2
-"""By which share a setting may be off."""
+"""Largest relative difference between a setting and the suggestion that is ignored."""
 KAPPAS = {"kappa_f": "buffer_f", "kappa_roll": "buffer_roll_coverage", "kappa_sup": "buffer_sup_coverage"}
-"""Thresholds of a refresh, and what they are for."""
+"""Thresholds of a refresh, and the metrics that they apply to (freshness/...)."""
 
 
 def thresholds(case: Case) -> Found | None:
-    """ξ such that a tenth of the samples as old as tau count nothing; κ such that the stalest tenth of the buffers
-    would have begun anew. Of those that do something where they are."""
+    """Suggest the thresholds in use: 10% quantiles of freshness at lag tau, and of the buffer's metrics."""
     fresh = case.config.freshness
     if fresh is None:
         return None
@@ -44,5 +43,5 @@ def thresholds(case: Case) -> Found | None:
 
 
 def tenth(values: Sequence[float]) -> float:
-    """The quantile below which a tenth lies, to two digits."""
+    """Return the 10% quantile, rounded to two digits."""
     return float(f"{quantiles(values, n=10, method='inclusive')[0]:.2g}")

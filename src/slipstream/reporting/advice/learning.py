@@ -1,4 +1,4 @@
-"""Rules about what the student learns: whether steps are small enough, and answers whole."""
+"""Rules about learning: step size, response length and completeness, entropy, and rewards."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from slipstream.reporting.advice.readings import WINDOW, Case, Level, level, val
 from slipstream.reporting.advice.teachers import ALIKE, PATIENCE
 
 SPIKE = 10.0
-"""Times its median, of a gradient norm that announces a collapse."""
+"""Gradient norm, as a multiple of its median, that often comes before a collapse."""
 SURGE, SHRUNK = 1.2, 0.2
-"""Length of answers over that of 100 updates before."""
+"""Limits for the mean response length divided by that of 100 updates before."""
 SURE, COLLAPSED = 0.1, 0.5
-"""Entropy, in nats, that is next to none, and what share of that at the start it then is at the most."""
+"""Limits of a collapsed entropy: in nats, and as a share of the initial entropy."""
 CUT_OFF = 0.1
+"""Largest share of responses that may be cut off."""
 AGREED = 0.2
-"""Share of answers whose advantage is not 0, below which groups mostly agree."""
+"""Share of responses with an advantage other than 0, below which most groups have equal rewards."""
 COVERED = 0.9
-"""Mass of the ids that are compared."""
+"""Smallest probability mass of the compared token ids."""
 GATED = 0.25
-"""Share of samples that count nothing."""
-
-
+"""Largest share of samples with freshness weight 0."""
 ANSWERS = 8
-"""Answers of an update of which the gradient is mostly noise."""
+"""Responses per update below which the gradient is mostly noise."""
 COLD = 0.5
-"""Temperature below which little is drawn but what the student is sure of."""
+"""Temperature below which almost only the most likely tokens are sampled."""
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 
 def too_large(case: Case) -> Found | None:
-    """What one update moves is a matter of its size; what many move while a sample waits is staleness."""
+    """Find steps that are too large: by drift within one update, or by a student that gets worse without drift."""
     leaps, harm, steps = case.moved.over(DRIFTED), worse(case), case.steps
-    # the KL of a step grows with the square of its size; where no step was measured, a tenth is tried first
+    # the KL of a step grows with the square of its size; without a measured KL, try a tenth of the learning rate
     changes: list[Change] = [slower(case.config, sqrt(WATCHED / case.moved.mean) if leaps else 0.1)]
     if leaps:
         return Found(
@@ -59,7 +58,7 @@ def too_large(case: Case) -> Found | None:
 
 
 def poor_samples(case: Case) -> Found | None:
-    """Settings that are to blame only if the student has not learned."""
+    """Find a small batch or a low temperature in a run whose student has not improved."""
     if case.gained or len(case.lines) < 2 * WINDOW:
         return None
     learner, sampler = case.config.learner, case.config.sampler
@@ -73,7 +72,7 @@ def poor_samples(case: Case) -> Found | None:
 
 
 def spikes(case: Case) -> Found | None:
-    """A norm far beyond what is usual, time and again, announces a collapse."""
+    """Find repeated gradient norms far above their median."""
     norms = values_of(case.lines, "grad_norm")
     if len(norms) < 2 * WINDOW:
         return None
@@ -97,11 +96,11 @@ def nothing_moves(case: Case) -> Found | None:
     )
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
+# --- responses --------------------------------------------------------------------------------------------------------
 
 
 def lengths(case: Case) -> tuple[Level, Level]:
-    """Now, and 100 updates before; or as soon as answers of every length had come in."""
+    """Return the mean length now, and that of 100 updates before, or of the earliest comparable updates."""
     start = max(len(case.before) - 100, 0)
     before = case.before[start : start + WINDOW]
     return case.now("length/mean"), level(values_of(before, "length/mean"))
@@ -128,8 +127,7 @@ def shrinks(case: Case) -> Found | None:
 
 
 def collapses(case: Case) -> Found | None:
-    """A teacher brings entropy back by itself, and one that is sure rightly takes it; rewards do neither. So without
-    rewards it is a collapse only if the student gets worse."""
+    """Find a student without entropy. A student that learns from a teacher may rightly lose entropy."""
     now, then, config = case.now("student/entropy"), case.then("student/entropy"), case.config
     taught = case.kl_then.above(case.kl_now) or (config.policy is None and not worse(case))
     if not now.under(SURE) or not now.under(COLLAPSED * then.mean) or taught:
@@ -155,7 +153,7 @@ def cut_off(case: Case) -> Found | None:
 
 
 def roomier(case: Case) -> list[Change]:
-    """Twice as long, or as long as there is room after the longest prompt, which the run's config knows."""
+    """Return a change to twice max_tokens, limited by the models' context after the longest prompt."""
     config, most = case.config, 2 * case.config.sampler.max_tokens
     if case.context is not None:
         prompts = config.sampler.longest - config.sampler.max_tokens if config.sampler.longest is not None else 0
@@ -188,7 +186,7 @@ def agreed(case: Case) -> Found | None:
     )  # fmt: skip
 
 
-# --- what is compared, and what samples are worth ---------------------------------------------------------------------
+# --- support of the loss, and freshness of samples --------------------------------------------------------------------
 
 
 def uncovered(case: Case) -> Found | None:

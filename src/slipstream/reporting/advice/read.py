@@ -1,4 +1,4 @@
-"""A run directory as the rules see it, as often as one likes, also while the run goes on."""
+"""Read a run directory into a `Case` for the rules. The run may still be active."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read(path: str | PathLike[str]) -> Case:
 
 
 def settings_of(model: str) -> dict[str, Any]:
-    """Of its config.json; nothing where the model is gone, or on another machine."""
+    """Return the contents of the model's config.json; empty if the model is not on this machine."""
     try:
         file = file_of(model, "config.json")
     except ModelError:

@@ -1,7 +1,7 @@
-"""What a run's numbers say, with how sure that is. Nothing is concluded here.
+"""Numbers of a run with their standard errors, as input of the rules.
 
-A mean alone accuses healthy runs: an update is a few hundred tokens, and the tails of ratios are long. So every number
-is a `Level`, a mean and its standard error, and `over` and `under` say yes only beyond chance.
+A mean alone raises false alarms: an update has only a few hundred tokens, and ratios have long tails. So every number
+is a `Level` (mean and standard error), and a limit counts as crossed only beyond CHANCE standard errors.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from slipstream.config.schema import Config
 
 Line = Mapping[str, Any]
-"""Of metrics.jsonl, or of the ledger, or a sample."""
+"""A line of metrics.jsonl, ledger.jsonl or samples.jsonl."""
 CHANCE = 3.0
-"""Standard errors that are no longer chance."""
+"""Standard errors beyond which a difference is significant."""
 WINDOW = 10
-"""Updates that make a mean, and the last of which are how it is now."""
+"""Number of updates in a mean; the last so many updates are "now"."""
 FEW = 64
-"""Tokens that are too few to say anything of."""
+"""Smallest number of tokens from which a KL is estimated."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Level:
 
 
 UNKNOWN = Level(float("nan"))
-"""Neither over nor under anything."""
+"""A level that is neither over nor under any limit."""
 
 
 def level(values: Sequence[float]) -> Level:
-    """By how the updates scatter, which must be `WINDOW` of them at least to tell."""
+    """Return mean and standard error; the error is infinite for fewer than WINDOW values."""
     if not values:
         return UNKNOWN
     return Level(fmean(values), stdev(values) / sqrt(len(values)) if len(values) >= WINDOW else inf)
 
 
 def pooled_kl(pairs: Iterable[tuple[float, float]]) -> Level:
-    """Of (KL, tokens): for small gaps the log ratio of a token has variance 2·KL, which makes their error."""
+    """Return the token-weighted mean of (KL, tokens), with the error for a log ratio of variance 2·KL per token."""
     known = [(kl, tokens) for kl, tokens in pairs if tokens]
     tokens = sum(count for _, count in known)
     if tokens < FEW:
@@ -63,37 +63,35 @@ def pooled_kl(pairs: Iterable[tuple[float, float]]) -> Level:
 
 @dataclass(frozen=True)
 class Case:
-    """A run, as far as it has come."""
-
     config: Config
     lines: Sequence[Line]
-    """Of updates."""
+    """Lines of metrics.jsonl, one for each update."""
     evaluations: Sequence[Line] = ()
     samples: Sequence[Line] = ()
     ledger: Sequence[Line] = ()
     at: str = "RUN"
-    """What a person calls it."""
+    """Path of the run, as shown to the user."""
     context: int | None = None
-    """Tokens that student and teachers have room for, as far as that is known."""
+    """Context length in tokens that student and teachers all support; None if unknown."""
     vocabulary: int | None = None
-    """The student's."""
+    """Vocabulary size of the student; None if unknown."""
 
-    # --- when ---------------------------------------------------------------------------------------------------------
+    # --- windows of updates -------------------------------------------------------------------------------------------
 
     @property
     def late(self) -> Sequence[Line]:
-        """How it is now: the last updates, and no more than half of them."""
+        """The last WINDOW updates, or the last half of a shorter run."""
         return self.lines[-max(min(WINDOW, len(self.lines) // 2), 1) :]
 
     @cached_property
     def filled(self) -> int:
-        """Updates until answers of every length have come in: those before are of the ones that were done first."""
+        """Number of first updates that are not comparable, because only short responses had finished."""
         oldest = max(values_of(self.lines, "lag/max"), default=0.0)
         return int(oldest) + 1 if oldest else 0
 
     @property
     def before(self) -> Sequence[Line]:
-        """All that is comparable, and not now."""
+        """The comparable updates before `late`."""
         return self.lines[self.filled : len(self.lines) - len(self.late)]
 
     @property
@@ -102,13 +100,13 @@ class Case:
 
     @property
     def windows(self) -> list[Sequence[Line]]:
-        """Of `before`, in tens."""
+        """Consecutive windows of WINDOW updates in `before`."""
         starts = range(0, len(self.before) - WINDOW + 1, WINDOW)
         return [self.before[start : start + WINDOW] for start in starts] or [self.early]
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of an update."""
+        """Optimizer steps per update."""
         return self.config.learner.minibatches * self.config.learner.epochs
 
     # --- numbers ------------------------------------------------------------------------------------------------------
@@ -123,12 +121,12 @@ class Case:
         return level(values_of(self.early, name))
 
     def last(self, name: str) -> float:
-        """Of what only counts up."""
+        """Return the last value of a counter, or 0 if there is none."""
         return next((line[name] for line in reversed(self.lines) if name in line), 0.0)
 
     @property
     def running(self) -> Sequence[Line]:
-        """All but the first updates, which fill the pipeline, and those that an evaluation has held up."""
+        """All updates except the first ones, which fill the pipeline, and those delayed by an evaluation."""
         held = {line["update"] + 1 for line in self.evaluations}
         return [line for line in self.lines[min(5, len(self.lines) // 2) :] if line["update"] not in held]
 
@@ -137,7 +135,7 @@ class Case:
         return fmean(values) if values else 0.0
 
     def share(self, name: str, of: str = "seconds/update") -> float:
-        """Of sums."""
+        """Return the sum of one metric divided by the sum of another; 0 if the latter is 0."""
         whole = sum(values_of(self.running, of))
         return sum(values_of(self.running, name)) / whole if whole else 0.0
 
@@ -149,7 +147,7 @@ class Case:
 
     @property
     def gained(self) -> bool:
-        """A reward or held-out accuracy is better than at the start, or the KL to the teachers is less."""
+        """True if a reward or held-out accuracy rose since the start, or the KL to the teachers fell."""
         return self.rewarded or (self.kl_now.mean < self.kl_then.mean and self.kl_then.above(self.kl_now))
 
     @property
@@ -158,14 +156,14 @@ class Case:
 
     @property
     def fall(self) -> Fall | None:
-        """Of a reward, or of held-out accuracy, from its best by a tenth at least, and beyond chance."""
+        """The first reward or held-out accuracy that fell significantly, by 10% from its best; None without a fall."""
         of_rewards = [(name, [level(values_of(w, name)) for w in (*self.windows, self.late)]) for name in self.rewards]
         of_accuracy = [("accuracy", levels) for levels in accuracy_of(self.evaluations).values()]
         return next((fall for name, levels in (*of_rewards, *of_accuracy) if (fall := fallen(name, levels))), None)
 
     @property
     def learned_loss(self) -> bool:
-        """What is minimised falls; of losses that follow the teacher, that is not the reverse KL."""
+        """True if the distillation loss fell, which need not be the reverse KL."""
         return self.then("distill/loss").above(self.now("distill/loss"))
 
     @property
@@ -178,7 +176,7 @@ class Case:
 
     @property
     def kl_first(self) -> Level:
-        """At the first update, before any of it could go wrong."""
+        """Largest KL to a teacher at the first update, which is the initial student's."""
         line = self.lines[0]
         known = [Level(line[name], line.get(f"{name}_error", inf)) for name in kls(line)]
         return max(known, key=lambda kl: kl.mean, default=UNKNOWN)
@@ -191,24 +189,24 @@ class Case:
 
     @property
     def agreement(self) -> list[Line]:
-        """The learner at a token's own version against what drew it, of every update in which all of that is known."""
+        """Drift metrics at the same version, for every update in which all tokens allow the comparison."""
         return [found for line in self.lines if (found := same_version(line, self.steps)) is not None]
 
     @property
     def same_kl(self) -> Level:
-        """KL of one version in both engines, over all tokens of which it is known."""
+        """KL between sampler and learner at the same version, over all tokens that allow the comparison."""
         return pooled_kl(same_version_kl(line, self.steps) for line in self.lines)
 
     @property
     def moved(self) -> Level:
-        """KL that one update makes: of tokens that are one update old."""
+        """KL that a single update causes: drift at lag 1. Unknown with several optimizer steps per update."""
         lines = self.lines[-2 * WINDOW :]
         of_one = pooled_kl((line.get("drift/kl/lag_1", 0.0), line.get("lag/tokens_1", 0.0)) for line in lines)
         return of_one if self.steps == 1 else UNKNOWN
 
     @property
     def drift(self) -> Level:
-        """KL from what drew, estimated so that it is never below 0, of updates whose tokens are stale."""
+        """k3 estimate of the KL to the sampling policy, over recent updates with stale tokens."""
         stale = [line for line in self.late if line.get("lag/mean", 0.0) >= 0.5 or self.steps > 1]
         return level(values_of(stale, "drift/k3_kl"))
 
@@ -218,7 +216,7 @@ def values_of(lines: Sequence[Line], name: str) -> list[float]:
 
 
 def distance(lines: Sequence[Line]) -> Level:
-    """Mean reverse KL to the teachers, by the larger of how it scatters and of the errors that it came with."""
+    """Return the mean reverse KL to the teachers, with the larger of the recorded error and the scatter of updates."""
     found = [(line[name], line.get(f"{name}_error", inf)) for line in lines for name in kls(line)]
     if not found:
         return UNKNOWN
@@ -232,7 +230,7 @@ def kls(line: Line) -> list[str]:
 
 
 def same_version(line: Line, steps: int) -> Line | None:
-    """Every number of agreement, by its name without what it was measured for."""
+    """Return the drift metrics of an update at the same version, without name prefix; None if tokens are stale."""
     if line.get("old_logp_missing") == 0.0:
         return {name.removeprefix("mismatch/"): value for name, value in line.items() if name.startswith("mismatch/")}
     if line.get("lag/max") == 0.0 and steps == 1 and "drift/kl" in line:
@@ -241,7 +239,7 @@ def same_version(line: Line, steps: int) -> Line | None:
 
 
 def same_version_kl(line: Line, steps: int) -> tuple[float, float]:
-    """And over how many tokens it is."""
+    """Return the KL at the same version and its number of tokens; (0, 0) if unknown."""
     tokens = sum(count for name, count in line.items() if name.startswith("lag/tokens_"))
     if line.get("old_logp_missing") == 0.0 and "mismatch/kl" in line:
         return line["mismatch/kl"], tokens
@@ -253,7 +251,7 @@ def same_version_kl(line: Line, steps: int) -> tuple[float, float]:
 
 
 def accuracy_of(evaluations: Sequence[Line]) -> dict[str, list[Level]]:
-    """By held-out set; binomial, which no reward between 0 and 1 is more uncertain than."""
+    """Return the accuracies of each held-out set, with the binomial error, an upper bound for rewards in [0, 1]."""
     found: dict[str, list[Level]] = {}
     for line in evaluations:
         mean, count = line.get("accuracy", 0.0), line.get("samples", 0.0)

@@ -1,4 +1,4 @@
-"""Rules about what a run loses, and what it waits for."""
+"""Rules about lost work and about waiting."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from slipstream.reporting.advice.answer import Change, Found
 from slipstream.reporting.advice.readings import Case, values_of
 
 WAITED = 0.5
-"""Share of the time: whoever waits longer could do twice as much."""
+"""Largest share of time that the learner should wait; beyond it, throughput could double."""
 LOST, THROWN = 0.1, 0.25
-"""Shares of groups, and of tokens."""
+"""Largest shares of lost groups or responses, and of tokens that were thrown away."""
 RESTS, NEARLY_ALL = 0.1, 0.8
-"""Shares of the time: of a learner that hardly waits, and of one stage where only one runs at a time."""
+"""Share of time below which the learner hardly waits; share of one stage above which it dominates a serial schedule."""
 
 
-# --- lost -------------------------------------------------------------------------------------------------------------
+# --- lost work --------------------------------------------------------------------------------------------------------
 
 
 def drops(case: Case) -> Found | None:
@@ -34,7 +34,7 @@ def drops(case: Case) -> Found | None:
 
 
 def breaks(case: Case) -> Found | None:
-    """Members of groups that no engine could answer, or nobody could grade."""
+    """Find responses that an engine could not produce, or that have no reward."""
     sound = sum(values_of(case.lines, "samples"))
     names = {name for line in case.lines for name in line if name.startswith("ungraded/") or name == "failed_samples"}
     for name in sorted(names):
@@ -72,7 +72,7 @@ def dies(case: Case) -> Found | None:
     return Found(metric=worst, value=case.last(worst), limit=1.0, weight="watch", run=f"cat {case.at}/meta.json")
 
 
-# --- slow -------------------------------------------------------------------------------------------------------------
+# --- waiting ----------------------------------------------------------------------------------------------------------
 
 
 def enough(case: Case) -> bool:
@@ -80,8 +80,8 @@ def enough(case: Case) -> bool:
 
 
 def stages(case: Case) -> tuple[str, str, float, float]:
-    """Whom the learner waits for, by which metric, what share of the time, and what is too much of it."""
-    if case.config.schedule.serial:  # everybody waits for everybody, as is meant
+    """Return the stage that the learner waits for, its metric, the share of time, and the largest allowed share."""
+    if case.config.schedule.serial:  # here stages run one after the other
         scored, rolled = case.usual("stage/score"), case.usual("stage/rollout")
         who = "teacher" if scored > rolled else "sampler"
         return who, f"stage/{'score' if who == 'teacher' else 'rollout'}", max(scored, rolled), NEARLY_ALL
@@ -114,7 +114,7 @@ def slow_sampler(case: Case) -> Found | None:
 
 
 def slow_learner(case: Case) -> Found | None:
-    """It hardly ever waits, and a batch is ready whenever it is done."""
+    """Find a learner that hardly waits while a full batch is ready."""
     waited = case.share("seconds/data") + case.share("seconds/turn")
     if not enough(case) or waited > RESTS or case.usual("groups/ready") < case.config.groups_per_update:
         return None
@@ -130,7 +130,7 @@ def slow_learner(case: Case) -> Found | None:
 def slow_publish(case: Case) -> Found | None:
     share, schedule = case.share("seconds/weights"), case.config.schedule
     if not enough(case) or share <= WAITED or not isinstance(schedule, Async):
-        return None  # other schedules publish when nothing runs any more
+        return None  # other schedules publish when no request is running
     changes: list[Change] = [{"schedule.on_publish": "keep"}] if schedule.on_publish == "drain" else []
     if schedule.tau == "auto" and schedule.publish_every != "auto":
         changes.append({"schedule.publish_every": "auto"})
@@ -142,7 +142,7 @@ def slow_publish(case: Case) -> Found | None:
 def waits_its_turn(case: Case) -> Found | None:
     share = case.share("seconds/turn")
     if not enough(case) or share <= WAITED or not isinstance(case.config.schedule, Async):
-        return None  # other schedules have their age by waiting
+        return None  # other schedules bound the age by waiting
     changes: list[Change] = [{"schedule.order": "mixture"}] if case.config.schedule.order == "submission" else []
     if case.config.schedule.max_lag is not None:
         changes.append({"schedule.max_lag": 2 * case.config.schedule.max_lag})

@@ -1,4 +1,4 @@
-"""Rules about teachers: do they say what no model can, see another prompt, or teach what is graded worse?"""
+"""Rules about teachers: impossible or unrelated scores, another prompt or end token, and lower rewards."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from slipstream.reporting.advice.readings import (
 )
 
 BELOW_ZERO = -0.05
-"""Nats below 0 to which a mean reverse KL may seem to fall, by rounding."""
+"""Lowest mean reverse KL in nats that rounding can explain."""
 UNUSABLE = 0.1
-"""Share of a teacher's answers that may fail."""
+"""Largest share of responses that a teacher may fail to score."""
 ENOUGH = 256
-"""Tokens by which a teacher is judged."""
+"""Smallest number of tokens from which a teacher is judged."""
 SURE = 0.1
-"""Nats: a student that is surer of every token leaves nothing to compare a teacher by."""
+"""Smallest −log-prob of a student's least likely token, in nats; below it, a teacher cannot be compared."""
 HEAD, LOST = 4, 3.0
-"""So many first tokens of an answer, which the teacher finds so many nats less likely than the student: 20 times."""
+"""Number of first tokens of a response, and the limit of their mean log-prob gap in nats (a ratio of 20)."""
 UNLIKELY = 4.6
-"""Nats by which a teacher finds the student's end token less likely than the student: 100 times."""
+"""Limit in nats for the log-prob gap of the end token between student and teacher (a ratio of 100)."""
 FOREIGN = 2.3
-"""Nats of KL at the first updates: the teacher finds every token ten times less likely than the student does."""
+"""Limit in nats for the KL at the first updates: a ratio of 10 for every token."""
 ALIKE = 0.02
-"""KL between student and teacher that leaves nothing to learn."""
+"""KL between student and teacher below which there is nothing to learn."""
 PATIENCE = 50
-"""Updates in which something ought to have moved."""
+"""Updates after which a metric should have changed."""
 
 
 def check(case: Case) -> str:
@@ -43,7 +43,7 @@ def check(case: Case) -> str:
 
 
 def lies(case: Case) -> Found | None:
-    """No distribution is below 0."""
+    """Find a KL to a teacher below 0, which is impossible for log-probs of the sampled tokens."""
     for name in sorted({name for line in case.late for name in kls(line)}):
         lines = [line for line in case.late[-10:] if name in line]
         mean, error = fmean(values_of(lines, name)), hypot(*values_of(lines, f"{name}_error")) / len(lines)
@@ -60,19 +60,21 @@ def fails(case: Case) -> Found | None:
     if differed >= 3 and differed / asked > UNUSABLE:
         return Found(
             metric="teacher/differed", value=differed / asked, limit=UNUSABLE, run=check(case),
-            why="Groups that were scored twice came back with other log-probs: replicas of different models, or a "
-            "server that mixes up its requests.",
+            why="Groups that were scored twice have different scores: replicas with different models, or a server that "
+            "mixes up its requests.",
         )  # fmt: skip
     return None
 
 
 def another_teacher(case: Case) -> Found | None:
-    """Had its numbers nothing to do with these tokens, their correlation with the student's would have mean 0 and
-    standard deviation 1/√(n − 1), whatever they are: over three of these is the bar, as before a run."""
-    if distance(case.lines[:WINDOW]).above(case.kl_first):  # of a student that ran away it tells nothing
+    """Find a teacher whose probabilities are not correlated with the student's.
+
+    Unrelated probabilities have a correlation of mean 0 and standard deviation 1/√(n − 1). The limit is 3 of these.
+    """
+    if distance(case.lines[:WINDOW]).above(case.kl_first):  # a student that diverged is not comparable
         return None
     pairs = [pair for sample in case.samples for pair in pairs_of(sample)][: 4 * ENOUGH]
-    if len(pairs) < ENOUGH or min(ours for ours, _ in pairs) > -SURE:  # too few, or the student is sure of them all
+    if len(pairs) < ENOUGH or min(ours for ours, _ in pairs) > -SURE:  # too few, or all certain to the student
         return None
     ours_N, theirs_N = ([exp(logp) for logp in side] for side in zip(*pairs, strict=True))
     found = correlation(ours_N, theirs_N) if len(set(theirs_N)) > 1 else 0.0
@@ -83,7 +85,7 @@ def another_teacher(case: Case) -> Found | None:
 
 
 def pairs_of(sample: Line) -> list[tuple[float, float]]:
-    """Log-probs of its trained tokens, by the student that drew them and by its teacher."""
+    """Return the log-probs of a sample's trained tokens by the student that sampled them and by the teacher."""
     if sample.get("teacher_logp") is None:
         return []
     pairs = zip(sample["logp"], sample["teacher_logp"], strict=True)
@@ -91,9 +93,10 @@ def pairs_of(sample: Line) -> list[tuple[float, float]]:
 
 
 def another_prompt(case: Case) -> Found | None:
-    """A teacher that sees another prompt than it was made for is lost where the answer begins, and finds its way by the
-    answer itself: so the gap of the first tokens is larger than that of what follows, from the first update on. Of a
-    student that ran away in these updates it tells nothing."""
+    """Find a teacher that sees another prompt format than the one it was trained on.
+
+    Its log-prob gap is larger at the first tokens of a response than later. A diverged student is not comparable.
+    """
     if distance(case.lines[:WINDOW]).above(case.kl_first):
         return None
     first = [pairs_of(sample) for sample in case.samples if sample["update"] <= WINDOW]
@@ -112,7 +115,7 @@ def another_prompt(case: Case) -> Found | None:
 
 
 def other_end(case: Case) -> Found | None:
-    """Where answers of the first updates end by themselves, and only there, the teacher disagrees."""
+    """Find a teacher that disagrees with the student only about the end token of early responses."""
     first = [sample for sample in case.samples if sample["update"] <= WINDOW and sample.get("finish") == "eos"]
     gaps = [[ours - theirs for ours, theirs in pairs_of(sample)] for sample in first]
     ends, rest = level([each[-1] for each in gaps if each]), [gap for each in gaps for gap in each[:-1]]
@@ -125,7 +128,7 @@ def other_end(case: Case) -> Found | None:
 
 
 def wrong_lessons(case: Case) -> Found | None:
-    """The student comes nearer to its teacher, and is graded worse for it; not one that was nearer, and has left."""
+    """Find a reward that falls while the KL to the teacher falls to its best value."""
     fall = case.fall
     if fall is None or not case.kl_then.above(case.kl_now) or case.kl_now.above(case.kl_best):
         return None

@@ -1,7 +1,6 @@
-"""The tree: every answer there is, upstream first. docs/advice.md is made from it.
+"""The decision tree: all advice rules, causes before symptoms. docs/advice.md is generated from this file.
 
-An answer hides those that follow from it, and names them. What is wrong comes first, then what takes time, then what is
-worth an eye.
+An answer hides the answers that are its consequences, and lists their names. Answers are sorted by severity.
 """
 
 from __future__ import annotations
@@ -14,19 +13,20 @@ from slipstream.reporting.advice import freshness_thresholds as freshness
 from slipstream.reporting.advice.answer import WEIGHTS, Answer, Rule, answered, without
 from slipstream.reporting.advice.readings import CHANCE, WINDOW, Case
 
-OF_AGE = ("staleness", "variance blow-up", "moderate drift", "ratio tails", "clip saturation", "gated samples")
-OF_DRIFT = ("biased draws", *OF_AGE)
-OF_WEIGHTS = (*OF_AGE, "step too large", "spikes", "length surge", "short answers", "entropy collapse", "nothing moves")
-SYMPTOMS = ("ratio tails", "clip saturation", "widened clip", "moderate drift", "spikes")
+# rules whose findings can be symptoms of staleness, of drift, of wrong importance weights, and of high variance
+STALE = ("staleness", "variance blow-up", "moderate drift", "ratio tails", "clip saturation", "gated samples")
+DRIFTING = ("biased draws", *STALE)
+MISWEIGHTED = (*STALE, "step too large", "spikes", "length surge", "short answers", "entropy collapse", "nothing moves")
+NOISY = ("ratio tails", "clip saturation", "widened clip", "moderate drift", "spikes")
 
 RULES: tuple[Rule, ...] = (
     Rule(
         name="lying teacher",
         reads="teacher/kl teacher/kl_error",
-        when=f"below {teachers.BELOW_ZERO:g} beyond chance",
-        cause="No distribution is at a KL below 0: these log-probs are not of these tokens (shifted rows, "
-        "another prompt, a server that makes them up).",
-        change="none: mend what serves the teacher",
+        when=f"significantly below {teachers.BELOW_ZERO:g}",
+        cause="A KL cannot be negative, so these log-probs do not belong to these tokens (shifted rows, another "
+        "prompt, or a server that invents them).",
+        change="none: repair the teacher's server",
         watch="teacher/kl at or above 0",
         find=teachers.lies,
         hides=("wrong teacher", "wrong template", "step too large", "wrong lessons", "spikes"),
@@ -35,8 +35,8 @@ RULES: tuple[Rule, ...] = (
         name="failing teacher",
         reads="teacher/invalid teacher/differed",
         when=f"more than {teachers.UNUSABLE:.0%} of its answers",
-        cause="Its answers cannot be used: ledger.jsonl has the cause of each.",
-        change="none: mend what serves the teacher",
+        cause="The teacher's scores cannot be used. ledger.jsonl has the cause of each failure.",
+        change="none: repair the teacher's server",
         watch="teacher/invalid and teacher/differed at 0",
         find=teachers.fails,
         hides=("slow teacher", "dropped groups"),
@@ -44,19 +44,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="engine mismatch",
         reads="mismatch/kl mismatch/probs_pearson mismatch/ppl_ratio mismatch/probs_diff_max drift/kl/lag_0",
-        when=f"on tokens of one version: KL > {drift.DRIFTED:g} ({drift.ROUNDED:g} in float32), Pearson < "
-        f"{drift.APART:g}, perplexities {drift.PERPLEXED:.0%} apart, or a probability off by {drift.LEAP:g} in most "
-        f"updates; KL > {drift.WATCHED:g}: an eye",
-        cause="Sampler and learner give one version of the weights different log-probs (A): precision, "
-        "temperature, kernels, parallelism, an expert's routing, or weights that did not arrive. Corrections would "
-        "hide it.",
-        change='`sampler.on_publish = "rebuild"`, `sampler.dtype` as the learner computes, float32 on both '
-        "sides, no correction while looking; `slipstream doctor`",
+        when=f"For the same version of the weights: KL > {drift.DRIFTED:g} ({drift.ROUNDED:g} in float32), Pearson "
+        f"correlation < {drift.APART:g}, perplexities {drift.PERPLEXED:.0%} apart, or a probability off by "
+        f"{drift.LEAP:g} in most updates. KL > {drift.WATCHED:g} is only a warning.",
+        cause="Sampler and learner compute different log-probs with the same weights: precision, temperature, kernels, "
+        "parallelism, expert routing, or weights that did not arrive. Corrections would hide the difference.",
+        change='`sampler.on_publish = "rebuild"`, `sampler.dtype` as the learner computes, float32 in both, no '
+        "correction until the cause is found; `slipstream doctor`",
         watch="drift/kl/lag_0 near 0, mismatch/probs_pearson above 0.99",
         find=drift.engines_differ,
         hides=(
             "wrong template",
-            *OF_DRIFT,
+            *DRIFTING,
             "step too large",
             "sequence weights",
             "too much rejected",
@@ -68,28 +67,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="agreement unknown",
         reads="drift/k3_kl",
-        when=f"above {drift.DRIFTED:g}, and no token of one version to compare",
-        cause="All drift that is seen may be a difference between the engines, as nothing was learned from at "
-        "its own version.",
-        change="none: `slipstream doctor` compares them",
-        watch="drift/kl/lag_0, once there is any",
+        when=f"above {drift.DRIFTED:g}, and no tokens on which to compare the engines at the same version",
+        cause="The drift may be only a difference between the engines: no tokens were trained on at the version that "
+        "sampled them.",
+        change="none: `slipstream doctor` compares the engines",
+        watch="drift/kl/lag_0, as soon as it is recorded",
         find=drift.nobody_knows,
         weight="watch",
     ),
     Rule(
         name="wrong teacher",
         reads="samples.jsonl: logp, teacher_logp",
-        when=f"correlation of probabilities over {teachers.ENOUGH} tokens or more below {CHANCE:g}/√(n − 1)",
-        cause="What the teacher finds likely has nothing to do with what the student does: another model, "
-        "another tokenizer, or rows of another request.",
-        change="none: another `teachers.NAME.model`, or mend what serves it",
-        watch="samples.jsonl: whole answers, and where the teacher disagrees",
+        when=f"correlation of token probabilities over at least {teachers.ENOUGH} tokens below {CHANCE:g}/√(n − 1)",
+        cause="The teacher's probabilities are unrelated to the student's: another model, another tokenizer, or rows "
+        "of another request.",
+        change="none: another `teachers.NAME.model`, or repair the teacher's server",
+        watch="samples.jsonl: whole responses, and the tokens where the teacher disagrees",
         find=teachers.another_teacher,
         hides=(
             "wrong template",
             "wrong lessons",
             "step too large",
-            *OF_DRIFT,
+            *DRIFTING,
             "nothing moves",
             "spikes",
             "length surge",
@@ -98,18 +97,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="wrong template",
         reads="samples.jsonl: logp, teacher_logp; teacher/kl",
-        when=f"the first {teachers.HEAD} tokens of answers, in the first {WINDOW} updates, {teachers.LOST:g} "
-        "nats less likely to the teacher, and more so than what follows; without samples, KL > "
-        f"{teachers.FOREIGN:g} from the first update on",
-        cause="The teacher is lost where answers begin and finds its way later on: it does not see the prompt "
-        "that it was made for (another chat template, a context, a missing special token).",
+        when=f"In the first {WINDOW} updates, the first {teachers.HEAD} tokens of responses are {teachers.LOST:g} nats "
+        "less likely to the teacher than to the student, and more so than later tokens. Without samples: KL > "
+        f"{teachers.FOREIGN:g} from the first update on.",
+        cause="The teacher fails at the start of responses and recovers later, so it does not see the prompt that it "
+        "was trained on (another chat template, a wrong context, a missing special token).",
         change="no `teachers.NAME.context`, or one that is the teacher's own template",
-        watch="teacher/kl at the first update, far lower",
+        watch="teacher/kl far lower at the first update",
         find=teachers.another_prompt,
         hides=(
             "wrong lessons",
             "step too large",
-            *OF_DRIFT,
+            *DRIFTING,
             "nothing moves",
             "spikes",
             "length surge",
@@ -119,20 +118,20 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="other end token",
         reads="samples.jsonl: finish, logp, teacher_logp",
-        when=f"the end token of answers, in the first {WINDOW} updates, {teachers.UNLIKELY:g} nats less likely to the "
-        "teacher, and by so much more than the other tokens",
-        cause="The teacher ends answers with another token, so that the student unlearns to end them.",
-        change="none: a student and a teacher with one end token (docs/teachers.md)",
+        when=f"In the first {WINDOW} updates, the end token of responses is {teachers.UNLIKELY:g} nats less likely to "
+        "the teacher than to the student. The gap exceeds that of other tokens by as much.",
+        cause="The teacher ends its responses with another token, so the student stops using its own end token.",
+        change="none: use a student and a teacher with the same end token (docs/teachers.md)",
         watch="truncated",
         find=teachers.other_end,
-        hides=("wrong lessons", "step too large", *OF_DRIFT, "truncated answers", "length surge", "spikes"),
+        hides=("wrong lessons", "step too large", *DRIFTING, "truncated answers", "length surge", "spikes"),
     ),
     Rule(
         name="wrong lessons",
         reads="teacher/kl reward/REWARD accuracy",
-        when="the KL falls beyond chance, and to its best, while a reward falls by a tenth of its best",
-        cause="The student comes nearer to the teacher and is graded worse for it: the teacher is not right, "
-        "answers in another form, or sees another prompt.",
+        when="the KL falls significantly, to its best, while a reward is 10% below its best",
+        cause="The student comes closer to the teacher, but its rewards fall. The teacher is wrong, uses another "
+        "answer format, or sees another prompt.",
         change="none: read samples; grade the teacher (`slipstream eval TEACHER`)",
         watch="accuracy",
         find=teachers.wrong_lessons,
@@ -141,38 +140,38 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="biased draws",
         reads="lag/mean distill/clip_fraction teacher/kl",
-        when="stale draws that are not weighed, or whose weights are clipped or capped at more than "
-        f"{drift.CUT:.1%} of them, and the student is worse",
-        cause="Draws of an older student count as if today's had drawn them, or for less than they are: what is "
-        "followed is no longer the gradient of the reverse KL.",
+        when="Stale draws (extra tokens sampled at the same position) have no importance weights, or weights that are "
+        f"clipped or capped for over {drift.CUT:.1%} of the draws. And the student gets worse.",
+        cause="Draws from an older student are not weighted correctly, so the gradient is not that of the reverse KL.",
         change="`loss.importance = true`; no `loss.ratio_cap`, no `loss.clip`",
         watch="teacher/kl falls",
         find=drift.biased,
-        hides=OF_WEIGHTS,
+        hides=MISWEIGHTED,
     ),
     Rule(
         name="poor samples",
         reads="samples sampler.temperature",
-        when=f"fewer than {learning.ANSWERS} answers an update, or a temperature below {learning.COLD:g}, and nothing "
-        f"learned in {2 * WINDOW} updates or more",
-        cause="So few answers make a gradient of noise; so cold ones show little but what the student is sure of.",
-        change="`learner.batch_size` of 32 or a little more; `sampler.temperature = 1.0`",
+        when=f"fewer than {learning.ANSWERS} responses per update, or a temperature below {learning.COLD:g}, and no "
+        f"improvement in at least {2 * WINDOW} updates",
+        cause="With so few responses the gradient is mostly noise. At so low a temperature, the student samples only "
+        "tokens of which it is already sure.",
+        change="`learner.batch_size` of about 32; `sampler.temperature = 1.0`",
         watch="teacher/kl, gradient/noise",
         find=learning.poor_samples,
-        hides=("step too large", *OF_AGE, "nothing moves", "spikes"),
+        hides=("step too large", *STALE, "nothing moves", "spikes"),
     ),
     Rule(
         name="step too large",
         reads="drift/kl/lag_1 drift/k3_kl_first drift/k3_kl_last teacher/kl reward/REWARD accuracy",
-        when=f"one update moves the student by a KL > {drift.DRIFTED:g} (an eye, while it learns); or without "
-        "drift the KL to teachers is a tenth above its best or twice that of the first update, or a reward a tenth "
-        "below its best, beyond chance",
-        cause="Single updates undo what the ones before have learned.",
-        change="`learner.lr` × 0.1, or by √(0.02 / KL) where the KL of one update was measured; one epoch",
+        when=f"One update moves the student by a KL > {drift.DRIFTED:g} (only a warning unless the student gets "
+        "worse). Or, without drift, the KL to the teachers is 10% above its best or twice that of the first update. Or "
+        "a reward is 10% below its best.",
+        cause="Single updates undo what earlier updates learned.",
+        change="`learner.lr` × 0.1, or × √(0.02 / KL) where the KL of one update was measured; one epoch",
         watch="teacher/kl falls, drift/kl/lag_1 below 0.02",
         find=learning.too_large,
         hides=(
-            *OF_AGE,
+            *STALE,
             "spikes",
             "length surge",
             "short answers",
@@ -184,9 +183,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="staleness",
         reads="drift/k3_kl lag/mean drift/ess",
-        when=f"KL > {drift.DRIFTED:g} on stale tokens, engines agreeing, and the student no better for its "
-        "updates (else an eye)",
-        cause="The learner has moved away from what drew its tokens while they waited (B).",
+        when=f"KL > {drift.DRIFTED:g} on stale tokens while the engines agree. Only a warning unless the student gets "
+        "worse, or has a low effective sample size and does not improve.",
+        cause="The learner's weights changed too much while the sampled tokens waited.",
         change="half of `schedule.tau`, `schedule.k` or `schedule.publish_every`",
         watch="drift/k3_kl below 0.02, drift/ess above 0.5",
         find=drift.stale,
@@ -203,23 +202,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="variance blow-up",
         reads="correction/ess drift/ess drift/chi2_token gradient/noise",
-        when=f"effective sample size < {drift.HALF:g}, chi2_token > {drift.BLOWN_UP:g}, or twice the gradient "
-        "noise since weights (an eye, while it learns)",
-        cause="A few tokens outweigh all others (D): filter before weighing.",
-        change='without a policy loss `loss.kind = "m2po"`, then less staleness; with one, rejection alone below a '
-        f"chi2_token of {drift.WEIGHED:g}; with token weights up to {drift.HOPELESS:g}, or where more than "
-        f"{drift.MASKED:.0%} is rejected; beyond that, above {drift.TOO_MANY:.0%}, or with an ess below "
-        f"{drift.THIRD:g} after it: less staleness",
+        when=f"effective sample size < {drift.HALF:g}, chi2_token > {drift.BLOWN_UP:g}, or twice the initial gradient "
+        "noise with importance weights (only a warning while the student improves)",
+        cause="A few tokens have much larger importance weights than all others. Reject outliers before weighting.",
+        change=f"Less staleness if chi2_token > {drift.HOPELESS:g}, over {drift.TOO_MANY:.0%} is rejected, or ess < "
+        f'{drift.THIRD:g} in spite of rejection. Else without a policy loss `loss.kind = "m2po"`. Else rejection; with '
+        f"token weights if chi2_token >= {drift.WEIGHED:g} or over {drift.MASKED:.0%} is rejected.",
         watch="correction/ess above 0.5, correction/rollout_rs_masked_fraction below 0.1, gradient/noise",
         find=drift.blown_up,
-        hides=SYMPTOMS,
+        hides=NOISY,
     ),
     Rule(
         name="sequence weights",
         reads="correction/ess correction/rollout_rs_seq_masked_fraction length/max",
-        when=f"weights of whole sequences with an ess < {drift.HALF:g}; or sums over sequences of {drift.LONG} "
-        f"tokens and more that reject more than {drift.MASKED:.0%} of them",
-        cause="Products over a sequence grow exponentially with its length: long answers count nothing, or everything.",
+        when=f"Sequence-level importance weights have an effective sample size < {drift.HALF:g}. Or a seq_sum "
+        f"rejection drops more than {drift.MASKED:.0%} of the responses, and the longest has over {drift.LONG} tokens.",
+        cause="Products over a sequence grow exponentially with its length, so long responses have weight 0 or "
+        "dominate.",
         change='`correction.is_level = "token"`; `correction.rs = {seq_mean_k1 = [0.99, 1.01]}`',
         watch="correction/ess above 0.5",
         find=drift.by_sequence,
@@ -228,18 +227,18 @@ RULES: tuple[Rule, ...] = (
         name="too much rejected",
         reads="correction/rollout_rs_masked_fraction",
         when=f"above {drift.TOO_MANY:.0%}",
-        cause="The correction has come to its limit: what it corrects is to be mended, or its bounds are "
-        "narrower than the noise.",
-        change="geometric bounds [0.99, 1.01] where they are the preset's; then less staleness",
+        cause="The correction is at its limit. Reduce the drift that it corrects, or widen bounds that are narrower "
+        "than the noise.",
+        change="geometric bounds [0.99, 1.01] instead of the preset's; then less staleness",
         watch="correction/rollout_rs_masked_fraction below 0.1",
         find=drift.masks_too_much,
     ),
     Rule(
         name="moderate drift",
         reads="drift/chi2_token",
-        when=f"above {drift.MODERATE:g}, and nothing rejects",
-        cause="Outliers among the ratios (C).",
-        change='`loss.kind = "m2po"`, beside a policy loss `correction.preset = "decoupled_geo_rs"`; less staleness',
+        when=f"above {drift.MODERATE:g}, and rejection is off",
+        cause="Some importance ratios are outliers.",
+        change='`loss.kind = "m2po"`, or with a policy loss `correction.preset = "decoupled_geo_rs"`; less staleness',
         watch="drift/chi2_token below 0.3",
         find=drift.moderate,
         weight="watch",
@@ -248,8 +247,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="ratio tails",
         reads="distill/ratio_max",
-        when=f"above {drift.TAIL:g}, and the student has not learned",
-        cause="A few draws have extreme ratios.",
+        when=f"above {drift.TAIL:g}, and the student has not improved",
+        cause="A few draws have extreme importance ratios.",
         change='`loss.advantage = "current"` without `loss.clip`; `loss.kind = "m2po"`',
         watch="distill/ratio_max below 10",
         find=drift.tails,
@@ -259,17 +258,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="widened clip",
         reads="policy/clip_fraction",
-        when=f"above {drift.CLIPPED:g} with a clip that is wider than usual",
-        cause="A wider clip hides how far the policy has moved: drift and steps come first.",
-        change="no clip of your own in `policy.options`",
-        watch="policy/clip_fraction below 0.2 for other reasons",
+        when=f"above {drift.CLIPPED:g} with a clip range that is wider than the default",
+        cause="A wider clip range hides how far the policy has moved. Reduce drift and step size first.",
+        change="no clip range of your own in `policy.options`",
+        watch="policy/clip_fraction below 0.2 with the default clip range",
         find=drift.widened,
     ),
     Rule(
         name="clip saturation",
         reads="policy/clip_fraction distill/clip_fraction",
-        when=f"above {drift.CLIPPED:g} and rising (an eye, while it does not)",
-        cause="The trust region is used up (E): by age, by several epochs, or by the step. Never widen it first.",
+        when=f"above {drift.CLIPPED:g} and rising (only a warning if not rising)",
+        cause="The trust region is used up: by stale samples, by several epochs, or by large steps. Do not widen the "
+        "clip range first.",
         change="`learner.epochs = 1`; `learner.lr` × 0.5",
         watch="the clip fraction below 0.2",
         find=drift.clipped,
@@ -277,8 +277,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="spikes",
         reads="grad_norm",
-        when=f"{learning.SPIKE:g} times its median, three times in {WINDOW} updates",
-        cause="Single updates dominate: a collapse is often near.",
+        when=f"above {learning.SPIKE:g} times its median in three of the last {WINDOW} updates",
+        cause="Single updates dominate training, which often comes before a collapse.",
         change="`learner.lr` × 0.5",
         watch="grad_norm without jumps",
         find=learning.spikes,
@@ -286,10 +286,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="length surge",
         reads="length/mean teacher/kl truncated",
-        when=f"{learning.SURGE:g} times that of 100 updates before, beyond chance (an eye, where a teacher's KL "
-        "falls and answers end)",
-        cause="The optimizer amplifies a bias towards long answers (F), tens of updates before a collapse. If "
-        "it goes on with the guard, it is the reward: audit that.",
+        when=f"{learning.SURGE:g} times its value 100 updates before (only a warning while a teacher's KL falls and "
+        "responses are not cut off)",
+        cause="The optimizer amplifies a bias towards long responses, tens of updates before a collapse. If lengths "
+        "grow in spite of the guard, the reward is the cause: audit the reward.",
         change="`learner.lr` × 0.5 and `[guards.length_surge]`",
         watch="length/trend below 1.2",
         find=learning.surges,
@@ -298,9 +298,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="entropy collapse",
         reads="student/entropy",
-        when=f"below {learning.SURE:g} nats and {learning.COLLAPSED:.0%} of what it was, and no teacher is "
-        "nearer for it; without a policy loss, and the student is worse",
-        cause="The policy is sure of everything and explores nothing; rewards gain a little more and then stop.",
+        when=f"Below {learning.SURE:g} nats and {learning.COLLAPSED:.0%} of its initial value, while the KL to the "
+        "teacher does not fall. Without a policy loss, only if the student gets worse.",
+        cause="The policy is almost deterministic and explores nothing. Rewards rise a little more and then stop.",
         change='`policy.loss = "clip_cov"`, `[guards.entropy]`, `[reference]`',
         watch="student/entropy",
         find=learning.collapses,
@@ -309,8 +309,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="short answers",
         reads="length/mean",
-        when=f"below {learning.SHRUNK:.0%} of that of 100 updates before",
-        cause="Answers shrink to nothing: it pays to say nothing, or the end token has run away.",
+        when=f"below {learning.SHRUNK:.0%} of its value 100 updates before",
+        cause="Responses shrink to almost nothing: the reward favours them, or the end token has become too likely.",
         change="`learner.lr` × 0.5; audit the reward",
         watch="length/mean",
         find=learning.shrinks,
@@ -319,7 +319,7 @@ RULES: tuple[Rule, ...] = (
         name="small support",
         reads="distill/student_mass distill/teacher_mass",
         when=f"below {learning.COVERED:g}",
-        cause="The ids that are compared miss much of what is likely.",
+        cause="The compared token ids cover too little of the probability mass.",
         change="twice `loss.k`",
         watch="the mass above 0.9",
         find=learning.uncovered,
@@ -328,7 +328,7 @@ RULES: tuple[Rule, ...] = (
         name="gated samples",
         reads="freshness/gated",
         when=f"above {learning.GATED:.0%}",
-        cause="Samples come too late to count.",
+        cause="Many samples are too stale, and their freshness weight is 0.",
         change="half of `schedule.tau`; half of `freshness.threshold`",
         watch="freshness/gated below 0.1",
         find=learning.worth_nothing,
@@ -336,9 +336,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="freshness thresholds",
         reads="ledger.jsonl: f, lag; freshness/buffer_f freshness/buffer_roll_coverage freshness/buffer_sup_coverage",
-        when=f"a tenth quantile that is {freshness.NEAR:.0%} off the setting, over {freshness.MANY} samples or more",
-        cause="As in a pilot run: ξ at which a tenth of the samples of lag tau count nothing, κ at which the "
-        "stalest tenth of the buffers begins anew.",
+        when=f"the 10% quantile differs from the setting by more than {freshness.NEAR:.0%}, over {freshness.MANY} "
+        "samples or more",
+        cause="This run suggests a threshold that gives weight 0 to a tenth of the samples of lag tau, and kappas that "
+        "refresh the stalest tenth of the buffers.",
         change="`freshness.threshold`, `kappa_f`, `kappa_roll`, `kappa_sup`",
         watch="freshness/gated near 0.1, freshness/refreshes",
         find=freshness.thresholds,
@@ -347,8 +348,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="truncated answers",
         reads="truncated",
-        when=f"above {learning.CUT_OFF:.0%} (wrong above 50 %)",
-        cause="Answers are cut off before they end, and are graded and scored so.",
+        when=f"above {learning.CUT_OFF:.0%} (only a warning up to 50%)",
+        cause="Responses are cut off before they end, and are graded and scored in that form.",
         change="twice `sampler.max_tokens`",
         watch="truncated below 0.1",
         find=learning.cut_off,
@@ -356,8 +357,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="no reward",
         reads="reward/REWARD",
-        when=f"0 in all of {2 * WINDOW} updates or more (an eye, without a policy loss)",
-        cause="No answer is ever right: cut off, in another form than the reward expects, or too hard.",
+        when=f"0 in at least {2 * WINDOW} updates, and never above (only a warning without a policy loss)",
+        cause="No response is ever correct: responses are cut off, have another format than the reward expects, or the "
+        "task is too hard.",
         change="none: read samples",
         watch="reward/REWARD above 0",
         find=learning.unrewarded,
@@ -366,9 +368,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="groups agree",
         reads="policy/rows_moved",
-        when=f"below {learning.AGREED:g} (an eye, while rewards rise)",
-        cause="All answers of a group are right, or all are wrong: there is nothing to compare.",
-        change="twice `sampler.group`; other prompts; a reward with degrees",
+        when=f"below {learning.AGREED:g} (only a warning while rewards rise)",
+        cause="All responses of a group have the same reward, so there is nothing to compare.",
+        change="twice `sampler.group`; other prompts; a reward with partial credit",
         watch="policy/rows_moved above 0.2",
         find=learning.agreed,
     ),
@@ -376,25 +378,25 @@ RULES: tuple[Rule, ...] = (
         name="dropped groups",
         reads="dropped dropped/REASON",
         when=f"more than {running.LOST:.0%} of the groups",
-        cause="A stage fails for some groups, or they become too old: ledger.jsonl has the cause of each.",
-        change="another `schedule.on_old`, where they become too old",
-        watch="dropped stands still",
+        cause="A stage fails for some groups, or groups become too old. ledger.jsonl has the cause of each.",
+        change="another `schedule.on_old`, if groups become too old",
+        watch="dropped does not grow",
         find=running.drops,
     ),
     Rule(
         name="failing samples",
         reads="failed_samples ungraded/CAUSE",
-        when=f"more than {running.LOST:.0%} of them",
-        cause="Engines, environments or rewards fail for some answers: ledger.jsonl has the cause of each.",
-        change="twice `task.timeout`, where grading takes too long",
-        watch="failed_samples and ungraded/CAUSE stand still",
+        when=f"more than {running.LOST:.0%} of the responses",
+        cause="Engines, environments or rewards fail for some responses. ledger.jsonl has the cause of each.",
+        change="twice `task.timeout`, if grading takes too long",
+        watch="failed_samples and ungraded/CAUSE do not grow",
         find=running.breaks,
     ),
     Rule(
         name="dying workers",
         reads="restarts/WORKER",
-        when="started again twice or more",
-        cause="An engine's process dies or hangs: what it said last stands above in the log.",
+        when="two restarts or more",
+        cause="An engine's process dies or hangs. The log of the run has its last messages.",
         change="none",
         watch="restarts/WORKER",
         find=running.dies,
@@ -423,8 +425,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="slow learner",
         reads="seconds/data seconds/turn seconds/update groups/ready",
-        when=f"it waits {running.RESTS:.0%} of the time or less, and a batch is ready on average",
-        cause="Learning is the slowest stage: what waits for it grows stale.",
+        when=f"the learner waits at most {running.RESTS:.0%} of the time, and on average a full batch is ready",
+        cause="Training is the slowest stage, and groups become stale while they wait for the learner.",
         change="`learner.shared_prompt`, twice `learner.ranks`",
         watch="groups/ready",
         find=running.slow_learner,
@@ -433,9 +435,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="slow publish",
         reads="seconds/weights seconds/update",
-        when=f"the learner waits more than {running.WAITED:.0%} of the time for it",
-        cause="New weights take long to arrive, or wait for running answers.",
-        change='`schedule.on_publish = "keep"`; twice `schedule.publish_every`, or "auto" beside such a tau',
+        when=f"the learner waits more than {running.WAITED:.0%} of the time for a publish",
+        cause="New weights take long to reach the samplers, or wait for running responses.",
+        change='`schedule.on_publish = "keep"`; twice `schedule.publish_every`, or "auto" if `schedule.tau` is "auto"',
         watch="seconds/publish, seconds/weights",
         find=running.slow_publish,
         weight="speed",
@@ -443,8 +445,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="waits its turn",
         reads="seconds/turn seconds/update",
-        when=f"more than {running.WAITED:.0%} of the time",
-        cause="The learner has scored groups and waits for order, or for age.",
+        when=f"the learner waits more than {running.WAITED:.0%} of the time",
+        cause="The learner has scored groups, but the schedule's order or age bound does not allow it to use them yet.",
         change='`schedule.order = "mixture"`; twice `schedule.max_lag`',
         watch="seconds/turn",
         find=running.waits_its_turn,
@@ -454,7 +456,7 @@ RULES: tuple[Rule, ...] = (
         name="thrown work",
         reads="thrown_tokens tokens",
         when=f"more than {running.THROWN:.0%} of the tokens",
-        cause="Much is rolled out and not learned from.",
+        cause="Many tokens are rolled out and never trained on.",
         change='`schedule.on_publish = "keep"`, `schedule.on_old = "wait"`, or twice `freshness.cooldown`',
         watch="thrown_tokens",
         find=running.throws,
@@ -464,7 +466,7 @@ RULES: tuple[Rule, ...] = (
         name="nothing to teach",
         reads="teacher/kl",
         when=f"below {teachers.ALIKE:g} over {teachers.PATIENCE} updates or more",
-        cause="Student and teacher are nearly the same.",
+        cause="Student and teacher are almost the same.",
         change="another teacher, or `[policy]`",
         watch="teacher/kl",
         find=teachers.nothing_to_teach,
@@ -473,8 +475,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="nothing moves",
         reads="teacher/kl reward/REWARD",
-        when=f"{teachers.PATIENCE} updates or more, and neither has moved beyond chance",
-        cause="The step is too small, or the gradient mostly noise.",
+        when=f"at least {teachers.PATIENCE} updates without a significant change of either",
+        cause="The step is too small, or the gradient is mostly noise.",
         change="twice `learner.lr`; more draws (`loss.m`), a larger `learner.batch_size`",
         watch="teacher/kl falls",
         find=learning.nothing_moves,
@@ -487,10 +489,10 @@ BY_NAME = {rule.name: rule for rule in RULES}
 @dataclass(frozen=True)
 class Advice:
     answers: Sequence[Answer]
-    """The worst first, and of these what is furthest upstream."""
+    """Sorted by severity; within a severity, causes come before symptoms."""
     updates: int
     needs: int = 2 * WINDOW
-    """Updates by which now can be compared with then."""
+    """Number of updates from which on the last updates can be compared with the first."""
 
     @property
     def enough(self) -> bool:

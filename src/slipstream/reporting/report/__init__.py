@@ -1,1 +1,1 @@
-"""A page of runs, or of a study, in one file that opens anywhere."""
+"""Self-contained HTML reports of runs, studies and plans."""

@@ -1,4 +1,4 @@
-"""The figures of a study: what came out, by arm, and how its runs learned."""
+"""Figures of a study: final results by arm, and learning curves."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ from slipstream.studies.results import Sweep, SweepCell, evaluated
 from slipstream.studies.study import CONDITION, is_number
 
 STRETCHED = 4.0
-"""From which ratio of the largest x to the smallest above 0 on steps are those of the logarithm."""
+"""Ratio of the largest x to the smallest positive x from which on the axis is logarithmic."""
 LABELS = 10
-"""So many x are all named on their axis."""
+"""Largest number of x values that all get a label on the axis."""
 HEIGHT = 340
 BARS = 5
-"""So many arms are bars beside one another."""
+"""Largest number of arms that are drawn as bars; more arms are drawn as dots."""
 TOLD = 5
-"""Claims that a title has room for: the first ones."""
+"""Largest number of claims in a title."""
 CURVE = 30
-"""Points of a learning curve, each the mean over its stretch of updates."""
+"""Number of points of a learning curve; each is a mean over consecutive updates."""
 AXES = {
     "schedule.k": "age of rollouts, updates",
-    "schedule.tau": "updates that rollout may run ahead",
+    "schedule.tau": "updates that rollouts may run ahead",
     "learner.lr": "learning rate",
 }
-"""What a person calls a setting along an axis."""
 CLOCK = "time"
-"""A study that measures this asks what is learned in which time."""
+"""Measure that adds learning curves over wall-clock time to a study."""
 SECONDS = "seconds since the run began"
 Lines = tuple[list[Line], list[Line]]
-"""Of updates, and of evaluations."""
+"""Lines of the updates and of the evaluations of a run."""
 
 
 def main(sweep: Sweep, measure: str) -> Figure:
-    """Mean ± standard error of a measure: a line for every series over x, or a bar where there is none."""
+    """Draw mean ± standard error of a measure: a line over x for every series, or bars (dots) without x."""
     label, unit = words(measure)
     share = unit == SHARE
     title, note = (
@@ -89,8 +88,7 @@ def main(sweep: Sweep, measure: str) -> Figure:
 
 
 def drawn(sweep: Sweep) -> dict[str, Figure]:
-    """All that tells of the end, by the files that they are in: NAME.svg of the first measure, NAME-MEASURE.svg of each
-    other."""
+    """Return the result figures by file: NAME.svg for the first measure, NAME-MEASURE.svg for the others."""
     name = sweep.path.resolve().name
     found = {
         f"{name}-{measure.replace('/', '-')}.svg" if i else f"{name}.svg": main(sweep, measure)
@@ -100,12 +98,12 @@ def drawn(sweep: Sweep) -> dict[str, Figure]:
 
 
 def only(name: str, value: float | None, names: Sequence[str]) -> list[float]:
-    """A value at one of several names, and nothing at the others."""
+    """Return the value at one of several names, and NaN at the others."""
     return [nan if value is None or each != name else value for each in names]
 
 
 def scale(xs: Sequence[Any], shift: int = 1) -> tuple[dict[str, float], Json]:
-    """Return where every x lies, and the axis that says so: log2(x + shift) where x spans several doublings."""
+    """Return the position of every x and the axis ticks: log2(x + shift) if x spans several doublings."""
     if not all(map(is_number, xs)):
         return {repr(x): float(i) for i, x in enumerate(xs)}, ticks(range(len(xs)), [written(x) for x in xs])
     above = [x for x in xs if x > 0]
@@ -120,13 +118,13 @@ def ticks(places: Sequence[float], texts: Sequence[str]) -> Json:
 
 
 def finding(sweep: Sweep, measure: str) -> str:
-    """What came of its claims, or else where it is highest and lowest."""
+    """Return the verdicts of the measure's claims as a title, or else its lowest and highest result."""
     tried = [each for each in sweep.claims() if each.measure == measure]
-    said = dict[str, list[str]]()
+    by_verdict = dict[str, list[str]]()
     for each in tried[:TOLD]:
-        said.setdefault(each.verdict, []).append(each.claim.says)
-    if said:
-        title = " ".join(f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in said.items())
+        by_verdict.setdefault(each.verdict, []).append(each.claim.says)
+    if by_verdict:
+        title = " ".join(f"{verdict.capitalize()}: {'; '.join(claims)}." for verdict, claims in by_verdict.items())
         return title + (f" And {len(tried) - TOLD} more." if len(tried) > TOLD else "")
     label, unit = words(measure)
     rows = [(row.mean, place_of(row.series, row.x)) for row in sweep.table(measure) if row.mean is not None]
@@ -140,7 +138,6 @@ def finding(sweep: Sweep, measure: str) -> str:
 
 
 def across(setting: str) -> str:
-    """Of an axis."""
     if setting == CONDITION:
         return ""
     return f"{AXES[setting]} ({setting})" if setting in AXES else setting
@@ -151,13 +148,12 @@ def place_of(series: str, x: Any) -> str:
 
 
 def places(sweep: Sweep) -> list[Any]:
-    """Every x of the study, in order; one that is none where there is no such setting."""
+    """Return every x of the study in order; [None] for a study without such a setting."""
     return list({repr(point.x): point.x for point in sweep.study.points}.values())
 
 
 def curves(sweep: Sweep) -> Iterator[Figure]:
-    """Every measure over the updates, and over the clock where that is asked for: a figure for every x, a curve for
-    every series."""
+    """Yield learning curves by measure and x over updates, and also over time if CLOCK is a measure."""
     lines = {cell.path: (cell.run.metrics, cell.run.evaluations) for cell in sweep.finished}
     for measure in sweep.measures:
         if measure == CLOCK:
@@ -170,8 +166,7 @@ def curves(sweep: Sweep) -> Iterator[Figure]:
 
 
 def by_clock(sweep: Sweep) -> Figure | None:
-    """Of a study of time what was learned in which, by the first of its measures that is a reward: of the series that
-    make as many updates as the first one."""
+    """Draw the first reward over time for series of equal length; None if the study does not measure time."""
     measure = next((each for each in sweep.measures if each.startswith("reward/")), None)
     if measure is None or CLOCK not in sweep.measures or sweep.study.x is not None:
         return None
@@ -188,8 +183,8 @@ def by_clock(sweep: Sweep) -> Figure | None:
     first, soonest = found[0], min(found, key=lambda each: each.x[-1])
     had = next((y for x, y in zip(reversed(first.x), reversed(first.y), strict=True) if x <= soonest.x[-1]), first.y[0])
     share, seconds = unit == SHARE, soonest.x[-1]
-    title = f"When {soonest.name} is done, after {seconds:.0f} s, it is at {shown(soonest.y[-1], share=share)}"
-    title += "" if soonest is first else f", {first.name} at {shown(had, share=share)}"
+    title = f"{soonest.name} ends first, after {seconds:.0f} s, at {shown(soonest.y[-1], share=share)}"
+    title += "" if soonest is first else f"; {first.name} is then at {shown(had, share=share)}"
     note = f"{label}: mean over seeds, shaded by one standard error."
     figure = figures.ribbons(title, note, found, x=SECONDS, y=label, share=share)
     return replace(figure, legend=True, wide=True, height=HEIGHT)
@@ -208,7 +203,7 @@ def learning(
         ends = {row.series: [row.mean] for row in sweep.table(measure) if row.x == x and row.mean is not None}
         where = f" at {sweep.study.x} = {written(x)}" if sweep.study.x else ""
         share = unit == SHARE
-        values = ends if len(found) > 1 else {found[0].name: found[0].y}  # of one series the title tells its course
+        values = ends if len(found) > 1 else {found[0].name: found[0].y}  # a single series has its trend as title
         title = course(f"{label}{where}", values, share=share)
         yield figures.ribbons(title, "", found, x=SECONDS if clock else "update", y=unit, share=share)
 
@@ -220,8 +215,7 @@ def cells_at(sweep: Sweep, series: str, x: Any) -> list[SweepCell]:
 def learned(
     runs: Sequence[Lines], measure: str, *, clock: bool
 ) -> Iterator[tuple[list[float], list[float], list[float | None]]]:
-    """The mean of several runs over their updates, or the time at which they were made, and its standard error; none
-    where there is nothing of it."""
+    """Yield updates (or times, with `clock`), means and standard errors of a measure over the updates of all runs."""
     found = [column(run, measure) for run in runs]
     updates = sorted(set.intersection(*map(set, found))) if found else []
     if not updates:
@@ -238,7 +232,6 @@ def learned(
 
 
 def column(run: Lines, measure: str) -> dict[float, float]:
-    """By update."""
     updates, evaluations = run
     if measure.startswith("eval/"):
         return {float(line["update"]): line["accuracy"] for line in evaluated(measure, evaluations)}

@@ -1,7 +1,7 @@
-"""A Chromium without a window, for what only a browser can: draw a figure as SVG, and show whether a page is sound.
+"""A headless Chromium that draws figures as SVG and checks pages.
 
-It is spoken to in its own protocol (https://chromedevtools.github.io/devtools-protocol), over two pipes: nothing
-listens anywhere. The network is not needed, and is off.
+It is controlled over two pipes with the DevTools protocol (https://chromedevtools.github.io/devtools-protocol). No port
+is opened, and the browser's network is off.
 """
 
 from __future__ import annotations
@@ -32,23 +32,21 @@ FLAGS = (
 BETWEEN = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
-"""It reads at 3 and writes at 4, whatever numbers the pipes have here; from FREE on they are in nobody's way."""
+"""Launcher that moves the pipes to 3 (read) and 4 (write); file descriptors from FREE on do not collide with these."""
 FREE = 10
-ENDED = "the browser ended, or did not even begin"
+ENDED = "the browser ended, or did not start"
 PATIENCE = 60.0
-"""Seconds for any one answer."""
+"""Timeout in seconds for each answer of the browser."""
 
 
 def find() -> str | None:
-    """The program, if there is one; CHROME says which."""
+    """Return the browser program, or None; the environment variable CHROME overrides the search."""
     named = os.environ.get("CHROME")
     found = next(filter(None, map(shutil.which, [named] if named else NAMES)), None)
     return found or (MAC if not named and Path(MAC).exists() else None)
 
 
 class Tab:
-    """A page that is open."""
-
     def __init__(self, browser: Browser, session: str) -> None:
         self.browser, self.session = browser, session
 
@@ -56,7 +54,7 @@ class Tab:
         return self.browser.call(method, self.session, **params)
 
     def look(self, width: int = 1200, height: int = 900, *, dark: bool = False, phone: bool = False) -> None:
-        """What it is seen on; one that nobody sees is not drawn."""
+        """Set screen size, colour scheme and device, and bring the page to the front so that it is drawn."""
         self.call("Page.bringToFront")
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
         self.call("Emulation.setTouchEmulationEnabled", enabled=phone)
@@ -69,11 +67,11 @@ class Tab:
         self.browser.event("Page.loadEventFired", self.session)
 
     def run(self, script: str) -> Any:
-        """What a script comes to, once it does."""
+        """Run a script and return its result; a promise is awaited."""
         found = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in found:
-            said = found["exceptionDetails"].get("exception", {}).get("description", found["exceptionDetails"]["text"])
-            raise SlipstreamError(f"the page failed: {first_line(said)}")
+            text = found["exceptionDetails"].get("exception", {}).get("description", found["exceptionDetails"]["text"])
+            raise SlipstreamError(f"the page failed: {first_line(text)}")
         return found["result"].get("value")
 
 
@@ -96,21 +94,21 @@ class Browser:
                 left = left[os.write(self.to, left) :]
         except BrokenPipeError:
             raise SlipstreamError(ENDED) from None
-        answer = self._until(lambda told: told.get("id") == self._number)
+        answer = self._until(lambda message: message.get("id") == self._number)
         if "error" in answer:
             raise SlipstreamError(f"{method}: {answer['error']['message']}")
         found: dict[str, Any] = answer["result"]
         return found
 
     def event(self, method: str, session: str) -> None:
-        """Wait until it has been told."""
+        """Wait for an event of this page."""
 
-        def is_it(told: Mapping[str, Any]) -> bool:
-            return told.get("method") == method and told.get("sessionId") == session
+        def matches(message: Mapping[str, Any]) -> bool:
+            return message.get("method") == method and message.get("sessionId") == session
 
-        if not any(map(is_it, self._events)):
-            self._until(is_it)
-        self._events = [told for told in self._events if not is_it(told)]
+        if not any(map(matches, self._events)):
+            self._until(matches)
+        self._events = [message for message in self._events if not matches(message)]
 
     def _until(self, wanted: Any) -> Mapping[str, Any]:
         deadline = time.monotonic() + PATIENCE
@@ -118,11 +116,11 @@ class Browser:
             whole, zero, rest = self._buffer.partition(b"\0")
             if zero:
                 self._buffer = rest
-                told: Mapping[str, Any] = json.loads(whole)
-                if wanted(told):
-                    return told
-                if "method" in told:
-                    self._events.append(told)
+                message: Mapping[str, Any] = json.loads(whole)
+                if wanted(message):
+                    return message
+                if "method" in message:
+                    self._events.append(message)
                 continue
             ready, _, _ = select.select([self.back], [], [], max(0.0, deadline - time.monotonic()))
             part = os.read(self.back, 1 << 20) if ready else b""
@@ -136,7 +134,7 @@ def browser() -> Iterator[Browser]:
     program = find()
     if program is None:
         raise ConfigError(
-            "figures become SVG in a browser, and there is none: install chromium, or let CHROME name one"
+            "figures are drawn as SVG by a browser, and none was found: install chromium, or set CHROME to a browser"
         )
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
     (theirs, to), (back, answers) = os.pipe(), os.pipe()
@@ -152,7 +150,7 @@ def browser() -> Iterator[Browser]:
         try:
             yield Browser(to, back, process)
         finally:
-            os.close(to)  # it ends when nobody speaks to it any more
+            os.close(to)  # the browser ends when its pipe is closed
             os.close(back)
             try:
                 process.wait(5)

@@ -1,4 +1,4 @@
-"""Figures that are more than one metric over updates: accuracy, waits, idle workers, lags, noise, lost work."""
+"""Figures that combine several metrics: accuracy, waits, idle workers, lags, noise, lost work."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slipstream.reporting.report.points import mean
 from slipstream.reporting.report.runs import Reading
 
 LAGS = 32
-"""Bars of the histogram; what is older is in the last."""
+"""Number of bars of the histogram; the last bar includes all larger lags."""
 WAITS = {
     "learn": "learning",
     "data": "waiting for scored groups",
-    "turn": "waiting for order or age",
-    "relabel": "waiting for teachers asked again",
+    "turn": "waiting for the schedule's order or age bound",
+    "relabel": "waiting for teachers to score again",
     "weights": "waiting for a publish",
 }
-PUBLISH = {"wait": "until all stood still", "load": "loading weights", "rebuild": "running prefixes through them"}
+PUBLISH = {"wait": "waiting for requests to pause", "load": "loading weights", "rebuild": "recomputing prefixes"}
 GROUPS = {
     "rolling": "being rolled out",
     "waiting": "waiting for a scorer",
@@ -33,7 +33,7 @@ GROUPS = {
 
 
 def accuracy(runs: Sequence[Reading]) -> Iterator[Figure]:
-    """Against updates and against the clock, for every held-out set."""
+    """Draw the accuracy on every held-out set, over updates and over wall-clock time."""
     sets = dict.fromkeys(name for run in runs for name, *_ in run.accuracy())
     for name in sets:
         found = [
@@ -44,7 +44,7 @@ def accuracy(runs: Sequence[Reading]) -> Iterator[Figure]:
         ]
         label = f"Accuracy on {name}" if name else "Held-out accuracy"
         those = [run for _, run, *_ in found]
-        note = "Bars are at most one standard error of the held-out prompts."
+        note = "Error bars: one standard error over the held-out prompts, at most."
         for clock in (False, True):
             series = [
                 Series(run.name, [run.at(u) for u in updates] if clock else updates, values, slot, errors)
@@ -62,24 +62,24 @@ def accuracy(runs: Sequence[Reading]) -> Iterator[Figure]:
 
 
 def waits(runs: Sequence[Reading]) -> Figure:
-    """What the learner's time went into, as shares of the wall clock."""
+    """Draw the learner's activities as shares of wall-clock time."""
     seconds = {run.name: sum(run.values("seconds/update")) for run in runs}
     parts = {
         label: [sum(run.values(f"seconds/{name}")) / seconds[run.name] for run in runs]
         for name, label in WAITS.items()
         if any(any(run.values(f"seconds/{name}")) for run in runs)
     }
-    parts["the rest"] = [max(0.0, 1 - sum(values[i] for values in parts.values())) for i in range(len(runs))]
+    parts["other"] = [max(0.0, 1 - sum(values[i] for values in parts.values())) for i in range(len(runs))]
     busy = parts.get(WAITS["learn"], [0.0] * len(runs))
-    title = "The learner learned " + named([f"{shown(share, share=True)} of the time" for share in busy], runs)
-    note = "Waiting for scored groups: more samplers or scorers. For order or age: a wider bound."
+    title = "The learner was training " + named([f"{shown(share, share=True)} of the time" for share in busy], runs)
+    note = "If it waits for scored groups, add samplers or scorers. If it waits for order or age, widen the bound."
     return figures.stacks(
-        title, note, [run.name for run in runs], parts, x="share of the time from the first update on", share=True
+        title, note, [run.name for run in runs], parts, x="share of time since the first update", share=True
     )
 
 
 def publishes(runs: Sequence[Reading]) -> Figure | None:
-    """What a publish took: until running requests stood still, to load, to go on."""
+    """Draw the seconds of a publish: waiting for requests to pause, loading, recomputing. None without publishes."""
     parts = {
         label: [mean(run.values(f"publish/{name}")) for run in runs]
         for name, label in PUBLISH.items()
@@ -92,15 +92,15 @@ def publishes(runs: Sequence[Reading]) -> Figure | None:
     return figures.stacks(title, "Mean over updates.", [run.name for run in runs], parts, x="seconds in a sampler")
 
 
-def named(told: Sequence[str], runs: Sequence[Reading]) -> str:
-    """What is told of each run, with its name where there are several."""
+def named(texts: Sequence[str], runs: Sequence[Reading]) -> str:
+    """Join the text of each run, with the run's name if there are several."""
     if len(runs) == 1:
-        return told[0]
-    return ", ".join(f"{each} ({run.name})" for each, run in zip(told, runs, strict=True))
+        return texts[0]
+    return ", ".join(f"{each} ({run.name})" for each, run in zip(texts, runs, strict=True))
 
 
 def places(runs: Sequence[Reading]) -> Figure | None:
-    """Where groups were, on average at the end of an update."""
+    """Draw the mean number of groups in each stage at the end of an update; None without data."""
     parts = {
         label: [mean(run.values(f"groups/{name}")) for run in runs]
         for name, label in GROUPS.items()
@@ -110,12 +110,12 @@ def places(runs: Sequence[Reading]) -> Figure | None:
         return None
     most = max(parts, key=lambda label: parts[label][0])
     title = f"Most groups in flight were {most}" + (f" ({runs[0].name})" if len(runs) > 1 else "")
-    note = "Waiting for a scorer: more scorers. Waiting for the learner: it is the slowest."
+    note = "If most wait for a scorer, add scorers. If most wait for the learner, it is the slowest stage."
     return figures.stacks(title, note, [run.name for run in runs], parts, x="groups, mean over updates")
 
 
 def idle(runs: Sequence[Reading]) -> Figure | None:
-    """What share of its time every worker had nothing to do."""
+    """Draw the share of time in which each worker was idle; None without data."""
     names = sorted({name for run in runs for name in run.columns if name.startswith("idle/")}, key=by_stage)
     if not names:
         return None
@@ -125,17 +125,16 @@ def idle(runs: Sequence[Reading]) -> Figure | None:
     value, label, name = max(each for each in flat if each[0] == each[0])
     whose = f"{label} of {name}" if len(runs) > 1 else label
     title = f"Most idle: {whose}, {shown(value, share=True)} of the time"
-    note = "idle/WORKER, over the whole run: near 0 for the dearest."
+    note = "idle/WORKER over the whole run. It should be near 0 in the slowest stage."
     return figures.bars(title, note, labels, series, y="share of the time", share=True)
 
 
 def by_stage(name: str) -> tuple[int, str]:
-    """idle/WORKER, as work flows."""
     return timeline.rank(name.removeprefix("idle/"))
 
 
 def weighted(run: Reading, name: str) -> float:
-    """The mean over the time of updates."""
+    """Return the mean of a metric, weighted by the duration of the updates."""
     values, seconds = run.values(name), run.values("seconds/update")
     total = sum(seconds)
     return (
@@ -146,7 +145,7 @@ def weighted(run: Reading, name: str) -> float:
 
 
 def lags(runs: Sequence[Reading]) -> Figure | None:
-    """What share of the trained tokens was how old."""
+    """Draw the distribution of the lags of trained tokens; None without data."""
     counts = [tokens_by_lag(run) for run in runs]
     if not any(counts):
         return None
@@ -161,9 +160,9 @@ def lags(runs: Sequence[Reading]) -> Figure | None:
         series.append(Series(run.name, [], shares, slot))
     means = [sum(lag * n for lag, n in count.items()) / (sum(count.values()) or 1) for count in counts]
     most_of = [max(count, default=0) for count in counts]
-    told = named([f"{shown(a)} on average, {b} at most" for a, b in zip(means, most_of, strict=True)], runs)
+    summary = named([f"{shown(a)} on average, {b} at most" for a, b in zip(means, most_of, strict=True)], runs)
     return figures.bars(
-        f"Lag of trained tokens: {told}", "Updates between a token and the one that learned from it, all of the run.",
+        f"Lag of trained tokens: {summary}", "Updates between sampling a token and training on it, over the whole run.",
         labels, series, x="lag, in updates", y="share of tokens", share=True,
     )  # fmt: skip
 
@@ -174,7 +173,7 @@ def tokens_by_lag(run: Reading) -> dict[int, float]:
 
 
 def drift_by_lag(runs: Sequence[Reading], metric: str = "drift/kl") -> Figure | None:
-    """The KL of tokens of one lag: mean over updates, and its standard error."""
+    """Draw the KL by lag: mean over updates and its standard error; None for fewer than two lags."""
     pattern = re.compile(rf"{metric}/lag_(\d+)(-\d+)?")
     found = {name: int(match[1]) for run in runs for name in run.columns if (match := pattern.fullmatch(name))}
     names = sorted(found, key=found.__getitem__)
@@ -190,12 +189,12 @@ def drift_by_lag(runs: Sequence[Reading], metric: str = "drift/kl") -> Figure | 
     most = max(range(len(ends)), key=ends.__getitem__)
     title = f"KL by lag: {shown(ends[0])} at lag {labels[0]}, and at most {shown(ends[most])}, at lag {labels[most]}"
     title += f" ({runs[0].name})" if len(runs) > 1 else ""
-    note = "drift/kl by lag, mean over updates with its standard error. Near 0 at lag 0, or engines differ."
+    note = "drift/kl by lag: mean over updates ± one standard error. If it is not near 0 at lag 0, the engines differ."
     return figures.bars(title, note, labels, series, x="lag, in updates", y="nats per token")
 
 
 def noise(runs: Sequence[Reading]) -> Figure | None:
-    """How much of a gradient is noise: the variance of its mean, over its square."""
+    """Draw the noise of the gradient divided by its signal; None without data."""
     series = list[Series]()
     for slot, run in enumerate(runs):
         if "gradient/noise" in run.columns and "gradient/signal" in run.columns:
@@ -206,14 +205,14 @@ def noise(runs: Sequence[Reading]) -> Figure | None:
     if not any(each.y for each in series):
         return None
     return figures.curves(
-        course("Noise in a gradient, over its signal", {each.name: each.y for each in series}),
-        "gradient/noise over gradient/signal. Above 1 a step goes where chance leads: larger batches, or a lower rate.",
+        course("Gradient noise / signal", {each.name: each.y for each in series}),
+        "gradient/noise / gradient/signal. Above 1 steps are mostly random: use larger batches or a lower lr.",
         series, x="update", y="noise / signal", band=below(1.0),
     )  # fmt: skip
 
 
 def lost(runs: Sequence[Reading]) -> Figure | None:
-    """Groups that were not trained on, by reason, and members that failed."""
+    """Draw dropped groups by reason, and failed responses; None if nothing was lost."""
     kinds = {"dropped/": "{}", "failed/": "failed: {}", "ungraded/": "no reward: {}"}
     names: dict[str, str] = {}
     for run in runs:
@@ -221,13 +220,11 @@ def lost(runs: Sequence[Reading]) -> Figure | None:
             head, slash, tail = name.partition("/")
             if head + slash in kinds:
                 names[name] = kinds[head + slash].format(tail)
-    names |= {
-        name: label for name, label in {"restarted": "begun again"}.items() if any(run.last(name) for run in runs)
-    }
+    names |= {name: label for name, label in {"restarted": "restarted"}.items() if any(run.last(name) for run in runs)}
     labels = [label for name, label in names.items() if any(run.last(name) for run in runs)]
     if not labels:
         return None
     rows = [name for name, label in names.items() if label in labels]
     series = [Series(run.name, [], [run.last(name) or 0.0 for name in rows], slot) for slot, run in enumerate(runs)]
     thrown = named([f"{shown(run.last('thrown_tokens') or 0.0)} tokens" for run in runs], runs)
-    return figures.bars(f"Work that was thrown away: {thrown}", "By reason, all of the run.", labels, series, y="count")
+    return figures.bars(f"Lost work: {thrown}", "By reason, over the whole run.", labels, series, y="count")

@@ -1,7 +1,7 @@
-"""Figures as plain data: a title that says what to see, and the traces and layout that a page draws with plotly.js.
+"""Figures as plain data: a title that states the result, and traces and layout for plotly.js.
 
-Nothing here knows a library, a run or a study. Colours are names of the page's palette (`var(--s1)`), so that one
-figure is right in light, in dark and on paper; `page.js` puts in what they are there, and what all figures share.
+This module knows no run, no study and no plotting library. Colours are names in the page's palette (`var(--s1)`), so
+that a figure suits light mode, dark mode and paper. `page.js` inserts the colours and the common settings.
 """
 
 from __future__ import annotations
@@ -20,37 +20,36 @@ COLOURS = 8
 DASHES = ("solid", "dash", "dot", "dashdot")
 HEIGHT = 250
 FEW = 40
-"""So many points are drawn one by one; of more there is also the mean over neighbours."""
+"""Largest number of points drawn one by one; longer curves also get a moving mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     title: str
     note: str
-    """How to read it."""
     data: list[Json]
     layout: Json
     height: int = HEIGHT
     wide: bool = False
     legend: bool = False
-    """Whether it needs one of its own: colours that are runs are told at the top of the page."""
+    """True for a legend of its own; otherwise the legend at the top of the page explains the colours."""
     zoom: bool = False
-    """Whether one looks around in it."""
+    """True if the reader can zoom and pan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one run, or of one arm, and the error of each."""
+    """Points of one run or arm, with their errors."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     slot: int = 0
-    """Which colour it has."""
+    """Number of the colour in the palette."""
     error: Sequence[float | None] = field(default=())
 
     def ends(self) -> Iterator[float]:
-        """As far as it may be, up and down."""
+        """Yield the lower and upper end of every error bar."""
         for value, error in zip(self.y, self.error or [None] * len(self.y), strict=True):
             yield from (value - (error or 0.0), value + (error or 0.0))
 
@@ -60,17 +59,17 @@ def colour(slot: int, alpha: float = 1.0) -> str:
 
 
 def shade(name: str, alpha: float = 1.0) -> str:
-    """A colour of the page's palette."""
+    """Return the name of a colour of the page's palette, with optional opacity."""
     return f"var(--{name})" if alpha == 1 else f"var(--{name}/{alpha:g})"
 
 
 def plain(text: str) -> str:
-    """Text that plotly takes for text: it reads tags and entities in labels."""
+    """Escape text for plotly, which interprets tags and entities in labels."""
     return html.escape(text, quote=False)
 
 
 def number(x: float) -> float | None:
-    """To five digits; what JSON has no word for is left out."""
+    """Round to five digits; return None for a number that JSON cannot represent."""
     return float(f"{x:.5g}") if isfinite(x) else None
 
 
@@ -93,8 +92,7 @@ def curves(
     legend: bool = False,
     height: int = HEIGHT,
 ) -> Figure:
-    """A line for each. With `marks` every point is one; else many points are a faint line below their running mean,
-    unless they are `exact`."""
+    """Draw a line for each series; long series are faint with a moving mean, unless `marks` or `exact` is set."""
     few = marks or all(len(each.x) <= FEW for each in series)
     how = points if few else course if exact else trail
     data = [trace for each in series for trace in how(each)]
@@ -134,7 +132,7 @@ def course(each: Series) -> list[Json]:
 
 
 def trail(each: Series) -> list[Json]:
-    """All points as a faint line, and their mean over neighbours."""
+    """Draw all points as a faint line, and their moving mean."""
     raw, mean = thinned(each.x, each.y), smoothed(each.x, each.y)
     return [
         {
@@ -149,7 +147,7 @@ def trail(each: Series) -> list[Json]:
 
 
 def ribbons(title: str, note: str, series: Sequence[Series], *, x: str, y: str, share: bool = False) -> Figure:
-    """A line for each, in a ribbon as wide as its error."""
+    """Draw a line for each series, in a band as wide as its error."""
     data: list[Json] = []
     for each in series:
         errors = [error or 0.0 for error in each.error]
@@ -177,7 +175,7 @@ def ribbons(title: str, note: str, series: Sequence[Series], *, x: str, y: str, 
 
 
 def dash(each: Series) -> str:
-    """Where colours come again, lines differ."""
+    """Return the line style, which differs between series of the same colour."""
     return DASHES[each.slot // COLOURS % len(DASHES)]
 
 
@@ -190,7 +188,6 @@ def named(each: Series) -> Json:
 
 
 def healthy(band: Band, low: float, high: float) -> Json:
-    """The part of a figure in which a metric is healthy, shaded."""
     bottom = low if band.low is None else min(max(band.low, low), high)
     top = high if band.high is None else max(min(band.high, high), low)
     place = {"xref": "paper", "x0": 0, "x1": 1, "y0": number(bottom), "y1": number(top)}
@@ -215,7 +212,7 @@ def bars(
     wide: bool = False,
     height: int = HEIGHT,
 ) -> Figure:
-    """Bars beside one another over labels; `Series.y` has a number for each label."""
+    """Draw grouped bars; `Series.y` has one number for each label."""
     names = [plain(label) for label in labels]
     data = [
         {
@@ -238,7 +235,7 @@ def bars(
 def dots(
     title: str, note: str, labels: Sequence[str], series: Sequence[Series], *, x: str, share: bool = False
 ) -> Figure:
-    """A point for each label, one below the other, with its error: for more labels than bars have room for."""
+    """Draw a point with its error for each label, one below the other; used for many labels."""
     data = [
         {
             **named(each),
@@ -259,7 +256,7 @@ def dots(
 def stacks(
     title: str, note: str, rows: Sequence[str], parts: Mapping[str, Sequence[float]], *, x: str, share: bool = False
 ) -> Figure:
-    """A bar for each row, lying, made of parts that have a colour each."""
+    """Draw a horizontal stacked bar for each row, with a colour for each part."""
     names = [plain(row) for row in rows]
     data = [
         {

@@ -1,4 +1,4 @@
-"""What a figure shows, in a sentence: from the numbers that it is drawn of."""
+"""Titles of figures: sentences made from the numbers that a figure shows."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from statistics import fmean, stdev
 from slipstream.metric_names import Band
 
 ENDS = 10
-"""Updates at either end of a run that are compared."""
+"""Number of updates at the start and at the end of a run that are compared."""
 SURE = 2.0
-"""Standard errors beyond which a change is one."""
+"""Number of standard errors beyond which a change is significant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From the first updates to the last."""
+    """Change of a metric from the first updates to the last."""
 
     first: float
     last: float
     error: float
-    """Standard error of the difference, the updates being independent."""
+    """Standard error of the difference, with updates taken as independent."""
 
     @property
     def sure(self) -> bool:
@@ -30,7 +30,7 @@ class Change:
 
 
 def change(values: Sequence[float]) -> Change:
-    """Between the means of the first and the last ten of these, or of as many as do not overlap."""
+    """Return the change between the means of the first and last ENDS values, or of halves if there are fewer."""
     count = max(1, min(ENDS, len(values) // 2))
     first, last = values[:count], values[-count:]
     error = sqrt(sum(stdev(part) ** 2 / count for part in (first, last))) if count > 1 else float("inf")
@@ -38,7 +38,7 @@ def change(values: Sequence[float]) -> Change:
 
 
 def shown(value: float, *, share: bool = False) -> str:
-    """A number as a person writes it: three digits that count, thousands apart."""
+    """Format a number with three significant digits and a separator for thousands."""
     if not isfinite(value):
         return "unknown"
     if share:
@@ -55,7 +55,7 @@ def duration(seconds: float) -> str:
 
 
 def estimate(mean: float | None, error: float | None, *, share: bool = False) -> str:
-    """A mean and its standard error, to the digits that the error leaves."""
+    """Format a mean and its standard error with the digits that are significant."""
     if mean is None:
         return "–"
     if error is None:
@@ -67,7 +67,7 @@ def estimate(mean: float | None, error: float | None, *, share: bool = False) ->
 
 
 def course(label: str, runs: Mapping[str, Sequence[float]], *, share: bool = False) -> str:
-    """Where it went in one run, or where it ended in several."""
+    """Return a title: the trend in a single run, or the final values of several runs."""
 
     def say(x: float) -> str:
         return shown(x, share=share)
@@ -94,12 +94,11 @@ def values_of(runs: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 def inside(band: Band, runs: Mapping[str, Sequence[float]]) -> str:
-    """How often it was healthy."""
-
+    """Return a sentence on how many updates were in the healthy range."""
     counts = {name: (sum(value in band for value in values), len(values)) for name, values in runs.items() if values}
     if all(count == total for count, total in counts.values()):
-        told = "all updates"
+        updates = "all updates"
     else:
         of = "" if len(counts) == 1 else " ({})"
-        told = ", ".join(f"{count} of {total} updates{of.format(name)}" for name, (count, total) in counts.items())
-    return f"Healthy in {told}: {band}."
+        updates = ", ".join(f"{count} of {total} updates{of.format(name)}" for name, (count, total) in counts.items())
+    return f"Healthy in {updates}: {band}."

@@ -1,4 +1,4 @@
-"""The page of a plan: how fast every schedule would be, how stale, who would wait, and what a device more would buy."""
+"""Report page of a plan: speed, staleness and waits of every schedule, and the gain from one more device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def page(seen: Outlook, costs: Costs, *, own: str, updates: int, command: str) -
     return Page(
         kicker="Slipstream plan",
         title=f"{best.schedule} on {seen.devices} devices: {speed(best):,.3g} samples per second",
-        lead="Simulated, from what each stage costs. Splits are samplers + scorers + ranks of the learner; the config "
-        f"has {own}, and {updates} updates.",
+        lead="Simulated from the cost of each stage. A split is samplers + scorers + learner ranks. The config has "
+        f"{own}, and {updates} updates.",
         sections=[
-            Section("Forecast", "Of every schedule its fastest split.", list(figures(seen))),
-            Section("All that was simulated", "", list(rows(seen))),
+            Section("Forecast", "The fastest split of every schedule.", list(figures(seen))),
+            Section("All simulated splits", "", list(rows(seen))),
             Section("Costs", "", [folded("costs.toml", costs.to_toml())]),
         ],
         legend={},
@@ -48,7 +48,7 @@ def figures(seen: Outlook) -> Iterator[Figure]:
         Series(f"{count} devices", [], [speed(o) for o in offers]),
         Series(f"{count + 1} devices", [], more, slot=1),
     )
-    note = "Samples per second, learned from; with one device more, which may be left idle."
+    note = "Trained samples per second, also with one more device, which may stay idle."
     yield drawn(title, note, names, both, y="samples per second")
     most = max(offers, key=lambda offer: offer.forecast.lag)
     lags = (
@@ -56,14 +56,16 @@ def figures(seen: Outlook) -> Iterator[Figure]:
         Series("largest", [], [offer.forecast.max_lag for offer in offers], slot=1),
     )
     title = f"Tokens of {most.schedule} are {most.forecast.lag:.1f} updates old on average"
-    yield drawn(title, "Of the tokens that are learned from.", names, lags, y="updates")
+    yield drawn(title, "Lag of the trained tokens.", names, lags, y="updates")
     idle = [
         Series(label, [], [offer.forecast.idle[stage] for offer in offers], slot)
         for slot, (stage, label) in enumerate(STAGES.items())
     ]
     waits = max(STAGES, key=lambda stage: fastest.forecast.idle[stage])
     title = f"With {fastest.schedule} the {STAGES[waits]} wait most: {fastest.forecast.idle[waits]:.0%} of the time"
-    yield drawn(title, "Who waits has more devices than there is work.", names, idle, y="share of the time", share=True)
+    yield drawn(
+        title, "A stage that waits has more devices than it needs.", names, idle, y="share of the time", share=True
+    )
 
 
 def drawn(
@@ -80,7 +82,7 @@ def rows(seen: Outlook) -> Iterator[Part]:
         "samples/s",
         "tokens/s",
         "lag",
-        "most",
+        "max lag",
         *(f"{n} idle" for n in STAGES.values()),
         "time",
     ]

@@ -1,5 +1,5 @@
 "use strict";
-// Draws every figure of the page: colours are the page's own, so that figures follow it into the dark and onto paper.
+// Draw every figure of the page with the page's colours, so that figures adapt to dark mode and to paper.
 (() => {
   const root = document.documentElement;
   const figures = JSON.parse(document.getElementById("figures").textContent);
@@ -72,7 +72,7 @@
     window.slipstream.drawn = all();
   }
 
-  // one legend for the whole page: a run is shown in all figures, or in none
+  // one legend for the whole page: it shows or hides a run in all figures
   for (const chip of document.querySelectorAll("[data-slot]")) {
     chip.addEventListener("click", () => {
       const slot = Number(chip.dataset.slot), off = !hidden.has(slot);
@@ -82,7 +82,7 @@
     });
   }
 
-  // by keys and on phones, too
+  // buttons, which also work with a keyboard and on phones
   const steps = {
     in: (a, b) => [a + (b - a) / 4, b - (b - a) / 4], out: (a, b) => [a - (b - a) / 2, b + (b - a) / 2],
     back: (a, b) => [a - (b - a) / 2, b - (b - a) / 2], on: (a, b) => [a + (b - a) / 2, b + (b - a) / 2],
@@ -97,7 +97,7 @@
 
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", again);
 
-  // paper is as wide as it is, whatever the window was, and light
+  // print with a fixed width and light colours, whatever the window has
   const PAPER = { wide: 680, narrow: 332 };
   addEventListener("beforeprint", () => {
     root.dataset.scheme = "light";
@@ -110,7 +110,7 @@
   addEventListener("error", event => { root.dataset.error = String(event.message); });
   addEventListener("unhandledrejection", event => { root.dataset.error = String(event.reason); });
 
-  // in one row if all fit, else in columns as wide as the widest
+  // number of rows: one if all names fit, else columns as wide as the longest name
   function legendRows(data, room) {
     const widths = data.filter(trace => trace.name && trace.showlegend !== false).map(trace => 46 + 6.8 * trace.name.length);
     const all = widths.reduce((sum, each) => sum + each, 0);
@@ -121,7 +121,7 @@
     const figure = figures[id];
     const lines = figure.title.split("<br>").length, rows = figure.legend ? legendRows(figure.data, width - 72) : 0;
     const height = figure.height + 20 + 20 * lines + 20 * Math.max(0, rows - 1);
-    const top = lines > 1 ? 20 : 8; // of several lines the first one's foot lies there
+    const top = lines > 1 ? 20 : 8; // plotly aligns the first of several lines by its bottom
     const title = { text: figure.title, x: 0.01, xanchor: "left", y: 1 - top / height, yanchor: "top", font: { size: 15, weight: 600 } };
     const room = { title, paper_bgcolor: "var(--paper)", margin: { l: 56, r: 16, t: 18 + 20 * lines + 4 * Math.sign(rows) + 20 * rows, b: 48 } };
     const layout = paint(merge(merge(common(figure, width), figure.layout), { ...room, height }));

@@ -1,6 +1,6 @@
-"""One HTML file that needs nothing else: text, tables, figures as JSON, style, and plotly.js once.
+"""Self-contained HTML page: text, tables, figures as JSON, style, and one copy of plotly.js.
 
-Whatever is not `Html` is text, and is escaped where it becomes part of the page.
+A string that is not `Html` is plain text, and is escaped when it is inserted.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Html = NewType("Html", str)
 Part = Figure | Html
 STEPS = '<div class="steps">{}</div>'.format(
     "".join(
-        f'<button type="button" data-step="{step}" aria-label="{told}" title="{told}">{sign}</button>'
-        for step, told, sign in (
+        f'<button type="button" data-step="{step}" aria-label="{label}" title="{label}">{sign}</button>'
+        for step, label, sign in (
             ("back", "earlier", "←"),
             ("on", "later", "→"),
-            ("in", "nearer", "+"),
-            ("out", "wider", "−"),
-            ("all", "all of it", "all"),
+            ("in", "zoom in", "+"),
+            ("out", "zoom out", "−"),
+            ("all", "show all", "all"),
         )
     )
 )
-"""How one looks around where nobody can drag."""
+"""Buttons for zooming and panning without a mouse."""
 LINE = 88
-"""Letters in a line of a title that is drawn."""
+"""Largest number of characters in a line of a figure's title."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Page:
     lead: str
     sections: Sequence[Section]
     legend: Mapping[int, str]
-    """What has which colour in every figure; empty where that is clear."""
+    """Names by colour number, for all figures; empty for no common legend."""
     footer: Html
 
 
@@ -73,21 +73,20 @@ def document(page: Page) -> str:
 
 
 def shell(title: str, body: str, figures: Mapping[str, Figure], script: str = "page.js") -> str:
-    """A page with its style, its figures and what draws them."""
     data = {name: drawn(figure) for name, figure in figures.items()}
     plotly = f"<script>{plotly_js()}</script>" if figures else ""
     return sound(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{visible(title)}</title><style>{asset('page.css')}</style></head><body>\n{body}\n"
-        "<noscript><p>The figures need JavaScript; nothing is loaded from elsewhere.</p></noscript>\n"
+        "<noscript><p>The figures need JavaScript. The page loads nothing from the network.</p></noscript>\n"
         f'<script type="application/json" id="figures">{as_json(data)}</script>\n{plotly}\n'
         f"<script>{asset(script)}</script>\n</body></html>\n"
     )
 
 
 def drawn(figure: Figure) -> Json:
-    """What page.js needs of it: its words are in the page."""
+    """Return the fields of a figure that page.js needs; the page itself contains the text."""
     kept = {name: value for name, value in asdict(figure).items() if name not in ("note", "wide")}
     return kept | {"title": "<br>".join(wrap(plain(figure.title), LINE))}
 
@@ -100,7 +99,7 @@ def numbered(figures: Iterable[Figure]) -> Iterator[tuple[str, Figure]]:
 def render(section: Section, names: Iterator[str]) -> str:
     intro = f'<p class="lead">{visible(section.intro)}</p>' if section.intro else ""
     head = f'<div class="head"><h2>{visible(section.title)}</h2>{intro}</div>'
-    # beside the first figures, or the two come on different sheets of paper
+    # keep the heading with the first figures, or printing can separate them
     parts, grid = ([], [head]) if isinstance(section.parts[0], Figure) else ([head], list[str]())
     for part in section.parts:
         if isinstance(part, Figure):
@@ -135,7 +134,7 @@ def legend(names: Mapping[int, str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = False) -> Html:
-    """Text; of numbers all columns but the first stand to the right."""
+    """Return a table of plain text; `numbers` aligns all columns except the first to the right."""
     kind = ['class="n"' if numbers and i else "" for i in range(len(head))]
     top = "".join(f"<th {k}>{visible(name)}</th>" for k, name in zip(kind, head, strict=True))
     body = "".join(
@@ -150,20 +149,20 @@ def paragraph(text: str) -> Html:
 
 
 def folded(title: str, text: str) -> Html:
-    """Something long, behind its title."""
+    """Return a long text that is folded behind its title."""
     return Html(
         f'<details><summary>{visible(title)}</summary><div class="box"><pre>{visible(text)}</pre></div></details>'
     )
 
 
 def as_json(data: object) -> str:
-    """As part of a script: nothing in it ends one."""
+    """Return JSON that is safe inside a script element."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def sound(text: str) -> str:
-    """Text that a file can hold: halves of characters are replaced."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

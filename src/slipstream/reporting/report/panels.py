@@ -1,6 +1,6 @@
-"""Small figures of one metric each, by section: all that is drawn the same way, as a table.
+"""Table of the small figures that show one metric each, by section of the report.
 
-What a metric means, and where it is healthy, is in the vocabulary; here are only its words on an axis.
+The vocabulary has the meaning and the healthy range of a metric; this table has its title and the unit on the axis.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from slipstream.reporting.report.runs import Reading
 
 class Panel(NamedTuple):
     names: str
-    """A pattern of metrics; its group, if it has one, goes into the label."""
+    """Pattern of metric names; a group in the pattern is inserted into the label."""
     label: str
     unit: str
-    """On the axis."""
     exact: bool = False
-    """It is set, not measured: there is no noise to take a mean of."""
+    """True for a metric that is set and not measured: it has no noise, and no moving mean is drawn."""
 
 
 SHARE = "share"
@@ -41,59 +40,59 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel(r"grad_norm", "Gradient norm", "before clipping"),
         Panel(r"student/entropy", "Entropy of the student", "nats per token"),
         Panel(r"lr", "Learning rate", "per step", True),
-        Panel(r"reference/kl", "KL to the start", "nats per token"),
+        Panel(r"reference/kl", "KL to the initial student", "nats per token"),
         Panel(r"distill/clip_fraction", "Clipped draws", SHARE),
-        Panel(r"distill/masked_fraction", "Draws taken out", SHARE),
-        Panel(r"distill/dropped_fraction", "Draws above the cap", SHARE),
-        Panel(r"distill/student_mass", "Student's mass on the compared ids", SHARE),
-        Panel(r"distill/teacher_mass", "Teacher's mass on the compared ids", SHARE),
+        Panel(r"distill/masked_fraction", "Draws masked by m2po", SHARE),
+        Panel(r"distill/dropped_fraction", "Draws above loss.weight_cap", SHARE),
+        Panel(r"distill/student_mass", "Student's probability mass on the compared ids", SHARE),
+        Panel(r"distill/teacher_mass", "Teacher's probability mass on the compared ids", SHARE),
         Panel(r"distill/overlap_ratio", "Teacher's top-k in the student's", SHARE),
     ),
     "throughput": (
         Panel(r"tokens_per_s", "Throughput", "tokens per second"),
-        Panel(r"overlap/stages", "Overlap of the three stages", "seconds of work per second"),
+        Panel(r"overlap/stages", "Overlap of the three stages", "busy seconds per second"),
         Panel(r"seconds/update", "Time of an update", "seconds"),
         Panel(r"seconds/publish", "Time of a publish", "seconds"),
-        Panel(r"rows/filled", "Rows that are not padding", SHARE),
+        Panel(r"rows/filled", "Learner tokens that are not padding", SHARE),
     ),
     "staleness": (
         Panel(r"lag/mean", "Mean lag", "updates"),
         Panel(r"tau", "tau", "updates in flight", True),
     ),
     "drift": (
-        Panel(r"drift/k3_kl", "KL from what drew (k3)", "nats per token"),
-        Panel(r"drift/chi2_token", "χ² of token weights", "variance"),
+        Panel(r"drift/k3_kl", "KL to the sampling policy (k3)", "nats per token"),
+        Panel(r"drift/chi2_token", "χ² of token-level weights", "variance"),
         Panel(r"drift/chi2_row_p95", "χ² of a response, 95th percentile", "variance"),
         Panel(r"drift/ess", "Effective sample size, tokens", SHARE),
-        Panel(r"drift/chi2_seq", "χ² of whole responses", "variance"),
+        Panel(r"drift/chi2_seq", "χ² of sequence-level weights", "variance"),
         Panel(r"drift/ess_seq", "Effective sample size, responses", SHARE),
-        Panel(r"drift/ess_row_min", "Least effective sample size of a response", SHARE),
-        Panel(r"drift/tv", "Total variation from what drew", "probability"),
-        Panel(r"drift/probs_pearson", "Correlation with what drew", "Pearson's r"),
-        Panel(r"drift/rollout_kl", "Exact KL from what drew", "nats per token"),
-        Panel(r"mismatch/k3_kl", "KL of engines at one version (k3)", "nats per token"),
-        Panel(r"mismatch/probs_pearson", "Correlation of engines at one version", "Pearson's r"),
+        Panel(r"drift/ess_row_min", "Smallest effective sample size of a response", SHARE),
+        Panel(r"drift/tv", "Total variation to the sampling policy", "probability"),
+        Panel(r"drift/probs_pearson", "Correlation with the sampling policy", "Pearson's r"),
+        Panel(r"drift/rollout_kl", "Exact KL to the sampling policy", "nats per token"),
+        Panel(r"mismatch/k3_kl", "KL between engines at the same version (k3)", "nats per token"),
+        Panel(r"mismatch/probs_pearson", "Correlation of engines at the same version", "Pearson's r"),
     ),
     "corrections": (
-        Panel(r"correction/ess", "Effective sample size of the weights", SHARE),
-        Panel(r"correction/rollout_is_mean", "Mean weight", "weight"),
-        Panel(r"correction/rollout_is_std", "Spread of the weights", "standard deviation"),
-        Panel(r"correction/rollout_is_ratio_fraction_high", "Ratios above the threshold", SHARE),
+        Panel(r"correction/ess", "Effective sample size of importance weights", SHARE),
+        Panel(r"correction/rollout_is_mean", "Mean importance weight", "weight"),
+        Panel(r"correction/rollout_is_std", "Spread of importance weights", "standard deviation"),
+        Panel(r"correction/rollout_is_ratio_fraction_high", "Importance ratios above the threshold", SHARE),
         Panel(r"correction/rollout_rs_masked_fraction", "Rejected tokens", SHARE),
-        Panel(r"correction/rollout_rs_seq_masked_fraction", "Responses that lost a token", SHARE),
+        Panel(r"correction/rollout_rs_seq_masked_fraction", "Responses with a rejected token", SHARE),
     ),
     "freshness": (
-        Panel(r"freshness/f", "Freshness of what is learned from", "f, from 0 to 1"),
-        Panel(r"freshness/weight", "Weight of a sample", "mean weight"),
-        Panel(r"freshness/gated", "Samples that count nothing", SHARE),
-        Panel(r"freshness/roll", "KL from what drew, by sample", "nats per token"),
-        Panel(r"freshness/sup", "KL from what teachers said", "nats per token"),
-        Panel(r"freshness/buffer_f", "Freshness of what waits", "f, from 0 to 1"),
+        Panel(r"freshness/f", "Freshness of trained samples", "f, from 0 to 1"),
+        Panel(r"freshness/weight", "Freshness weight of a sample", "mean weight"),
+        Panel(r"freshness/gated", "Samples with weight 0", SHARE),
+        Panel(r"freshness/roll", "KL to the sampling policy, by sample", "nats per token"),
+        Panel(r"freshness/sup", "KL to the teachers' earlier scores", "nats per token"),
+        Panel(r"freshness/buffer_f", "Freshness of the buffer", "f, from 0 to 1"),
         Panel(r"freshness/refreshes", "Refreshes so far", "count", True),
     ),
     "guards": (
         Panel(r"guard/(?!kl)(\w+)", "Guard {}", "factor on the learning rate", True),
-        Panel(r"guard/(kl)", "Guard {}", "updates off tau", True),
+        Panel(r"guard/(kl)", "Guard {}", "updates below tau", True),
     ),
     "noise": (Panel(r"gradient/cosine", "Cosine of fresh and stale gradients", "cosine"),),
     "lengths": (
@@ -106,15 +105,15 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel(r"teacher/(\w+)/loss", "Loss on teacher {}'s tokens", "nats per token"),
         Panel(r"teacher/(\w+)/share", "Teacher {}'s share of tokens", SHARE),
         Panel(r"teacher/(\w+)/version", "Version of teacher {}", "update", True),
-        Panel(r"teacher/moved", "KL by which supervision moved", "nats per token"),
+        Panel(r"teacher/moved", "KL between new and old teacher scores", "nats per token"),
         Panel(r"teacher/invalid", "Responses with unusable scores", "count"),
-        Panel(r"teacher/floored", "Tokens on the floor of log-probs", "count"),
+        Panel(r"teacher/floored", "Tokens at the lowest log-prob (−100)", "count"),
     ),
     "episodes": (
         Panel(r"episode/turns", "Turns of an episode", "turns"),
-        Panel(r"episode/calls", "Calls of tools", "per episode"),
+        Panel(r"episode/calls", "Tool calls", "per episode"),
         Panel(r"episode/invalid", "Episodes with an invalid call", SHARE),
-        Panel(r"episode/looped", "Episodes that went in circles", SHARE),
+        Panel(r"episode/looped", "Episodes that repeat a call", SHARE),
         Panel(r"episode/out_of_turns", "Episodes out of turns", SHARE),
         Panel(r"episode/out_of_time", "Episodes out of time", SHARE),
         Panel(r"episode/seconds", "Waiting for the environment", "seconds per episode"),
@@ -122,7 +121,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
     ),
 }
 OF_EVAL, OF_TIME = Panel(r"eval/(?:\w+/)?accuracy", "Held-out accuracy", SHARE), Panel("time", "Time", "seconds")
-"""What studies measure beside metrics."""
+"""Measures of studies that are not metrics of updates."""
 IDLE = (
     "guard/",
     "distill/clip",
@@ -135,11 +134,11 @@ IDLE = (
     "episode/out_of",
     "freshness/refreshes",
 )
-"""What is drawn only if it ever was something else than nothing done, and nothing wrong."""
+"""Prefixes of metrics that are drawn only if something happened: a guard acted, or a count is not 0."""
 
 
 def panels(section: str, runs: Sequence[Reading]) -> Iterator[Figure]:
-    """Every metric of a section that any of the runs has."""
+    """Yield a figure for every metric of a section that any run has."""
     left = list(dict.fromkeys(name for run in runs for name in run.columns))
     for panel in PANELS[section]:
         for name in [name for name in left if re.fullmatch(panel.names, name)]:
@@ -156,13 +155,13 @@ def uneventful(name: str, runs: Sequence[Reading]) -> bool:
 
 
 def words(name: str) -> tuple[str, str]:
-    """What a person calls a metric, and its unit; of one that has no panel, its name."""
+    """Return label and unit of a metric; its name and "" if it has no panel."""
     panel = panel_of(name)
     return panel.label, panel.unit
 
 
 def panel_of(name: str) -> Panel:
-    """With the label of this very metric."""
+    """Return the panel of a metric, with the label filled in."""
     for panel in [OF_EVAL, OF_TIME, *(panel for section in PANELS.values() for panel in section)]:
         if match := re.fullmatch(panel.names, name):
             return panel._replace(label=panel.label.format(*match.groups()))

@@ -1,4 +1,4 @@
-"""From many numbers to those that a figure can show: fewer points, means over neighbours, how far an axis reaches."""
+"""Reduction of data for figures: fewer points, moving means, and ranges of axes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from statistics import fmean
 from slipstream.metric_names import Band
 
 MOST = 400
-"""Points of a curve: of more, each of the bins between them shows its least and its largest."""
+"""Largest number of points of a curve; a longer curve keeps the smallest and largest point of each bin."""
 SMOOTH = 150
-"""Points of the mean over neighbours."""
+"""Largest number of points of a moving mean."""
 
 
 def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST) -> tuple[list[float], list[float]]:
-    """At most so many points, among them the least and the largest of every stretch."""
+    """Return at most `most` points, with the smallest and the largest of every bin."""
     if len(x) <= most:
         return list(x), list(y)
     kept: list[int] = []
@@ -27,7 +27,7 @@ def thinned(x: Sequence[float], y: Sequence[float], most: int = MOST) -> tuple[l
 
 
 def smoothed(x: Sequence[float], y: Sequence[float], most: int = SMOOTH) -> tuple[list[float], list[float]]:
-    """The mean over `window(n)` neighbours around each of at most so many points."""
+    """Return the mean over `window(n)` neighbours around each of at most `most` points."""
     half, total = window(len(x)) // 2, [0.0]
     for value in y:
         total.append(total[-1] + value)
@@ -41,7 +41,7 @@ def smoothed(x: Sequence[float], y: Sequence[float], most: int = SMOOTH) -> tupl
 
 
 def window(count: int) -> int:
-    """Over how many neighbours a curve of so many points is averaged: an odd number."""
+    """Return the odd number of neighbours in the moving mean of a curve with `count` points."""
     return max(3, count // 20) // 2 * 2 + 1
 
 
@@ -51,7 +51,7 @@ def bins(count: int, parts: int) -> list[tuple[int, int]]:
 
 
 def reach(values: Iterable[float]) -> tuple[float, float] | None:
-    """From the least to the largest, and a little room on either side."""
+    """Return the smallest and largest finite value with a margin, or None without values."""
     values = [value for value in values if isfinite(value)]
     if not values:
         return None
@@ -61,7 +61,7 @@ def reach(values: Iterable[float]) -> tuple[float, float] | None:
 
 
 def beside(band: Band, span: tuple[float, float]) -> tuple[float, float]:
-    """A span with the band's edge in sight, unless that is far off."""
+    """Extend a span to include the limits of the band, unless they are far away."""
     low, high = span
     for edge in (band.low, band.high):
         if edge is not None and low - 2 * (high - low) <= edge <= high + 2 * (high - low):
@@ -70,6 +70,6 @@ def beside(band: Band, span: tuple[float, float]) -> tuple[float, float]:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Of those that are numbers; not a number if there are none."""
+    """Return the mean of the finite values, or NaN if there are none."""
     known = [value for value in values if isfinite(value)]
     return fmean(known) if known else float("nan")

@@ -1,7 +1,6 @@
-"""What the student said, as HTML: every token coloured by how much less likely the teacher found it, or more.
+"""Samples as HTML: every token is coloured by the difference between student and teacher log-prob.
 
-A student may say anything: all text is escaped, and characters that a browser would obey, or not show, are made
-visible.
+Generated text can contain anything, so all text is escaped, and control characters are made visible.
 """
 
 from __future__ import annotations
@@ -17,37 +16,36 @@ from slipstream.reporting.report.runs import Reading
 from slipstream.run_dir.writing import SAMPLES
 
 MOST = 1200
-"""Tokens, or characters of what was not said, that are shown of one sample."""
+"""Largest number of tokens of a response, and of characters of other texts, that are shown."""
 FULL = 4.0
-"""Nats at which the colour is at its strongest."""
+"""Log-prob gap in nats from which on the colour is strongest."""
 SEEN = 0.1
-"""Nats below which a token has no colour."""
+"""Log-prob gap in nats below which a token has no colour."""
 ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
 
 
 def chosen(run: Reading, count: int) -> list[dict[str, Any]]:
-    """Samples from the first to the last update, evenly."""
+    """Return `count` samples at equal distances, from the first to the last update."""
     total = 0
 
-    def tell(number: int, line: bytes) -> bool:
+    def count_line(number: int, line: bytes) -> bool:
         nonlocal total
         total = number + 1
         return False
 
-    run.run.picked(SAMPLES, tell)
+    run.run.picked(SAMPLES, count_line)
     count = min(count, total)
     wanted = {round(i * (total - 1) / max(count - 1, 1)) for i in range(count)} if count > 1 else {total - 1}
     return run.run.picked(SAMPLES, lambda number, line: number in wanted)
 
 
 def sample(quote: dict[str, Any], name: str = "") -> str:
-    """One sample as an article."""
     parts = [f'<p class="head">{visible(head(quote, name))}</p>', block("prompt", visible(cut_end(quote["prompt"])))]
     tokens = list(marked(quote))
-    said = [text for who, text in quote.get("turns") or [("said", quote["response"])] if who == "said"]
-    if tokens and "".join(token for token, *_ in tokens) == "".join(said):
+    generated = [text for who, text in quote.get("turns") or [("said", quote["response"])] if who == "said"]
+    if tokens and "".join(token for token, *_ in tokens) == "".join(generated):
         parts += turns(quote, tokens)
-    else:  # tokens that are no characters by themselves do not add up to what was said
+    else:  # tokens that are parts of characters do not add up to the text
         parts += [
             block(who if quote.get("turns") else "response", visible(cut(text)))
             for who, text in quote.get("turns") or [("response", quote["response"])]
@@ -72,7 +70,7 @@ def head(quote: dict[str, Any], name: str) -> str:
 
 
 Marked = tuple[str, float | None, float | None, float | None]
-"""A token, its log-prob by the student and by the teacher, and what lies between."""
+"""A token, the student's and the teacher's log-prob, and the difference of the two; None where unknown."""
 
 
 def marked(quote: dict[str, Any]) -> Iterator[Marked]:
@@ -82,7 +80,7 @@ def marked(quote: dict[str, Any]) -> Iterator[Marked]:
 
 
 def turns(quote: dict[str, Any], tokens: Sequence[Marked]) -> Iterator[str]:
-    """What was said, coloured, between what was seen."""
+    """Yield the response, coloured, with the observations of an episode in between."""
     if not quote.get("turns"):
         yield block("response", coloured(tokens))
         return
@@ -105,23 +103,23 @@ def block(label: str, inner: str) -> str:
 
 def coloured(tokens: Sequence[Marked]) -> str:
     shown = "".join(map(span, tokens[:MOST]))
-    return shown + (f"<i>… and {len(tokens) - MOST:,} tokens more</i>" if len(tokens) > MOST else "")
+    return shown + (f"<i>… and {len(tokens) - MOST:,} more tokens</i>" if len(tokens) > MOST else "")
 
 
 def span(token: Marked) -> str:
     text, ours, theirs, gap = token
     if gap is None:
         return visible(text)
-    told = f"student {ours:.2f}, teacher {theirs:.2f}"
+    tooltip = f"student {ours:.2f}, teacher {theirs:.2f}"
     if abs(gap) < SEEN:
-        return f'<span title="{told}">{visible(text)}</span>'
+        return f'<span title="{tooltip}">{visible(text)}</span>'
     strength = min(1.0, abs(gap) / FULL)
     kind = "less" if gap > 0 else "more"
-    return f'<span class="{kind}" style="--a:{0.12 + 0.68 * strength:.2f}" title="{told}">{visible(text)}</span>'
+    return f'<span class="{kind}" style="--a:{0.12 + 0.68 * strength:.2f}" title="{tooltip}">{visible(text)}</span>'
 
 
 def visible(text: str) -> str:
-    """As HTML that shows it all: control characters as pictures of themselves, what turns text round as its number."""
+    """Escape text for HTML; control and direction characters become visible symbols or numbers."""
     return html.escape("".join(map(picture, text)))
 
 
@@ -138,9 +136,9 @@ def picture(char: str) -> str:
 
 
 def cut(text: str) -> str:
-    return text if len(text) <= MOST else f"{text[:MOST]}… and {len(text) - MOST:,} characters more"
+    return text if len(text) <= MOST else f"{text[:MOST]}… and {len(text) - MOST:,} more characters"
 
 
 def cut_end(text: str) -> str:
-    """Of a prompt its end is what is answered."""
-    return text if len(text) <= MOST else f"{len(text) - MOST:,} characters and …{text[-MOST:]}"
+    """Keep only the end of a prompt that is too long."""
+    return text if len(text) <= MOST else f"({len(text) - MOST:,} more characters) …{text[-MOST:]}"

@@ -1,4 +1,4 @@
-"""Runs as a report sees them: each with a name of its own, its metrics by name, and its settings against defaults."""
+"""Runs for a report: unique names, metrics by name, and settings that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slipstream.run_dir.reading import Line, RunDir
 from slipstream.run_dir.writing import SAMPLES
 
 Column = tuple[list[float], list[float]]
-"""Updates, and what a metric was then."""
+"""Updates, and the values of a metric at these updates."""
 FIRST = 400
-"""Samples that advice is made from."""
+"""Number of first samples that the advice rules read."""
 OPTIONAL = ("environment", "policy", "reference", "freshness")
-"""Sections that do nothing unless they are written."""
+"""Config sections that have no effect unless they are written."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Reading:
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """Every metric by name, where it is a number."""
         found: dict[str, Column] = {}
         for line in self.metrics:
             update = float(line["update"])
@@ -62,7 +61,7 @@ class Reading:
 
     @cached_property
     def case(self) -> Case:
-        """As the rules of advice see it; they look at the first samples, and of freshness at all groups."""
+        """Return the input of the advice rules. Only freshness rules need the whole ledger."""
         samples = self.run.picked(SAMPLES, lambda number, _: number < FIRST)
         ledger = self.run.ledger if self.config.freshness else []
         return Case(self.config, self.metrics, self.evaluations, samples, ledger, str(self.run.path))
@@ -71,7 +70,7 @@ class Reading:
         return seconds_at(self.metrics, update)
 
     def accuracy(self) -> Iterator[tuple[str, list[float], list[float], list[float | None]]]:
-        """Of every held-out set: its name, updates, accuracy, and one standard error at most."""
+        """Yield name, updates, accuracies and upper bounds of the standard errors for every held-out set."""
         sets = dict.fromkeys(line.get("set", "") for line in self.evaluations)
         for each in sets:
             lines = [line for line in self.evaluations if line.get("set", "") == each and "accuracy" in line]
@@ -82,18 +81,18 @@ class Reading:
 
 
 def seconds_at(metrics: Sequence[Line], update: float) -> float:
-    """Seconds that a run had gone on when it had made so many updates."""
+    """Return the seconds since the start of the run at the end of an update."""
     place = bisect_left(metrics, update, key=lambda line: float(line["update"]))
     return float(metrics[min(place, len(metrics) - 1)].get("time", 0.0)) if update > 0 else 0.0
 
 
 def standard_error(mean: float, count: float) -> float | None:
-    """Of a mean of numbers from 0 to 1, whose variance is at most p(1 − p); of others nobody knows."""
+    """Return the largest possible standard error of a mean of numbers in [0, 1]; None for other means."""
     return sqrt(mean * (1 - mean) / count) if 0 <= mean <= 1 and count else None
 
 
 def read(paths: Sequence[Path]) -> list[Reading]:
-    """Each run under a name that no other has."""
+    """Read runs, each under a unique name."""
     runs = [RunDir(path) for path in paths]
     found = list[Reading]()
     for name, run in zip(distinguished(paths), runs, strict=True):
@@ -105,7 +104,7 @@ def read(paths: Sequence[Path]) -> list[Reading]:
 
 
 def distinguished(paths: Sequence[Path]) -> list[str]:
-    """The ends of paths, as short as tells them apart; the same path twice gets a number."""
+    """Return the shortest distinct ends of paths; equal paths are numbered."""
     whole = [path.resolve() for path in paths]
     names = [path.name or str(path) for path in whole]
     for depth in range(2, max(len(path.parts) for path in whole) + 1):
@@ -117,7 +116,7 @@ def distinguished(paths: Sequence[Path]) -> list[str]:
 
 
 def defaults(config: Config) -> Config:
-    """What it would be if it said no more than its student, its teachers and which kinds it has."""
+    """Return a config with the same student, teachers and kinds, and defaults for everything else."""
     sections = {name: _default(value) for name, value in config if isinstance(value, Section)}
     teachers = {name: TeacherConfig.model_construct(model=each.model) for name, each in config.teachers.items()}
     given: dict[str, Any] = {"student": config.student, "teachers": teachers, **sections}
@@ -130,9 +129,11 @@ def _default(section: Section) -> Section:
 
 
 def changed(config: Config) -> dict[str, tuple[Any, Any]]:
-    """Every setting that a config has otherwise than by default: the default, and what it is."""
+    """Return default and value of every setting that differs from its default."""
     apart = differing(defaults(config), config)
-    found = {name: (theirs, ours) for name, theirs, ours in apart if theirs != {}}  # what is in it has rows of its own
+    found = {
+        name: (theirs, ours) for name, theirs, ours in apart if theirs != {}
+    }  # nested settings have entries of their own
     for name in ("loss", "schedule"):
         usual, ours = Config.model_fields[name].default.kind, getattr(config, name).kind
         if ours != usual:

@@ -1,4 +1,4 @@
-"""The page of one run, or of several over one another: what is known of them, section by section."""
+"""Report page of one or several runs, section by section."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from slipstream.reporting.report.runs import Reading, changed
 from slipstream.run_dir.writing import LEDGER
 
 SAMPLES = 6
-"""Samples of one run; of several each has fewer."""
+"""Number of samples in a report of one run; with several runs each has fewer."""
 CAUSES = 8
+"""Largest number of dropped groups that are listed for a run."""
 NAMED = 5
-"""Runs that a title names."""
+"""Largest number of runs named in a title."""
 KEY = Html(
-    '<p class="note key">The colour of a token: <span class="less" style="--a:.6">the teacher finds it less '
-    'likely</span> <span class="more" style="--a:.6">more likely</span> than the student did; strongest from '
-    f"{quotes.FULL:g} nats on. Point at one for both log-probs.</p>"
+    '<p class="note key">Colour of a token: <span class="less" style="--a:.6">less likely</span> or '
+    '<span class="more" style="--a:.6">more likely</span> to the teacher than to the student; strongest from '
+    f"{quotes.FULL:g} nats on. Point at a token to see both log-probs.</p>"
 )
 
 
@@ -53,28 +54,28 @@ def title_of(names: Sequence[str]) -> str:
 
 
 def lines_of(runs: Sequence[Reading]) -> str:
-    """How to read curves, if any run is so long that it matters."""
+    """Return an explanation of thin and thick lines; empty if all runs are short."""
     longest = max(len(run.metrics) for run in runs)
     if longest <= FEW:
         return ""
-    return f"Thin lines are single updates, thick ones the mean over as many as {window(longest)} neighbours."
+    return f"Thin lines show single updates, thick lines a moving mean over up to {window(longest)} updates."
 
 
 def what(run: Reading) -> str:
-    """What was trained, from whom and how, in a line."""
+    """Return a line that names student, losses, teachers and schedule."""
     config = run.config
     teachers = ", ".join(config.model_of(each) for each in config.teachers.values())
     distilled = f" · {config.loss.kind} from {teachers}" if teachers else ""
     policy = f" · {config.policy.loss} on {', '.join(config.task.names)}" if config.policy else ""
     began = str(run.meta.get("started", ""))[:16].replace("T", " ")
-    return f"{config.student}{distilled}{policy} · schedule {config.schedule.label} · begun {began} UTC."
+    return f"{config.student}{distilled}{policy} · schedule {config.schedule.label} · started {began} UTC."
 
 
 def sections(runs: Sequence[Reading]) -> Iterator[Section]:
-    """In the order in which a person asks. One without figures is left out."""
+    """Yield all sections; the page leaves out those without content."""
     yield Section("At a glance", "", [headlines(runs)])
-    yield Section("Advice", "What slipstream advise makes of the numbers.", list(advice(runs)))
-    yield Section("Configuration", "What was written, or follows from what was written; all else is default.", list(
+    yield Section("Advice", "The result of slipstream advise.", list(advice(runs)))
+    yield Section("Configuration", "Settings that differ from their default.", list(
         configuration(runs)
     ))  # fmt: skip
     yield Section("Accuracy and rewards", "", [*charts.accuracy(runs), *panels("rewards", runs)])
@@ -84,20 +85,24 @@ def sections(runs: Sequence[Reading]) -> Iterator[Section]:
     yield Section("Throughput", "", list(panels("throughput", runs)))
     yield Section(
         "Waits",
-        "What each stage waited for.",
+        "Time that stages spent waiting, and where groups waited.",
         present(charts.waits(runs), charts.idle(runs), charts.places(runs), charts.publishes(runs)),
     )
     yield Section(
-        "Staleness", "How old the tokens were that were learned from.",
+        "Staleness", "Lag of trained tokens: updates between sampling a token and training on it.",
         [*present(charts.lags(runs), charts.drift_by_lag(runs)), *panels("staleness", runs)],
     )  # fmt: skip
     yield Section(
-        "Drift", "How far the learner was from what drew its samples. The shaded part is healthy.",
+        "Drift", "Distance of the learner from the policy that sampled its tokens. The healthy range is shaded.",
         list(panels("drift", runs)),
     )  # fmt: skip
-    yield Section("Corrections", "What importance weights and rejection did.", list(panels("corrections", runs)))
-    yield Section("Freshness", "What samples were worth.", list(panels("freshness", runs)))
-    yield Section("Guards", "What the run did by itself when its numbers went wrong.", list(panels("guards", runs)))
+    yield Section("Corrections", "Effects of importance weights and rejection.", list(panels("corrections", runs)))
+    yield Section("Freshness", "Weights of stale samples.", list(panels("freshness", runs)))
+    yield Section(
+        "Guards",
+        "Actions of the guards, which lower the learning rate or tau when metrics go wrong.",
+        list(panels("guards", runs)),
+    )
     yield Section("Noise", "", [*present(charts.noise(runs)), *panels("noise", runs)])
     yield Section("Lengths", "", list(panels("lengths", runs)))
     yield Section("Teachers", "", list(panels("teachers", runs)))
@@ -114,13 +119,13 @@ def present(*figures: Any) -> list[Part]:
 def headlines(runs: Sequence[Reading]) -> Html:
     rows = [[label, *cells] for label, cells in facts(runs) if any(cell for cell in cells)]
     if len(runs) == 1:
-        told = "".join(f"<div><dt>{visible(label)}</dt><dd>{visible(cell)}</dd></div>" for label, cell in rows)
-        return Html(f'<dl class="facts">{told}</dl>')
+        items = "".join(f"<div><dt>{visible(label)}</dt><dd>{visible(cell)}</dd></div>" for label, cell in rows)
+        return Html(f'<dl class="facts">{items}</dl>')
     return table(["", *(run.name for run in runs)], rows, numbers=len(runs) > 1)
 
 
 def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
-    """What is asked first, and its answer for each run; empty where there is none."""
+    """Yield the most important facts: a label, and a value for each run (empty if unknown)."""
     yield (
         "updates",
         [
@@ -143,7 +148,7 @@ def facts(runs: Sequence[Reading]) -> Iterator[tuple[str, list[str]]]:
         ("lag/max", "largest lag"),
     ):
         yield label, [shown(run.digest[name]) if run.digest else "" for run in runs]
-    yield "groups lost or begun again", [shown(run.digest["lost"]) if run.digest else "" for run in runs]
+    yield "groups dropped or restarted", [shown(run.digest["lost"]) if run.digest else "" for run in runs]
 
 
 def rewards(runs: Sequence[Reading]) -> list[tuple[str, str]]:
@@ -160,7 +165,7 @@ def accuracy_of(found: tuple[str, list[float], list[float], list[float | None]] 
 
 
 def advice(runs: Sequence[Reading]) -> Iterator[Part]:
-    """What is wrong, by which number, why, and what to write instead."""
+    """Yield a table of findings with metric, cause and proposed change, and a line for runs without errors."""
     found = [(run.name, advise(run.case)) for run in runs]
     rows = [
         [name, each.name, f"{each.metric} = {shown(each.value)}", each.cause, each.cli or each.run]
@@ -176,7 +181,7 @@ def advice(runs: Sequence[Reading]) -> Iterator[Part]:
 
 
 def configuration(runs: Sequence[Reading]) -> Iterator[Part]:
-    """A row for every setting that is not the default in all runs; first those in which runs differ."""
+    """Yield a table of the settings that differ from the default in any run; differences between runs come first."""
     found = [changed(run.config) for run in runs]
     apart = {name for run in runs[1:] for name, *_ in differing(runs[0].config, run.config)}
     names = sorted({name for each in found for name in each} - {"output"}, key=lambda name: (name not in apart, name))
@@ -185,15 +190,15 @@ def configuration(runs: Sequence[Reading]) -> Iterator[Part]:
         usual = next(each[name][0] for each in found if name in each)
         rows.append([name, *(written(setting(run, name)) for run in runs), written(usual)])
     if len(runs) > 1 and apart:
-        yield paragraph("The first rows are those in which the runs differ.")
-    yield table(["setting", *(run.name if len(runs) > 1 else "here" for run in runs), "default"], rows)
+        yield paragraph("The first rows are the settings that differ between the runs.")
+    yield table(["setting", *(run.name if len(runs) > 1 else "value" for run in runs), "default"], rows)
     for run in runs:
         of = f" of {run.name}" if len(runs) > 1 else ""
-        yield folded(f"config.toml{of} in full, and where it ran", f"{to_toml(run.config)}\n{machine(run)}")
+        yield folded(f"complete config.toml{of}, and its machine", f"{to_toml(run.config)}\n{machine(run)}")
 
 
 def setting(run: Reading, name: str) -> Any:
-    """What a run has there; none where it has no such setting."""
+    """Return the value of a setting by dotted name, or None if the run does not have it."""
     if name.startswith("["):
         return "in use" if getattr(run.config, name.strip("[]")) is not None else None
     value: Any = run.config.model_dump(mode="json")
@@ -214,7 +219,7 @@ def machine(run: Reading) -> str:
 
 
 def begun(run: Reading) -> str:
-    """The command that made it."""
+    """Return the command line of the run; empty if unknown."""
     words = [str(word) for word in run.meta.get("command") or []]
     return shlex.join([Path(words[0]).name if words[0] != "-c" else "slipstream", *words[1:]]) if words else ""
 
@@ -239,16 +244,16 @@ def samples(runs: Sequence[Reading]) -> Iterator[Part]:
 def losses(runs: Sequence[Reading]) -> Iterator[Part]:
     figure = charts.lost(runs)
     if figure is None:
-        yield paragraph("Every group that was submitted was trained on, or was still under way at the end.")
+        yield paragraph("No group was lost: every submitted group was trained on, or was in flight at the end.")
         return
     yield figure
     rows = [[run.name, *cause] for run in runs for cause in causes(run)]
     if rows:
-        yield table(["run", "group", "why", "cause"], rows)
+        yield table(["run", "group", "reason", "cause"], rows)
 
 
 def causes(run: Reading) -> Iterable[list[str]]:
-    """The first groups that were dropped, and why."""
+    """Return number, reason and cause of the first dropped groups."""
     room = iter(range(CAUSES))
     lines = run.run.picked(LEDGER, lambda _, line: b'"end": "dropped"' in line and next(room, None) is not None)
     return [[str(line["number"]), str(line["reason"]), str(line.get("cause", ""))] for line in lines]

@@ -1,4 +1,4 @@
-"""The page of a study: its figure, its tables, what its claims came to, and how its runs learned."""
+"""Report page of a study: result figures, claims with verdicts, tables, and learning curves."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slipstream.studies.study import is_number
 
 def page(sweep: Sweep, command: str) -> Page:
     done, all_of_them = len(sweep.finished), len(sweep.cells)
-    count = f"{done} runs" if done == all_of_them else f"{done} of {all_of_them} runs, the others are not finished"
+    count = f"{done} runs" if done == all_of_them else f"{done} of {all_of_them} runs; the others are not finished"
     seeds = len(sweep.study.sweep.seeds)
     return Page(
         kicker="Slipstream study",
         title=title_of(sweep),
         lead=f"{count}: {len(sweep.study.points)} settings × {seeds} seeds, measured over the last "
-        f"{sweep.study.sweep.last} updates. Bars are one standard error over seeds.",
+        f"{sweep.study.sweep.last} updates. Error bars: one standard error over seeds.",
         sections=list(sections(sweep)),
         legend=dict(enumerate(sweep.series())),
         footer=made_by(command),
@@ -38,25 +38,25 @@ def sections(sweep: Sweep) -> Iterator[Section]:
     yield Section("Result", " ".join(sweep.study.sweep.about.split()), list(arms.drawn(sweep).values()))
     yield Section(
         "Claims",
-        "Holds, or does not, where the difference is more than two of its standard errors; else it is not visible.",
+        "A claim holds or does not hold if the difference is more than two standard errors; else it is not visible.",
         [claims(sweep)] if sweep.study.sweep.claims else [],
     )
     yield Section("Table", "Mean ± one standard error over seeds.", list(means(sweep)))
     yield Section(
         "Paired by seed",
-        "The same seed draws the same prompts: what differs between two runs of one seed is the setting.",
+        "Runs with the same seed use the same prompts, so only the setting differs between them.",
         list(paired(sweep)),
     )
     yield Section(
         "Learning curves",
-        "Mean over seeds, shaded by one standard error; titles tell of the last updates, as the table does.",
+        "Mean over seeds; the shaded band is one standard error. Titles are about the last updates, like the table.",
         list(arms.curves(sweep)),
     )
     yield Section("How it was run", "", list(how(sweep)))
 
 
 def means(sweep: Sweep) -> Iterator[Part]:
-    """A row for every series, a column for every x; of how many seeds where some are missing."""
+    """Yield a table for each measure: series × x, with the number of seeds if some are missing."""
     all_seeds = len(sweep.study.sweep.seeds)
     for measure in sweep.measures:
         cells = {
@@ -79,7 +79,7 @@ def said(found: Any, measure: str) -> str:
 
 
 def apart(found: Any, measure: str) -> str:
-    """Of a difference: that of shares is in points."""
+    """Format a difference; a difference of shares is in percentage points."""
     return said(found, measure).replace(" %", " points")
 
 
@@ -116,7 +116,7 @@ def paired(sweep: Sweep) -> Iterator[Part]:
 
 
 def slopes(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
-    """Return a head and rows: by how much every measure of a series changes while x, or x + 1 of a lag, doubles."""
+    """Return head and rows of a table: the change of each measure when x (for a lag: x + 1) doubles."""
     found = {(each.series, m): apart(each.found, m) for m in sweep.measures for each in sweep.slopes(m)}
     names = dict.fromkeys(name for name, _ in found)
     head = [f"slope against {sweep.doublings}", *(words(m)[0] for m in sweep.measures)]
@@ -124,7 +124,7 @@ def slopes(sweep: Sweep) -> tuple[list[str], list[list[str]]]:
 
 
 def sigma(found: Estimate) -> str:
-    """How many standard errors it is from 0."""
+    """Return the distance from 0 in standard errors as text; empty if unknown."""
     if found.mean is None or not found.se or found.se < abs(found.mean) * 1e-9:
         return ""
     return f" ({found.mean / found.se:+.1f} errors)"

@@ -1,4 +1,4 @@
-"""Figures as SVG, for pages that show pictures: drawn in a browser by what draws them in a report, on white."""
+"""Figures as SVG files on white, drawn in a browser by the same code as in a report."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slipstream.reporting.report.page import numbered, shell
 
 WIDTH = 800
 CHANCE = re.compile(r"\b(defs-|topdefs-|clip|legend|trace|g)([0-9a-f]{6})")
-"""Names of parts, which are other ones every time."""
+"""Names of SVG parts that contain random digits."""
 
 
 def draw(figures: Sequence[Figure]) -> list[str]:
-    """Each as a file would hold it: the same figure is the same text."""
+    """Return each figure as SVG text; the same figure always gives the same text."""
     named = dict(numbered(figures))
     hidden = "".join(f'<div id="{name}"></div>' for name in named)
     with TemporaryDirectory() as directory, browser() as program:
@@ -32,7 +32,7 @@ def draw(figures: Sequence[Figure]) -> list[str]:
 
 
 def settled(url: str) -> str:
-    """The SVG of an address that holds one, with names that do not come by chance."""
+    """Return the SVG of a data URL, with random names replaced by numbers."""
     text = unquote(url.partition(",")[2]).replace(' style=""', "")
     names = dict.fromkeys(name for _, name in CHANCE.findall(text))
     numbers = {name: f"{number:06x}" for number, name in enumerate(names)}

@@ -1,7 +1,6 @@
-"""Who worked when: from trace.json to a Gantt of a stretch in the middle, and to shares of the whole run.
+"""Figures from trace.json: a Gantt chart of updates in the middle, and busy shares over the whole run.
 
-A run may have millions of events. What is drawn is bounded: a stretch of some updates exactly, all of it in so many
-steps of time.
+A run can have millions of events, so the chart is limited to UPDATES updates, and the shares to STEPS time steps.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from slipstream.run_dir.reading import Line
 from slipstream.run_dir.writing import TRACE
 
 UPDATES, SLICES = 24, 2000
-"""The stretch that is drawn exactly: around so many updates, and never more slices of one run."""
+"""Size of the stretch in the Gantt chart: its updates, and the largest number of slices of a run."""
 SIGHT = 6
-"""Updates that are seen at first."""
+"""Number of updates in the initial view."""
 STEPS = 240
 EPISODES, EVENTS = 14, 40
-"""Episodes that are drawn, and events of each that are read."""
+"""Largest number of episodes that are drawn, and of events that are read for each."""
 SLICE, NAME, NESTED = b'{"ph": "X"', b'{"ph": "M"', (b'{"ph": "b", "cat": "episode"', b'{"ph": "e", "cat": "episode"')
-"""How events begin that are looked at: pipeline/trace.py writes them."""
+"""First bytes of the events that are read, as pipeline/trace.py writes them."""
 WHOLE, DOES = b'"name": "episode ', ("turn", "step")
-"""What all of an episode is called, and what it is made of, first of all."""
+"""Name of the event of a whole episode, and names of its most important parts."""
 ORDER = ("rollout", "score", "update", "export")
-"""Activities in the order of their colours; others come after."""
+"""Activities in the order of their colours; other activities follow."""
 
 
 class Slice(NamedTuple):
@@ -40,7 +39,7 @@ class Slice(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Without the number of an update, or of a version."""
+        """Name of the activity without the number of an update or version."""
         return re.sub(r"\s+v?\d+$", "", self.name)
 
 
@@ -51,7 +50,7 @@ class Stretch(NamedTuple):
 
 
 def slices(run: Reading) -> list[Slice]:
-    """What workers did, in order of time."""
+    """Return the activities of all workers, sorted by start."""
     lines = run.run.picked(TRACE, lambda _, line: line.startswith((SLICE, NAME)))
     workers = {line["tid"]: str(line["args"].get("name", "")) for line in lines if line["name"] == "thread_name"}
     found = [
@@ -63,7 +62,7 @@ def slices(run: Reading) -> list[Slice]:
 
 
 def stretch(run: Reading, found: Sequence[Slice]) -> Stretch:
-    """Around the middle update: as much as is drawn exactly, and what is seen of it at first."""
+    """Return the stretch around the middle update that is drawn, and its initial view."""
     updates = run.columns["update"][0]
     middle = updates[len(updates) // 2]
     start, end = run.at(max(middle - UPDATES / 2, 0)), run.at(middle + UPDATES / 2)
@@ -79,7 +78,7 @@ def stretch(run: Reading, found: Sequence[Slice]) -> Stretch:
 
 
 def gantt(runs: Sequence[Reading], found: Sequence[list[Slice]]) -> Figure:
-    """A row for every worker of every run; the time of several begins where their stretches do."""
+    """Draw a row for every worker of every run; with several runs, time starts at each initial view."""
     several = len(runs) > 1
     rows = list[str]()
     bars: dict[str, list[tuple[str, float, float, str]]] = {}
@@ -129,23 +128,23 @@ def gantt(runs: Sequence[Reading], found: Sequence[list[Slice]]) -> Figure:
     overlaps = ", ".join(
         f"{shown(run.digest['overlap/stages'])}" + (f" ({run.name})" if several else "") for run in runs if run.digest
     )
-    title = "Who worked when" + (f": {overlaps} seconds of stages' work in a second" if overlaps else "")
+    title = "Activity of workers" + (f": {overlaps} busy stages on average" if overlaps else "")
     note = (
-        f"A bar is a worker at work, a gap is idle time. About {SIGHT} updates from the middle of the run; drag to see "
-        f"those around, double-click for all {UPDATES} of them. All of the run: trace.json in ui.perfetto.dev."
+        f"Bars are work, gaps are idle time. The view shows about {SIGHT} updates from the middle of the run; "
+        f"double-click to see all {UPDATES}. For the whole run open trace.json in ui.perfetto.dev."
     )
     height = 110 + 34 * len(rows)
     return Figure(title, note, data, layout, height=height, wide=True, legend=True, zoom=True)
 
 
 def rank(worker: str) -> tuple[int, str]:
-    """Samplers, scorers, learner; everybody else after them."""
+    """Return a sort key for workers: samplers, scorers, learner, others."""
     order = ("sampler", "scorer", "learner")
     return next((i for i, name in enumerate(order) if worker.startswith(name)), len(order)), worker
 
 
 def busy(run: Reading, found: Sequence[Slice], *, named: bool) -> Figure:
-    """How much of its time every worker was busy, over the whole run."""
+    """Draw the busy share of every worker over the whole run."""
     end = max(each.start + each.seconds for each in found)
     steps = min(STEPS, max(1, len(run.metrics)))
     width = end / steps
@@ -174,13 +173,13 @@ def busy(run: Reading, found: Sequence[Slice], *, named: bool) -> Figure:
     title = f"Busiest: {most}, {shown(min(means[most], 1.0), share=True)} of the time" + (
         f" ({run.name})" if named else ""
     )
-    note = "Dark is busy, light is idle. The dearest stage should be dark all along."
+    note = "Dark is busy, light is idle. The slowest stage should be dark all the time."
     layout = {"xaxis": {"title": {"text": "seconds since the run began"}}, "yaxis": {"type": "category"}}
     return Figure(title, note, [trace], layout | {"hovermode": "closest"}, height=110 + 28 * len(workers), wide=True)
 
 
 def episodes(run: Reading) -> Figure | None:
-    """Some episodes around the middle update, turn by turn."""
+    """Draw some episodes around the middle update, turn by turn; None without episodes."""
     updates = run.columns["update"][0]
     middle = run.at(updates[len(updates) // 2]) * 1e6
     room, begun = iter(range(EPISODES * EVENTS)), False
@@ -224,21 +223,21 @@ def episodes(run: Reading) -> Figure | None:
     total = {kind: sum(end - start for _, k, start, end in spans if k == kind) for kind in kinds}
     all_of_it = sum(total.values()) or 1.0
     parts = ", ".join(f"{shown(seconds / all_of_it, share=True)} {kind}" for kind, seconds in total.items())
-    title = f"What an episode's time went into: {parts}"
+    title = f"Time of an episode: {parts}"
     note = (
-        f"{len(names)} episodes from the middle of {run.name}. turn: the student speaks; step: its environment answers."
+        f"{len(names)} episodes from the middle of {run.name}. turn: the student generates; step: the environment runs."
     )
     return Figure(title, note, data, layout, height=110 + 20 * len(names), wide=True, legend=True)
 
 
 def stamp(line: bytes) -> float:
-    """When an event was, without reading all of it."""
+    """Return the time of an event without parsing the whole line; −1 if unknown."""
     found = re.search(rb'"ts": (\d+)', line)
     return float(found[1]) if found else -1.0
 
 
 def paired(lines: Iterable[Line]) -> list[tuple[str, str, float, float]]:
-    """Episode, what it did, and from when to when; the whole of an episode is left out."""
+    """Return (episode, activity, start, end) for the parts of episodes."""
     begun, spans = dict[tuple[str, str], float](), list[tuple[str, str, float, float]]()
     for line in lines:
         key, at = (str(line["id"]), str(line["name"])), line["ts"] / 1e6

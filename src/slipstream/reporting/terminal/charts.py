@@ -1,4 +1,4 @@
-"""The parts of the picture of a run: each from how the run went, as rows, lines or words."""
+"""Parts of the terminal display of a run: tables, bars and summary lines, computed from its progress."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from slipstream.reporting.terminal.progress import BLOCKS, POINTS, Course, spark
 from slipstream.reporting.terminal.readings import SPEED, band_of, listed, named, told, watched
 
 BESIDE = 36
-"""Columns that a name and a number take beside their curve."""
+"""Columns reserved for name and number next to a curve."""
 BAR = 30
-"""Most columns of a bar."""
+"""Largest width of a bar, in columns."""
 STAGES = ("rollout", "score", "learn")
 FULL, EMPTY = "█", "░"
 
@@ -26,7 +26,7 @@ def filled(share: float, width: int, full: str = FULL, empty: str = EMPTY, style
     return Text(full * count, style=style).append(empty * (width - count), style="dim")
 
 
-# --- how it goes ------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Row:
     value: str
     points: Sequence[float]
     missed: Band | None = None
-    """The band that it is outside of."""
+    """Healthy range that the value is outside of; None if it is inside or there is no range."""
 
 
 def watched_rows(course: Course) -> list[Row]:
-    """What there is to watch: its name, how it is now, and how it was so far."""
+    """Return a row for each displayed metric: its name, newest value and curve."""
     rows = []
     for name in watched(course.numbers):
         if name in course.curves:
@@ -52,7 +52,7 @@ def watched_rows(course: Course) -> list[Row]:
 
 
 def outside(course: Course) -> list[Row]:
-    """What nobody watches, and is outside its band on average."""
+    """Return a row for each other metric whose recent mean is outside its healthy range."""
     shown, rows = set(watched(course.numbers)), []
     for name in course.numbers:
         band, mean = band_of(name), course.mean(name)
@@ -62,7 +62,7 @@ def outside(course: Course) -> list[Row]:
 
 
 def chosen(rows: Sequence[Row], most: int) -> list[Row]:
-    """In their order; those at the top and those outside their bands are the last to go."""
+    """Return at most `most` rows in their order; prefer the first two and those outside their healthy range."""
     places = sorted(range(len(rows)), key=lambda i: (i >= 2 and rows[i].missed is None, i))[:most]
     return [rows[i] for i in sorted(places)]
 
@@ -84,11 +84,11 @@ def table(rows: Sequence[Row], width: int, longest: int) -> Lines:
     return lines
 
 
-# --- time, age, and what was lost -------------------------------------------------------------------------------------
+# --- time, lag and lost work ------------------------------------------------------------------------------------------
 
 
 def stages(course: Course) -> list[tuple[str, float]]:
-    """The share of the time in which each of them was busy lately."""
+    """Return the recent share of time in which each stage, and publishing, was busy."""
     found = [(stage, course.share(f"busy/{stage}")) for stage in STAGES if f"busy/{stage}" in course.numbers]
     if found:
         found.append(("publish", course.sum("seconds/publish") / max(course.sum("seconds/update"), 1e-9)))
@@ -96,7 +96,7 @@ def stages(course: Course) -> list[tuple[str, float]]:
 
 
 def stage_bars(bars: Sequence[tuple[str, float]], width: int, lines: int) -> Lines:
-    """A line each, or all in one."""
+    """Return one line per stage, or a single line for all if there are fewer lines than stages."""
     longest = max(len(name) for name, _ in bars)
     if lines >= len(bars):
         room = max(1, min(BAR, width - longest - 8))
@@ -111,7 +111,7 @@ def stage_bars(bars: Sequence[tuple[str, float]], width: int, lines: int) -> Lin
 
 
 def lags(course: Course) -> str:
-    """How old tokens were, as powers of two."""
+    """Return a histogram of token lags in one line, with powers of two as buckets; empty without tokens."""
     counts = dict[int, int]()
     for lag, count in course.lags.items():
         counts[lag.bit_length()] = counts.get(lag.bit_length(), 0) + count
@@ -125,7 +125,6 @@ def lags(course: Course) -> str:
 
 
 def lag_name(power: int) -> str:
-    """0, 1, 2-3, 4-7 …"""
     low, high = 1 << power >> 1, (1 << power) - 1
     return str(low) if high <= low else f"{low}-{high}"
 
@@ -136,11 +135,11 @@ def mean_of(counts: Iterable[tuple[int, int]]) -> float:
 
 
 def waits(course: Course) -> str:
-    """What the learner waited for lately."""
+    """Return the causes of the learner's recent waits, with shares of time; empty without data."""
     if "seconds/data" not in course.numbers:
         return ""
     whole = max(course.sum("seconds/update"), 1e-9)
-    names = {"data": "data", "turn": "its turn", "relabel": "teachers asked again", "weights": "a publish"}
+    names = {"data": "data", "turn": "its turn", "relabel": "teachers to score again", "weights": "a publish"}
     shares = {what: course.sum(f"seconds/{kind}") / whole for kind, what in names.items()}
     found = [f"{share:.0%} for {what}" for what, share in shares.items() if share >= 0.005]
     return f"the learner waited {', '.join(found) or 'for nothing'}"
@@ -158,7 +157,7 @@ def lost(course: Course) -> str:
         f"{count:,.0f} {what}{why}"
         for count, what, why in (
             (numbers.get("train/dropped", 0), "groups dropped", parts("dropped/")),
-            (numbers.get("train/restarted", 0), "groups begun again", ""),
+            (numbers.get("train/restarted", 0), "groups restarted", ""),
             (numbers.get("train/failed_samples", 0), "answers failed", parts("failed/")),
             (ungraded, "without a reward", parts("ungraded/")),
             (numbers.get("train/thrown_tokens", 0), "tokens thrown away", ""),

@@ -1,4 +1,4 @@
-"""What happened in a run that a person would want to be told, found in what it has written of itself."""
+"""Notable events of a run, found in its metrics and its ledger."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Line = Mapping[str, Any]
 
 class Event(NamedTuple):
     update: int
-    """After which it was known."""
+    """Update after which the event was known."""
     said: str
 
 
 def of_updates(before: Line, line: Line) -> Iterator[Event]:
-    """What one update says that the one before did not: guards, workers, and what is in flight."""
+    """Yield the changes from one update to the next: guards, workers, and work in flight."""
     for said in (*_guards(before, line), *_workers(before, line), *_flight(before, line)):
         yield Event(line["update"], said)
 
@@ -26,19 +26,19 @@ def _guards(before: Line, line: Line) -> Iterator[str]:
         if kind != "guard" or value == before.get(name, 0.0 if guard == "kl" else 1.0):
             continue
         if guard == "kl":
-            yield f"guards.kl: tau is lowered by {value:g}" if value else "guards.kl: over, tau is as it was"
+            yield f"guards.kl: tau is lowered by {value:g}" if value else "guards.kl: off, tau is restored"
         else:
-            yield f"guards.{guard}: " + ("over" if value == 1 else f"learning rate × {value:.3g}")
+            yield f"guards.{guard}: " + ("off" if value == 1 else f"learning rate × {value:.3g}")
 
 
 def _workers(before: Line, line: Line) -> Iterator[str]:
     for name, value in line.items():
         if name.startswith("restarts/") and value > before.get(name, 0):
-            yield f"{name.removeprefix('restarts/')} died and was started again ({value:.0f} × so far)"
+            yield f"{name.removeprefix('restarts/')} died and was restarted ({value:.0f} × so far)"
     now, then = ({name.removeprefix("idle/") for name in each if name.startswith("idle/")} for each in (line, before))
     if then:
-        yield from (f"{name} has come" for name in sorted(now - then))
-        yield from (f"{name} has left" for name in sorted(then - now))
+        yield from (f"{name} joined" for name in sorted(now - then))
+        yield from (f"{name} left" for name in sorted(then - now))
 
 
 def _flight(before: Line, line: Line) -> Iterator[str]:
@@ -46,13 +46,13 @@ def _flight(before: Line, line: Line) -> Iterator[str]:
         if name in before and line.get(name, before[name]) != before[name]:
             yield f"{name} from {before[name]:g} to {line[name]:g}"
     if line.get("freshness/refreshes", 0) > before.get("freshness/refreshes", 0):
-        yield "too stale: all that was in flight began anew"
+        yield "refresh: all stale groups in flight were restarted"
     if line.get("restarted", 0) > before.get("restarted", 0):
-        yield f"{line['restarted'] - before.get('restarted', 0):.0f} groups became too old and began again"
+        yield f"{line['restarted'] - before.get('restarted', 0):.0f} groups became too old and were restarted"
 
 
 def of_ledger(lines: Iterable[Line]) -> Iterator[Event]:
-    """What was dropped or left out, and why; those that follow each other for one reason together."""
+    """Yield dropped groups and left-out responses with their causes; equal events in a row are counted as one."""
     last, count = None, 0
     for line in lines:
         for said in _left_out(line):
@@ -69,7 +69,7 @@ def _left_out(line: Line) -> Iterator[str]:
     if line["end"] == "dropped":
         yield f"group dropped, {line['reason']}" + (f": {line['cause']}" if "cause" in line else "")
     else:
-        yield from (f"answer left out: {cause}" for cause in line.get("causes", ()))
+        yield from (f"response left out: {cause}" for cause in line.get("causes", ()))
 
 
 def _times(event: Event, count: int) -> Event:

@@ -1,4 +1,4 @@
-"""Lines of a terminal shared out: whoever matters less gets fewer, or none."""
+"""Distribution of terminal lines among blocks: less important blocks get fewer lines, or none."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ MANY = 10_000
 @dataclass(frozen=True)
 class Block:
     rank: int
-    """Of two, the lower one is served first."""
+    """Priority: blocks with a lower rank get lines first."""
     least: int
-    """Lines below which it is of no use."""
+    """Smallest useful number of lines."""
     good: int
     most: int
     draw: Callable[[int], Sequence[Text]]
-    """In at most so many."""
+    """Function that draws the block in at most the given number of lines."""
 
 
 def allot(blocks: Sequence[Block], room: int) -> list[int]:
-    """How many lines each gets: everybody their least in order of rank, then what is good, then all they may use."""
+    """Return the lines for each block: first `least` in order of rank, then up to `good`, then up to `most`."""
     given = [0] * len(blocks)
     order = sorted(range(len(blocks)), key=lambda i: blocks[i].rank)
     for i in order:
@@ -42,7 +42,7 @@ def allot(blocks: Sequence[Block], room: int) -> list[int]:
 
 
 def stack(blocks: Sequence[Block], room: int) -> Lines:
-    """One below the other. What one does not use of its lines the others get."""
+    """Return the lines of all blocks, one below the other; unused lines of a block go to the others."""
     given = allot(blocks, room)
     drawn = [list(block.draw(n)) if n else [] for block, n in zip(blocks, given, strict=True)]
     if all(len(lines) == n for lines, n in zip(drawn, given, strict=True)):
@@ -55,7 +55,7 @@ def upto(block: Block, lines: int) -> Block:
 
 
 def beside(left: Iterable[Text], right: Iterable[Text], width: int) -> Lines:
-    """Two columns, the left one so wide."""
+    """Join lines as two columns, the left one `width` wide."""
     both: Lines = []
     for one, other in zip_longest(left, right, fillvalue=Text()):
         line = one.copy()

@@ -1,4 +1,4 @@
-"""A run as lines of a terminal: from plain data, whether a run tells it of itself or its directory does."""
+"""Terminal display of a run, drawn from a `View`: by a live run, or from a run directory."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from slipstream.reporting.terminal.readings import hours
 from slipstream.reporting.terminal.samples import PROMPT_LINES, SAMPLE_LINES, said
 
 WIDE, BROAD = 80, 120
-"""Columns that have room for a bar, and for two things beside each other."""
+"""Smallest terminal width in columns for a progress bar, and for two columns of blocks."""
 GAP = 4
-"""Columns between these."""
+"""Columns between two columns of blocks."""
 NAME = 18
-"""Columns of a name that is watched."""
+"""Width of a metric's name, in columns."""
 LEAST = 10
-"""Columns below which a bar is of no use."""
+"""Smallest useful width of a bar, in columns."""
 SAMPLE = 12
-"""Lines of a sample where there is room for several."""
+"""Lines of a sample if there is room for several samples."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,29 @@ class View:
     update: int
     updates: int
     elapsed: float
-    """Seconds."""
+    """Seconds since the run began."""
     left: float | None
     doing: str
     course: Course
     state: str = ""
     style: str = ""
-    """Of the state."""
+    """Style of the state text (rich)."""
     quotes: Sequence[Quote] = ()
-    """The one that is shown, and those to be shown where there is room."""
+    """The current sample, then samples to show if there is room."""
     place: str = ""
-    """Of the first of them."""
+    """Position of the first sample, such as "3 of 50"."""
     news: Sequence[str] = ()
     keys: str = ""
 
 
 def inline(view: View, width: int, height: int) -> Lines:
-    """Below what a command prints."""
+    """Return the display to show below a command's output."""
     blocks = [*top(view, width), *middle(view, width), sample(view, width, PROMPT_LINES + SAMPLE_LINES + 1)]
     return fitting(stack(blocks, height), width)
 
 
 def screen(view: View, width: int, height: int) -> Lines:
-    """All of a terminal."""
+    """Return the display for a full terminal."""
     if width >= BROAD:
         half = (width - GAP) // 2
         parts = [*middle(view, half), blank(), outer(view, half), news(view, half)]
@@ -83,7 +83,7 @@ def screen(view: View, width: int, height: int) -> Lines:
 
 
 def page(view: View, width: int) -> Lines:
-    """All there is to say, in as many lines as that takes."""
+    """Return the complete display, with as many lines as needed."""
     body = [*top(view, width), *middle(view, width), outer(view, width), news(view, width)]
     return fitting(stack([*body, sample(view, width, PROMPT_LINES + SAMPLE_LINES + 1)], MANY), width)
 
@@ -93,14 +93,14 @@ def blank() -> Block:
 
 
 def columns(left: Block, right: list[Block], width: int) -> Block:
-    """As high as the higher one."""
+    """Return a block of two columns, as high as the higher column."""
     least, good, most = (
         max(getattr(left, what), sum(getattr(block, what) for block in right)) for what in ("least", "good", "most")
     )
     return Block(1, min(4, least), good, most, lambda n: beside(stack([left], n), stack(right, n), width + GAP))
 
 
-# --- how far it is ----------------------------------------------------------------------------------------------------
+# --- title and state --------------------------------------------------------------------------------------------------
 
 
 def top(view: View, width: int) -> list[Block]:
@@ -131,11 +131,11 @@ def state(lines: Sequence[str], view: View) -> Lines:
     return found
 
 
-# --- how it goes ------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def middle(view: View, width: int) -> list[Block]:
-    """What is watched, and then all about time, age and loss."""
+    """Return the blocks of displayed metrics, stages, lost work, lags and waits."""
     rows, bars = watched_rows(view.course), stages(view.course)
     found = [Block(1, min(4, len(rows)), min(10, len(rows)), len(rows), lambda n: table(chosen(rows, n), width, NAME))]
     if bars:
@@ -156,18 +156,18 @@ def outer(view: View, width: int) -> Block:
 
 
 def news(view: View, width: int) -> Block:
-    """The newest at the bottom, and each of them whole where there is room for it."""
-    told = [textwrap.wrap(printable(text), width, subsequent_indent="  ") for text in view.news[-8:]]
+    """Return the block of events, newest last; events that do not fit are left out."""
+    events = [textwrap.wrap(printable(text), width, subsequent_indent="  ") for text in view.news[-8:]]
 
     def draw(room: int) -> Lines:
-        lines = told[-1][:room] if len(told[-1]) <= room else [*told[-1][: room - 1], told[-1][room - 1] + " …"]
-        for each in reversed(told[:-1]):
+        lines = events[-1][:room] if len(events[-1]) <= room else [*events[-1][: room - 1], events[-1][room - 1] + " …"]
+        for each in reversed(events[:-1]):
             if len(each) + len(lines) > room:
                 break
             lines = each + lines
         return [Text(line, style="magenta") for line in lines]
 
-    count = sum(map(len, told))
+    count = sum(map(len, events))
     return Block(8, min(1, count), min(3, count), min(10, count), draw)
 
 
@@ -176,11 +176,11 @@ def wrapped(rank: int, text: str, width: int, style: str) -> Block:
     return Block(rank, 1, len(lines), len(lines), lambda n: lines[:n])
 
 
-# --- what the student says --------------------------------------------------------------------------------------------
+# --- samples ----------------------------------------------------------------------------------------------------------
 
 
 def sample(view: View, width: int, most: int) -> Block:
-    """One, and others below it where there is room."""
+    """Return the block of the current sample, with further samples below if there is room."""
 
     def draw(room: int) -> Lines:
         lines: Lines = []

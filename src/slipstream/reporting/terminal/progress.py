@@ -1,4 +1,4 @@
-"""How a run went so far, from its lines of metrics as they come: what `train` and `watch` draw."""
+"""Progress of a run, updated from its lines of metrics; `train` and `watch` display it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from slipstream.run_dir.writing import for_sinks
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 POINTS = 128
-"""Most points of a curve."""
+"""Largest number of points of a curve."""
 TURN = 4.0
-"""Seconds for which a sample is shown."""
+"""Seconds for which each sample is shown."""
 Numbers = Mapping[str, float]
-"""By the names that trackers get."""
+"""Metric values by the names that trackers get (such as train/loss)."""
 Quote = Mapping[str, Any]
 """A line of samples.jsonl."""
 
 
 class Curve:
-    """A whole run in at most so many points: whenever they are full, two neighbours become one."""
+    """Curve of a whole run in at most POINTS points; when it is full, neighbouring points are averaged in pairs."""
 
     def __init__(self) -> None:
         self.points, self.size = list[float](), 1
         self.gathered = list[float]()
-        """Values of the point that is not full yet."""
+        """Values of the newest point, which is not complete yet."""
 
     def add(self, value: float) -> None:
         self.gathered.append(value)
@@ -42,7 +42,7 @@ class Curve:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """The curve in one line, older values averaged together."""
+    """Return values as one line of block characters; neighbouring values are averaged to fit the width."""
     size = max(1, -(-len(values) // width))
     means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
     low, high = min(means, default=0.0), max(means, default=0.0)
@@ -51,17 +51,17 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 class Course:
-    """What another thread goes through is replaced, never changed."""
+    """Newest numbers, curves and recent updates. Other threads read them, so they are replaced and never mutated."""
 
     def __init__(self) -> None:
         self.curves = dict[str, Curve]()
         self.numbers: Numbers = {}
-        """The newest of each name."""
+        """Newest value of each metric."""
         self.lately: Sequence[Numbers] = ()
-        """What the newest updates were."""
+        """Numbers of the last updates, at most LATELY."""
 
     def recall(self, line: Mapping[str, Any]) -> Numbers:
-        """A line of metrics.jsonl, as the run log tells it."""
+        """Add a line of metrics.jsonl and return its numbers under tracker names."""
         numbers = {name: value for name, value in line.items() if name not in ("kind", "update", "set")}
         named = for_sinks(line["kind"], numbers, line.get("set", ""))
         self.remember(named)
@@ -76,10 +76,10 @@ class Course:
                 self.curves[name].add(value)
 
     def made(self, update: Numbers) -> None:
-        """One more, which is remembered already."""
+        """Append an update whose numbers are already remembered."""
         self.lately = [*self.lately, update][-LATELY:]
 
-    # --- of the last updates ---------------------------------------------------------------------------------------
+    # --- recent updates --------------------------------------------------------------------------------------------
 
     @property
     def speed(self) -> float:
@@ -87,7 +87,7 @@ class Course:
         return self.sum("train/tokens") / max(self.sum("seconds/update"), 1e-9)
 
     def left(self, updates: int, since: float) -> float | None:
-        """Seconds that so many more updates take, if they are as long as those lately; the last was `since` ago."""
+        """Return the estimated seconds for more updates; the last one ended `since` seconds ago. None if unknown."""
         if not self.lately or not updates:
             return None
         return max(0.0, self.sum("seconds/update") / len(self.lately) * updates - since)
@@ -96,7 +96,7 @@ class Course:
         return sum(update.get(name, 0.0) for update in self.lately)
 
     def share(self, name: str) -> float:
-        """Of the wall clock, from what each update says of its own."""
+        """Return a share of time over recent updates, weighted by their duration."""
         time = sum(update[name] * update.get("seconds/update", 0.0) for update in self.lately if name in update)
         return time / max(self.sum("seconds/update"), 1e-9)
 
@@ -106,7 +106,7 @@ class Course:
 
     @property
     def lags(self) -> Counter[int]:
-        """Tokens of every lag."""
+        """Number of recent tokens by lag."""
         found = Counter[int]()
         for update in self.lately:
             for name, count in update.items():
@@ -116,8 +116,7 @@ class Course:
 
 
 class Turning:
-    """One sample at a time, each long enough to be read: those of the newest update in turn, or, for who leafs through
-    them, all that are here."""
+    """Selection of the sample to show: the newest update's samples in turn, or any sample after `step`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
@@ -126,7 +125,7 @@ class Turning:
         self.shown: Quote | None = None
         self.turn, self.until = 0, 0.0
         self.held = False
-        """Nothing turns by itself."""
+        """True after `step`: the sample no longer changes by itself."""
 
     def gather(self, quotes: Iterable[Quote], *, newest: Iterable[Quote]) -> None:
         self.quotes, self.newest = list(quotes), list(newest)
@@ -138,13 +137,13 @@ class Turning:
         return self.shown
 
     def step(self, by: int) -> None:
-        """To the next or the one before, and stay there."""
+        """Move forwards or backwards by a number of samples, and stop changing automatically."""
         if self.quotes:
             self.held = True
             self._show(self.quotes[(self.place() + by) % len(self.quotes)])
 
     def place(self) -> int:
-        """Of the one that is shown among all that are here; the last, if it is not there any more."""
+        """Return the index of the shown sample, or the last index if that sample is gone."""
         return next((i for i, quote in enumerate(self.quotes) if quote is self.shown), len(self.quotes) - 1)
 
     def _show(self, quote: Quote) -> None:

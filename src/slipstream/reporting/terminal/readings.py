@@ -1,4 +1,4 @@
-"""What the numbers of a run are called, and how they are written, wherever a person sees them."""
+"""Names and number formats of a run's metrics in all displays."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slipstream.metric_names import Band, band, label
 
 Format = Callable[[float], str]
 SHARES = ("reward/exact", "reward/math")
-"""Rewards that are 0 or 1. Of one's own, nobody knows."""
+"""Rewards that are always 0 or 1. User-defined rewards may have any value."""
 SPEED = "train/tokens_per_s"
 LATELY = 10
-"""Updates at either end of a run that are averaged, and over which its speed is a mean."""
+"""Number of updates in recent means, and in means at the start and end of a run."""
 
 
 def share(value: float) -> str:
@@ -38,14 +38,14 @@ WATCHED: tuple[tuple[str, Format], ...] = (
     (r"freshness/f", "{:.3f}".format),
     (r"lag/mean", "{:.1f}".format),
 )
-"""What is shown of a run, from top to bottom."""
+"""Displayed metrics (patterns of tracker names) and their formats, from top to bottom."""
 GAINS = re.compile(r"reward/\w+|teacher/(\w+/)?kl|(\w+/)?accuracy")
-"""What a run is for: how it was at the start and how it is at the end."""
+"""Metrics that are compared between the start and the end of a run."""
 
 
 @cache
 def format_of(name: str) -> Format | None:
-    """Of one that is watched; its name is the one that trackers get."""
+    """Return the format of a displayed metric, by tracker name; None for other metrics."""
     if name in SHARES:
         return share
     return next((form for pattern, form in WATCHED if re.fullmatch(pattern, name)), None)
@@ -53,7 +53,7 @@ def format_of(name: str) -> Format | None:
 
 @cache
 def band_of(name: str) -> Band | None:
-    """Where it is healthy, where that is said in numbers."""
+    """Return the healthy range of a metric, by tracker name; None if it has no numeric range."""
     return band(name.removeprefix("train/"))
 
 
@@ -63,7 +63,7 @@ def told(name: str, value: float) -> str:
 
 
 def named(name: str) -> str:
-    """What a person calls it; where there are several of a kind, with its own name."""
+    """Return the display name of a metric, with the teacher or held-out set if there are several."""
     kind, *between, last = name.split("/")
     if between:
         return f"{label(f'{kind}/{last}' if kind == 'teacher' else last)} {between[0]}"
@@ -71,13 +71,13 @@ def named(name: str) -> str:
 
 
 def watched(numbers: Iterable[str]) -> list[str]:
-    """Of these names those that are watched, from top to bottom."""
+    """Return the displayed metrics among these names, from top to bottom."""
     names = list(numbers)
     return [name for pattern, _ in WATCHED for name in names if re.fullmatch(pattern, name)]
 
 
 def readings(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
-    """The few numbers worth a look at every update."""
+    """Return name and value of the most important metrics of an update."""
     found = []
     if "train/loss" in numbers:
         found.append((label("loss"), told("train/loss", numbers["train/loss"])))
@@ -94,7 +94,7 @@ def readings(numbers: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def from_to(lines: Iterable[Mapping[str, Any]]) -> str:
-    """What a run has brought about, from its first updates to its last; nothing for one that is too short to tell."""
+    """Return a line that compares the first and last updates of a run; empty for a run that is too short."""
     by_kind: dict[str, list[Mapping[str, Any]]] = {"train": [], "eval": []}
     for line in lines:
         by_kind[line["kind"]].append(line)
@@ -120,11 +120,11 @@ def from_to(lines: Iterable[Mapping[str, Any]]) -> str:
 
 
 def hours(seconds: float) -> str:
-    """h:mm, and seconds for what is over in a minute."""
+    """Format a duration as h:mm, or in seconds below one minute."""
     minutes = round(seconds / 60)
     return f"{minutes // 60}:{minutes % 60:02d} h" if seconds >= 60 else f"{seconds:.0f} s"
 
 
 def listed(counts: Iterable[tuple[str, float]]) -> str:
-    """Those that are not zero: `94 rolling out, 10 scoring`."""
+    """Join the counts that are not zero, such as `94 rolling out, 10 scoring`."""
     return ", ".join(f"{count:,.0f} {what}" for what, count in counts if count)

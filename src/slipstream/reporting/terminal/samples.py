@@ -1,4 +1,4 @@
-"""What a student said, in as many lines as there are."""
+"""Display of a sample (prompt and response) in a limited number of lines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from slipstream.errors import printable
 from slipstream.run_dir.writing import heading
 
 SAMPLE_LINES, PROMPT_LINES = 6, 2
-"""Most lines of a response, and of the end of its prompt, where space is short."""
+"""Largest number of lines of a response, and of the end of its prompt, in a small display."""
 SEEN = "│ "
-"""Before what an environment said."""
+"""Prefix of lines that an environment returned."""
 
 
 def said(quote: Mapping[str, Any], width: int, most: int, *, beside: str = "") -> list[Text]:
-    """A sample in so many lines: the end of its prompt, and of its response the beginning and the end.
+    """Return a sample in at most `most` lines: heading, end of the prompt, start and end of the response.
 
-    `beside` is told at the right of its heading.
+    `beside` is text at the right of the heading.
     """
     first, room = title(quote, width, beside), most - 1
     if room < 2:
@@ -35,7 +35,7 @@ def said(quote: Mapping[str, Any], width: int, most: int, *, beside: str = "") -
 
 
 def shortened(quote: Mapping[str, Any], width: int, most: int) -> list[str]:
-    """Its response; where there is one line for more than one, their beginning."""
+    """Return the response in at most `most` lines; a single line shows only the beginning."""
     if quote.get("turns"):
         lines = list(turns(quote, width))
     else:
@@ -51,7 +51,7 @@ def title(quote: Mapping[str, Any], width: int, beside: str = "") -> Text:
 
 
 def turns(quote: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Of an episode: what was said, and, set off by a stroke, what was seen."""
+    """Yield the lines of an episode; observations have the prefix SEEN."""
     for kind, text in quote["turns"]:
         stroke = SEEN if kind == "seen" else ""
         for line in folded(plain(text), width - len(stroke)):
@@ -63,8 +63,8 @@ def plain(text: str) -> str:
 
 
 def middle_out(text: str, width: int, most: int) -> list[str]:
-    """In at most so many lines, without the middle if need be."""
-    half = most * width  # characters in which these lines are, however few of them make one
+    """Fold text into at most `most` lines; a longer text loses its middle."""
+    half = most * width  # upper bound for the characters in these lines
     return without_middle(folded(text if len(text) <= 2 * half else f"{text[:half]}\n{text[-half:]}", width), most)
 
 

@@ -1,4 +1,4 @@
-"""What a run is doing, as far as its directory tells: a pure function of what lies there."""
+"""State of a run, derived from signs in its directory by pure functions."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from pathlib import Path
 from slipstream.reporting.terminal.readings import hours
 
 SILENT, TIMES = 60.0, 10
-"""Nothing is amiss for so many seconds, nor for so many times what an update takes."""
+"""Silence that is still normal: seconds, and multiples of the usual duration of an update."""
 
 
 @dataclass(frozen=True)
 class Signs:
     path: Path
     update: int
-    """The last one that is in its metrics."""
+    """Last update in metrics.jsonl; 0 for none."""
     updates: int
     every: int
-    """Updates between two evaluations, of which there is also one after the last update; 0 evaluates never."""
+    """Updates between two evaluations, besides the one after the last update; 0 for no evaluations."""
     evaluated: int | None
-    """The last update after which there was one."""
+    """Last update that was evaluated; None for no evaluation so far."""
     held: bool | None
-    """Whether somebody writes here; None where the file system does not tell."""
+    """True if a process holds the directory's lock; None if the file system does not support the check."""
     here: bool
-    """Whoever wrote last was on this machine, where `held` is the whole truth."""
+    """True if the last writer ran on this machine, where `held` is reliable."""
     writer: str
-    """What it called itself."""
+    """Name of the last writer: process and machine."""
     loading: bool
-    """It has written nothing yet."""
+    """True until the run has written metrics since its start."""
     connected: bool
-    """The socket by which it is told to scale is there, which is removed at the end."""
+    """True if the socket for `scale` commands exists; a run removes it when it ends."""
     checkpoint: int | None
-    """The one that `resume` goes on from."""
+    """Update of the checkpoint that `resume` uses; None for no checkpoint."""
     finished: bool
-    """The student is there."""
+    """True if the final student was written."""
     silent: float
-    """Seconds for which nothing was written."""
+    """Seconds since the last write."""
     usual: float
-    """Seconds of an update lately; 0 if there are none."""
+    """Recent mean duration of an update in seconds; 0 before the first update."""
     groups: str
-    """Where they were after the last update."""
+    """Number of groups in each stage after the last update, as text."""
     suspect: bool = False
-    """Whether what stopped the run may have harmed its weights."""
+    """True if the run stopped for a reason that may have damaged its weights."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class State:
 def state_of(signs: Signs) -> State:
     patience = max(SILENT, TIMES * signs.usual)
     certain = signs.held is False and signs.here
-    left = signs.finished or (_said_goodbye(signs) and not signs.loading)
+    left = signs.finished or (_ended_orderly(signs) and not signs.loading)
     if not signs.held and (certain or left or signs.silent >= patience):
         return _over(signs)
     if signs.loading:
-        what = f"goes on after update {signs.update}" if signs.update else "begins"
+        what = f"continues after update {signs.update}" if signs.update else "starts"
         return State("loading", f"the run {what}", "bold cyan")
     if signs.finished:
         return _over(signs)
@@ -73,12 +73,12 @@ def state_of(signs: Signs) -> State:
     if not signs.update:
         return State("waiting", f"for the first update{late}", "bold yellow" if late else "bold cyan")
     if signs.update >= signs.updates:
-        return State("ending", f"the last update is made, the student is being written{late}", style)
+        return State("ending", f"the last update is done, the student is being saved{late}", style)
     return State("training", f"{signs.groups or 'no groups in flight'}{late}", style)
 
 
-def _said_goodbye(signs: Signs) -> bool:
-    """As it does who is told to stop: saves where it is, and removes its socket."""
+def _ended_orderly(signs: Signs) -> bool:
+    """Return True if the run stopped in an orderly way: it saved its state and removed its socket."""
     return not signs.connected and (signs.suspect or signs.checkpoint == signs.update)
 
 
@@ -86,10 +86,10 @@ def _over(signs: Signs) -> State:
     if signs.finished:
         return State("finished", f"the student is in {signs.path / 'final'}", alive=False)
     if signs.checkpoint is None:
-        how = "there is no checkpoint to go on from"
+        how = "there is no checkpoint to resume from"
     else:
-        how = f"slipstream resume {signs.path} goes on after update {signs.checkpoint}"
-    if _said_goodbye(signs) or (not signs.connected and signs.checkpoint is None):
+        how = f"slipstream resume {signs.path} continues after update {signs.checkpoint}"
+    if _ended_orderly(signs) or (not signs.connected and signs.checkpoint is None):
         when = f"after update {signs.update}" if signs.update else "before its first update"
         return State("stopped", f"{when}; {how}", "bold yellow", alive=False)
     who = f"process {signs.writer}" if signs.writer else "its process"

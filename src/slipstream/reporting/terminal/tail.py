@@ -1,4 +1,4 @@
-"""A file that somebody else writes, line by line: each look reads what has come since the last one, and no more."""
+"""Incremental reader for a file of lines that another process writes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from slipstream.run_dir.atomic_files import opened, reading
 from slipstream.run_dir.formats import FORMAT, parsed
 
 PROOF = 256
-"""Bytes before the place up to which a file was read that must still be what they were."""
+"""Number of bytes before the read position that are compared to detect a rewritten file."""
 
 
 class Look(NamedTuple):
     anew: bool
-    """What was read before is no longer in the file, or there is another file."""
+    """True if the file was replaced or cut since the last look, so that earlier lines are no longer valid."""
     lines: list[dict[str, Any]]
 
 
 class Tail:
     def __init__(self, path: Path, *, back: int | None = None, number: int = FORMAT) -> None:
-        """At first all of it is read, or its last so many bytes. `number` is the format of the run."""
+        """`back` limits the first read to the last bytes of the file (None: all); `number` is the format version."""
         self.path, self.back, self.number = path, back, number
         self.forget()
 
@@ -31,8 +31,7 @@ class Tail:
         self.at, self.proof = 0, b""
 
     def look(self) -> Look:
-        """Whole lines. Half of one at the end waits for the rest of it, as do zeros, which some network disks show
-        where lines are about to be."""
+        """Return the complete lines since the last look; an incomplete last line is left for the next look."""
         known = self.file != (0, 0)
         try:
             file = os.fdopen(opened(self.path), "rb")
@@ -46,7 +45,7 @@ class Tail:
             if anew or not known:
                 self._begin(file)
             file.seek(self.at)
-            data = file.read().partition(b"\0")[0]
+            data = file.read().partition(b"\0")[0]  # some network disks show zeros until the data arrives
         data = data[: data.rfind(b"\n") + 1]
         at = self.at
         self.at += len(data)
@@ -59,7 +58,7 @@ class Tail:
         return Look(anew, parsed(self.path, data.split(b"\n")[:-1], before, number=self.number))
 
     def _goes_on(self, file: BinaryIO) -> bool:
-        """A run that is resumed cuts its files where a checkpoint was, and writes on from there."""
+        """Return False if the file was replaced or cut; a resumed run cuts its files back to the checkpoint."""
         if identity(file) != self.file:
             return False
         file.seek(self.at - len(self.proof))
@@ -71,7 +70,7 @@ class Tail:
         start = max(0, os.fstat(file.fileno()).st_size - self.back) if self.back is not None else 0
         if start:
             file.seek(start - 1)
-            self.at = start - 1 + len(file.readline())  # of the line in which that is, the beginning is missing
+            self.at = start - 1 + len(file.readline())  # skip a line whose beginning was not read
 
 
 def identity(file: BinaryIO) -> tuple[int, int]:

@@ -1,5 +1,4 @@
-"""A run that goes on, or went on, as its directory shows it: read line by line as it grows, from any machine that sees
-it. Nothing is written there."""
+"""Observer of an active or ended run: it reads new lines of the run directory, and writes nothing."""
 
 from __future__ import annotations
 
@@ -22,9 +21,9 @@ from slipstream.run_dir.reading import Line, RunDir
 from slipstream.run_dir.writing import LEDGER, METRICS, SAMPLES, SOCKET
 
 BACK = 1 << 20
-"""Bytes of what is large that are read at first."""
+"""Number of bytes at the end of large files that the first look reads."""
 KEPT = 50
-"""Samples to leaf through, and events."""
+"""Largest number of samples, and of events, in memory."""
 GROUPS = {"rolling": "rolling out", "waiting": "waiting to be scored", "scoring": "scoring", "ready": "scored"}
 
 
@@ -32,7 +31,7 @@ class Watched:
     def __init__(
         self, path: Path, *, clock: Callable[[], float] = time.monotonic, now: Callable[[], float] = time.time
     ) -> None:
-        """`now` is what files are dated by, `clock` what goes on evenly."""
+        """`now` is the time of file dates, `clock` is monotonic."""
         self.run, self.clock, self.now = RunDir(path), clock, now
         number = self.run.format
         self.metrics = Tail(path / METRICS, number=number)
@@ -41,9 +40,9 @@ class Watched:
         self.quotes = deque[Quote](maxlen=KEPT)
         self.losses: Sequence[Event] = ()
         self.written: tuple[float, float] | None = None
-        """When there was the last sign of life, by the date of a file and by our clock."""
+        """Time of the last write, by file date and by `clock`; None before the first look."""
         self.stamp: object = None
-        """Of the config, as it was when it was read."""
+        """Identity of the config file that was read last: inode, date and size."""
         self.updates, self.every, self.proof = 0, 0, 0
         self._begin()
         self.look()
@@ -53,12 +52,11 @@ class Watched:
         self.update: Line = {}
         self.evaluated: int | None = None
         self.changes: Sequence[Event] = ()
-        """Of events, by what an update says; `losses` by the ledger."""
+        """Events from metrics; `losses` holds the events from the ledger."""
 
-    # --- what is new --------------------------------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """At all that was written since the last look."""
         self._configure()
         self._metrics()
         anew, entries = self.ledger.look()
@@ -72,7 +70,7 @@ class Watched:
             self.turning.gather(self.quotes, newest=[quote for quote in self.quotes if quote["update"] == newest])
 
     def _configure(self) -> None:
-        """`resume` may write another."""
+        """Read the config if the file changed, as it may after `resume`."""
         path = self.run.path / "config.toml"
         try:
             status = path.stat()
@@ -104,7 +102,7 @@ class Watched:
         if self.number < before:
             self.changes = [*self.changes, Event(self.number, f"the run went back to here, from update {before}")]
 
-    # --- as it is now -------------------------------------------------------------------------------------------------
+    # --- current state ------------------------------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
