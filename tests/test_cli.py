@@ -257,7 +257,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     **{
         f"ratio to a cut distribution, {command}": (
             [command, "good.toml", *flags, "--sampler.top_p", "0.9"],
-            "sampler.top_p = 0.9 leaves out tokens of the distribution that draws",
+            "sampler.top_p = 0.9 leaves out tokens of the sampling distribution",
         )
         for command, flags in (("train", []), ("config", ["--check"]))
     },

@@ -264,11 +264,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "address of nothing": (
         {"runtime": {"kind": "inline", "address": "auto"}},
-        'runtime.address is of a Ray cluster: write runtime.kind = "ray", or drop one of them',
+        'runtime.address names a Ray cluster: write runtime.kind = "ray", or drop one of them',
     ),
     "nobody comes inline": (
         {"runtime": {"kind": "inline"}, "sampler": {"replicas": "auto"}},
-        'replicas = "auto": with runtime.kind = "inline" nobody comes or goes: write a number',
+        'replicas = "auto": with runtime.kind = "inline" no worker can be added: write a number',
     ),
     "most of a number": (
         {"sampler": {"replicas": 2, "replicas_max": 4}},
@@ -312,7 +312,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"reference": {"weight": 0.1, "into": "reward"}},
         'reference.into = "reward" needs [policy], whose rewards it changes: write "loss"',
     ),
-    "reference without a weight": ({"reference": {}}, "'reference.weight' is missing: Coefficient of the KL."),
+    "reference without a weight": ({"reference": {}}, "'reference.weight' is missing: Coefficient β of the KL"),
     "mini-batches that do not divide": (
         {"learner": {"minibatches": 3}},
         "learner.minibatches = 3 does not divide the 64 groups of an update",
@@ -400,7 +400,7 @@ def test_an_unknown_override_is_named_like_an_unknown_key() -> None:
 
 
 def test_a_missing_student_is_named_with_what_it_is() -> None:
-    with pytest.raises(ConfigError, match="'student' is missing: The model to train"):
+    with pytest.raises(ConfigError, match="'student' is missing: Model to train"):
         parse({"teachers": {"main": {"model": "t"}}}, say=silent)
 
 
@@ -453,5 +453,5 @@ def test_an_address_says_ray_by_itself() -> None:
     config = {"student": "x", "teachers": {"main": {"model": "y"}}}
     assert parse(config).runtime.kind == "local"
     assert parse(config | {"runtime": {"address": "auto"}}).runtime.kind == "ray"
-    with pytest.raises(ConfigError, match="runtime.address is of a Ray cluster"):
+    with pytest.raises(ConfigError, match="runtime.address names a Ray cluster"):
         parse(config | {"runtime": {"address": "auto", "kind": "local"}})

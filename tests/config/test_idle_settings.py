@@ -84,12 +84,12 @@ REFUSED = {
     "freshness.refresh=never freshness.kappa_f=0.2": 'kappa_f is for refresh = "adaptive": write that, or drop it',
     "freshness.refresh=fixed freshness.buffer=measured": 'buffer is for refresh = "adaptive": write that, or drop it',
     "freshness.refresh=never freshness.measure=5": 'measure is for refresh = "adaptive": write that, or drop it',
-    "policy.loss=vanilla freshness.weight=equal freshness.also=policy": 'also = "policy" weighs nothing where weight =',
+    "policy.loss=vanilla freshness.weight=equal freshness.also=policy": 'also = "policy" does nothing with weight =',
     "freshness.weight=lag freshness.threshold=0.1": 'threshold is for weight = "freshness": write that, or drop it',
     "freshness.weight=equal freshness.anchor=0 freshness.refresh=never": "leave nothing to do: drop [freshness], or",
     "freshness.also=policy": 'freshness.also = "policy" weighs a policy loss, and there is none',
     f"{RL} freshness.anchor=0.2": "[freshness] weighs the distillation loss, and loss.weight = 0: write freshness.also",
-    "freshness.drift=snapshots learner.snapshots=0": "learner.snapshots = 0 keeps none: leave it out",
+    "freshness.drift=snapshots learner.snapshots=0": "learner.snapshots = 0 keeps none: drop learner.snapshots",
     "freshness.m=4": 'freshness.m does nothing: loss.kind = "reverse_kl_mc" has draws of its own',
     "loss.kind=forward_kl freshness.m=4 freshness.drift=snapshots freshness.anchor=0": (
         'freshness.m does nothing: drift = "snapshots" is exact, and anchor = 0: drop it'

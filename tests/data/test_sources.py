@@ -546,7 +546,7 @@ REFUSED = {
     ),
     "a pipe": ("--data.train", "pipe.csv", "pipe.csv: is a pipe or a device, where a file is expected"),
     "a template of nothing": ("--data.template", "A1", "data.template: would be the same for every prompt"),
-    "a template of conversions": ("--data.template", "{q!r}", "data.template: a column stands in it as {question}"),
+    "a template of conversions": ("--data.template", "{q!r}", "data.template: write only the name of a column"),
     "an open brace": ("--data.template", "{q", "data.template: expected '}' before end of string; write {{ and }}"),
     "a column beside a template": ("--data.prompt", "question", "data: prompt does nothing beside template"),
     "columns of the built-in task": (

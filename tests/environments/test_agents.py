@@ -373,10 +373,10 @@ SECTION = 'student = "x"\n[data]\ntrain = "builtin:table"\n[teachers.main]\nmode
 WRONG = {
     "neither": ("turns = 3", "needs use, an environment, or [environment.gateway], an agent; one of the two"),
     "both": ('use = "table"\ngateway = {command = "ls"}', "one of the two"),
-    "no sandbox": ('gateway = {command = "ls"}', 'write sandbox = "bubblewrap", or "none" if it sees to that'),
+    "no sandbox": ('gateway = {command = "ls"}', 'write sandbox = "bubblewrap", or "none" if it isolates itself'),
     "calls": ('calls = 3\nsandbox = "none"\ngateway = {command = "ls"}', "calls does nothing with a gateway"),
     "no agent": ("gateway = {at_once = 3}", "write command, or listen for agents that are started elsewhere"),
-    "a workspace of others": ('gateway = {listen = "127.0.0.1:1", workspace = "."}', "workspace is of agents that are"),
+    "a workspace of others": ('gateway = {listen = "127.0.0.1:1", workspace = "."}', "workspace is for agents that"),
     "a sandbox of others": (
         'sandbox = "none"\ngateway = {listen = "127.0.0.1:1"}',
         "agents are started elsewhere",

@@ -67,6 +67,6 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["estimators"]) == 0
     assert "reverse_kl_mc" in capsys.readouterr().out
     assert main(["estimators", "cispo"]) == 0
-    assert "failure it targets:    rare decisive tokens silenced by the clip" in capsys.readouterr().out
+    assert "failure it targets:    rare decisive tokens that lose their gradient by clipping" in capsys.readouterr().out
     assert main(["estimators", "cispoo"]) == 2
     assert "did you mean 'cispo'" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from slipstream.estimators import divergence, surrogate
 from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.divergence import KL_KINDS, dense, forward_kl_topk, kl_estimate, reverse_kl_topk
 from slipstream.estimators.freshness import rollout_kl_from_cache
-from slipstream.estimators.numerics import blanked
+from slipstream.estimators.numerics import zeroed
 from slipstream.estimators.options import formula
 from slipstream.estimators.surrogate import decoupled_ppo, m2po, m2po_mask, mc_reverse_kl
 from slipstream.scope import Scope
@@ -125,7 +125,7 @@ def test_m2po_may_be_cut_anywhere_once_its_mask_is_frozen(seed: int, n: int, m: 
 
 
 def of_rows(estimator: Estimator, mask: Tensor, *spoiled: Tensor) -> Tensor:
-    return estimator(*blanked(mask, *spoiled))
+    return estimator(*zeroed(mask, *spoiled))
 
 
 def of_m2po(estimator: Estimator, mask: Tensor, *spoiled: Tensor) -> Tensor:
@@ -157,10 +157,10 @@ def test_masked_positions_may_hold_anything(name: str, seed: int, n: int, m: int
 
 def test_blanked_takes_masks_of_positions_or_of_draws_and_names_shapes() -> None:
     x = torch.tensor([[1.0, torch.nan], [3.0, 4.0]], requires_grad=True)
-    (found,) = blanked(torch.tensor([[1, 0], [0, 1]]), x)
+    (found,) = zeroed(torch.tensor([[1, 0], [0, 1]]), x)
     assert found.tolist() == [[1, 0], [0, 4]] and gradient(found * torch.nan, x)[0, 1] == 0
     with pytest.raises(ValueError, match=r"keep \(3,\) must lead the shape \(2, 2\)"):
-        blanked(torch.ones(3), x)
+        zeroed(torch.ones(3), x)
 
 
 # --- numerics ---------------------------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
             updates=2,
             teacher_head=wrap(teacher).head if loss.asks.cache == "hidden" else None,
         )
-        assert learner.objective.rides == (path == "fused")
+        assert learner.objective.single_pass == (path == "fused")
         metrics, prints = [], [(await learner.export())[1]]
         for update in (1, 2):
             batch = Batch(tuple(groups), update)
@@ -157,7 +157,7 @@ def test_every_loss_trains_alone_and_beside_a_policy_loss_over_rows(
         ("k1", {}, 'kind = "k1" as a loss has no teacher in its gradient: write as = "reward"'),
         ("k2", {"clip": 0.2}, 'clip is for as = "reward"'),
         ("k3", {"dual_clip": 4.0}, 'dual_clip is for as = "reward"'),
-        ("reverse_kl_topk", {"tail": True}, "write renormalise = false, too"),
+        ("reverse_kl_topk", {"tail": True}, "write renormalise = false"),
         ("forward_kl", {"as": "reward"}, "Extra inputs are not permitted"),
         ("reverse_kl_mc", {"loss_max_clamp": 1.0}, "Extra inputs are not permitted"),
     ],

@@ -26,7 +26,7 @@ from slipstream.estimators.options import REQUIRED
 from slipstream.estimators.tables.advantage import ADVANTAGES
 from slipstream.estimators.tables.correction import PRESETS, Unit
 from slipstream.estimators.tables.policy import LOSSES, Mode
-from slipstream.objective.method import OURS, method_of
+from slipstream.objective.method import TENSOR_OPTIONS, method_of
 from slipstream.plan import engines
 from slipstream.rewards.functions import BUILT_IN
 
@@ -54,7 +54,7 @@ def test_the_names_of_the_configuration_are_those_of_the_tables() -> None:
     for name, loss in LOSSES.items():
         assert loss.takes == tuple(loss.options), name
     required = {name for each in LOSSES.values() for name, default in each.options.items() if default is REQUIRED}
-    assert required == set(OURS)
+    assert required == set(TENSOR_OPTIONS)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -93,11 +93,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rejection without a mode": (
         {"correction": {"rs": {"seq_mean_k3": 0.1}}},
-        "correction: weights and rejection need a mode",
+        "correction: importance weights and rejection need a mode",
     ),
     "weights of no mode": (
         {"correction": {"is_level": "token"}},
-        "correction: weights and rejection need a mode: a preset 'decoupled_…' or 'bypass_…' says",
+        "correction: importance weights and rejection need a mode: choose a preset 'decoupled_…' or",
     ),
     "weights of rejection without a policy loss": (
         DISTILLATION | {"correction": {"preset": "decoupled_geo_rs", "is_level": "geometric"}},
@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "bounds with nothing to turn round": (
         {"correction": {"preset": "decoupled_seq_is_rs", "verl_compat": True}},
-        "correction.verl_compat does nothing: it turns round bounds (L, U) of k1 rejection that are not (1/U, U)",
+        "correction.verl_compat does nothing: it inverts bounds (L, U) of k1 rejection that are not (1/U, U)",
     ),
     "several rewards that are one": (
         {"policy": {"advantage": "gdpo"}},
@@ -121,11 +121,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a KL in rewards that go nowhere": (
         TWO_REWARDS | {"policy": {"advantage": "gdpo"}, "reference": {"weight": 0.1, "into": "reward"}},
-        'reference.into = "reward" would reach no advantage: write reference.into = "loss"',
+        'reference.into = "reward" would have no effect: write reference.into = "loss"',
     ),
     "weights of one reward": (
         {"policy": {"reward_weights": {"exact": 2.0}}},
-        "policy.reward_weights says what several rewards count beside each other, and task.reward is 'exact' alone",
+        "policy.reward_weights weighs several rewards against each other, and task.reward is 'exact' alone",
     ),
     "weights of no reward": (
         TWO_REWARDS | {"policy": {"reward_weights": {"maths": 2.0}}},
@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rewards that count nothing": (
         TWO_REWARDS | {"policy": {"reward_weights": {"exact": 0.0, "math": 0.0}}},
-        "policy.reward_weights makes every reward count 0",
+        "policy.reward_weights gives every reward weight 0",
     ),
     **{
         f"nothing for {advantage} to compare an answer with": (
@@ -266,7 +266,7 @@ HOLDS_A_RATIO: dict[str, tuple[dict[str, Any], str]] = {
     "a KL in the loss": (REINFORCE | {"reference": {"weight": 0.1}}, 'reference.into = "loss" weighs its KL by'),
     "a KL in the reward": (
         REINFORCE | {"reference": {"weight": 0.1, "into": "reward"}},
-        'reference.into = "reward" charges for',
+        'reference.into = "reward" penalises',
     ),
 }
 HOLDS_NONE: dict[str, dict[str, Any]] = {
@@ -305,7 +305,7 @@ def test_a_ratio_to_what_drew_needs_all_that_could_be_drawn(case: str) -> None:
             method_of(config(**sections, sampler={"group": 8, name: value}))
         said = str(caught.value)
         assert said.startswith(f"sampler.{name} = {value} leaves out tokens") and "\n" not in said
-        assert f"write keep_mask = true, which sends along what is left, or {name} = {whole:g}" in said
+        assert f"write keep_mask = true, which records the sampling support, or {name} = {whole:g}" in said
         method_of(config(**sections, sampler={"group": 8, name: value, "keep_mask": True}))
 
 
@@ -371,7 +371,7 @@ REFERENCES: dict[str, tuple[dict[str, Any], str]] = {
     "a gradient in the reward": ({"into": "reward", "estimate": "k3+"}, 'the reward has no gradient: write "k3"'),
     "a second gradient": ({"estimate": "k1+"}, 'with importance has the gradient of the KL anyway: write "k1"'),
     "no gradient": ({"estimate": "k1", "importance": False}, "has a gradient without the reference in it"),
-    "a target of nobody": ({"target": 0.1}, 'target steer control = "adaptive"'),
+    "a target of nobody": ({"target": 0.1}, 'target is only for control = "adaptive"'),
     "a controller without a target": ({"control": "adaptive", "horizon": 1e4}, "needs target and horizon"),
 }
 

@@ -362,7 +362,7 @@ BASE: dict[str, Any] = {"student": "s", "teachers": {"main": {"model": "t"}}}
         ({"schedule": {"kind": "async", "tau": "auto"}, "guards": {"kl": {}}}, 'so does tau = "auto"'),
         ({"schedule": {"kind": "async", "tau": "much"}}, "schedule.tau"),
         ({"schedule": {"kind": "async", "publish_max": 8}}, 'publish_max does nothing without publish_every = "auto"'),
-        ({"schedule": {"kind": "async", "publish_every": "auto"}}, 'write tau = "auto", or a number here'),
+        ({"schedule": {"kind": "async", "publish_every": "auto"}}, "write that, or a number for publish_every"),
         ({"schedule": AUTO | {"publish_max": 3}}, "publish_max = 3 is no power of two: write 2, 4, 8"),
         ({"schedule": AUTO | {"publish_max": 8}}, "write tau_max = 15 or more"),
         ({"schedule": AUTO | {"publish_every": "seldom"}}, "schedule.publish_every"),

@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "brace": (
         {"teachers": {"main": {"model": "t", "context": "{prompt} }"}}},
-        "teachers.main.context: Single '}' encountered in format string; write {{ and }} for braces that are meant",
+        "teachers.main.context: Single '}' encountered in format string; write {{ and }} for literal braces",
     ),
 }
 

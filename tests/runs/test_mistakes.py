@@ -149,7 +149,7 @@ CONFIG = table("""
 --loss.kind kl1 | run.toml: loss.kind: did you mean 
 --schedule.kind asynch | run.toml: schedule.kind: did you mean 'async'?
 --task.reward vibes | run.toml: task.reward: 'vibes' is no reward; known: environment, exact, math
---task.reward environment | run.toml: task.reward = "environment" is what an environment says: add [environment]
+--task.reward environment | run.toml: task.reward = "environment" is the reward of an environment: add [environment]
 --environment.use shop | run.toml: environment.use: 'shop' is no environment; known: lookup, python, table; your own is
 --environment.turns 3 | run.toml: environment: needs use, an environment, or [environment.gateway], an agent
 --environment.use table --environment.turn_tokens 999 | run.toml: environment.turn_tokens = 999 does nothing: samp

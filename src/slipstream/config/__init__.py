@@ -1,1 +1,1 @@
-"""What is configured: one schema, one set of defaults."""
+"""Configuration of a run: one schema, one set of defaults."""

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""Types and limits that all sections of the configuration share."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pydantic.fields import FieldInfo
 Dtype = Literal["float32", "bfloat16", "float64"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 OWN = re.compile(r"(?:.+\.py|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
-"""A function of the user's own: `./file.py:function` or `package.module:function`."""
+"""Pattern that names a user function: `./file.py:function` or `package.module:function`."""
 GREEDY = 1e-3
-"""A temperature below which every draw is the likeliest token."""
+"""Lowest sampling temperature. Below this value every draw is the most likely token."""
 Temperature = Annotated[float, Field(ge=GREEDY, le=100)]
 Epsilon = Annotated[float, Field(gt=0)]
 Replicas = Annotated[int, Field(ge=1)] | Literal["auto"]
 THREADS = 1024
-"""Most threads of one engine: a machine may refuse to start more, which ends a process at once."""
+"""Largest number of threads of one engine. A machine may refuse to start more, and the process then ends at once."""
 DRAWS = 10_000
-"""Most draws at one position: beyond that an exact loss over the vocabulary costs less."""
+"""Largest number of draws at one position. With more, an exact loss over the vocabulary is cheaper."""
 
 
 def at_first(replicas: Replicas) -> int:
-    """How many workers a run begins with."""
+    """Return the number of workers at the start of a run."""
     return 1 if replicas == "auto" else replicas
 
 
 def as_tuple(given: Any) -> Any:
-    """What a file may write as one name or as a list of them."""
+    """Return one name or a list of names as a tuple. Return other values unchanged."""
     names = [given] if isinstance(given, str) else given
     return tuple(names) if isinstance(names, list) else names
 
@@ -41,11 +41,11 @@ class Section(BaseModel):
 
     @classmethod
     def settings(cls) -> dict[str, FieldInfo]:
-        """By the names that a config has for them."""
+        """Return the fields of this section by the names that a config file uses."""
         return {info.alias or name: info for name, info in cls.model_fields.items()}
 
     @classmethod
     def kinds(cls) -> tuple[str, ...]:
-        """The values of `kind` that it is the section of; none where there is no choice."""
+        """Return the values of `kind` that select this section; empty if the section has no `kind`."""
         kind: Any = cls.model_fields.get("kind")
         return get_args(kind.annotation) if kind else ()

@@ -1,4 +1,4 @@
-"""What a student acts upon, in several turns, and how far an episode may go."""
+"""Environments in which a student acts in several turns, and limits of an episode."""
 
 from __future__ import annotations
 
@@ -11,108 +11,103 @@ from slipstream.config.base import OWN, Section
 from slipstream.errors import did_you_mean
 
 ENVIRONMENTS = ("table", "lookup", "python")
-"""Those that ship."""
+"""Environments of this package."""
 
 
-def somewhere(sandbox: str | None) -> str | None:
+def check_sandbox(sandbox: str | None) -> str | None:
     if sandbox not in (None, "bubblewrap", "none") and not re.match(r"https?://[^\s/]+", str(sandbox)):
         raise ValueError(f'{sandbox!r} is no sandbox: write "bubblewrap", the URL of a server, or "none"')
     return sandbox
 
 
-Where = Annotated[str | None, AfterValidator(somewhere)]
+Where = Annotated[str | None, AfterValidator(check_sandbox)]
 
 
 class GatewayConfig(Section):
-    """An agent that speaks to the student over the chat API: started here for every episode, or somewhere else."""
-
     command: str | None = Field(None, min_length=1)
-    """The agent: a program and its arguments, without a shell. OPENAI_BASE_URL and OPENAI_API_KEY are set, and
-    {base_url}, {session}, {workspace}, {prompt} and {prompt_file} are filled in."""
+    """Program and arguments that start the agent, without a shell. The variables OPENAI_BASE_URL and OPENAI_API_KEY are
+    set. {base_url}, {session}, {workspace}, {prompt} and {prompt_file} are filled in. None needs `listen`."""
     workspace: str | None = Field(None, min_length=1)
-    """A directory of which every episode has a copy. There the agent begins, and finds task.json: its row, but for the
-    answer."""
+    """Directory that is copied for every episode. The agent starts in the copy and finds task.json there: its row
+    without the answer. None starts the agent in an empty directory."""
     verify: str | None = Field(None, min_length=1)
-    """A program that judges the agent's work when the agent has ended. It writes the reward, or several by name, as
-    JSON into the file $SLIPSTREAM_VERDICT; its exit status is no verdict. It begins in a directory, HOME and sandbox
-    of its own, with a copy of the workspace ($SLIPSTREAM_WORKSPACE) and the row with its answer ($SLIPSTREAM_TASK).
-    Without it the agent may write its reward into reward.json, and whatever the student runs may do so, too."""
+    """Program that judges the agent's work after the agent has ended. It writes the reward, or several rewards by name,
+    as JSON into the file $SLIPSTREAM_VERDICT; its exit status is ignored. It has its own working directory, HOME and
+    sandbox, a copy of the workspace ($SLIPSTREAM_WORKSPACE), and the row with its answer ($SLIPSTREAM_TASK). None lets
+    the agent, and any program that the student runs, write the reward into reward.json."""
     at_once: int = Field(8, ge=1)
-    """Agents that are at work at a time, beside each sampler."""
+    """Number of concurrent agents beside each sampler."""
     listen: str | None = Field(None, min_length=1)
-    """In place of a command: where agents that are started elsewhere ask for episodes, such as "127.0.0.1:8008"."""
+    """Address for agents that are started elsewhere, such as "127.0.0.1:8008". None needs `command`."""
 
     @field_validator("listen")
     @classmethod
-    def _here(cls, listen: str | None) -> str | None:
+    def _check_listen(cls, listen: str | None) -> str | None:
         if listen is not None and not re.fullmatch(r"(127(\.\d{1,3}){3}|localhost|\[::1\]):\d{1,5}", listen):
             raise ValueError(
-                f'{listen!r} is no port of this machine, such as "127.0.0.1:8008"; who is elsewhere comes by a tunnel'
+                f'{listen!r} is no port of this machine, such as "127.0.0.1:8008"; other machines need a tunnel'
             )
         return listen
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_alternatives(self) -> Self:
         if (self.command is None) == (self.listen is None):
             raise ValueError("write command, or listen for agents that are started elsewhere; one of the two")
         if self.listen is not None:
             for name in ("workspace", "verify", "at_once"):
                 if name in self.model_fields_set:
-                    raise ValueError(f"{name} is of agents that are started here, and listen waits for others: drop it")
+                    raise ValueError(f"{name} is for agents that `command` starts, not for listen: drop it")
         return self
 
 
 class EnvironmentConfig(Section):
-    """Roll out episodes: the student calls tools, sees what they return, and goes on."""
-
     use: str | None = None
-    """The environment: one that ships (table, lookup, python), or a class of your own, "./file.py:Class" or
-    "module:Class", whose public methods are the tools, or which has step(reply)."""
+    """Environment: table, lookup or python, or a user class, "./file.py:Class" or "module:Class". The tools are the
+    public methods of the class, or the class has step(reply). None needs `gateway`."""
     gateway: GatewayConfig | None = None
-    """In place of use: an agent that is given the student as a chat API."""
+    """Agent that uses the student through a chat API, instead of an environment in `use`."""
     turns: int = Field(10, ge=1)
-    """Most turns of the student; of an agent, most calls in all its conversations."""
+    """Largest number of turns of the student in an episode. For an agent: of API calls in all its conversations."""
     calls: int = Field(6, ge=0)
-    """Most calls of tools, malformed ones among them."""
+    """Largest number of tool calls in an episode, malformed calls included."""
     turn_tokens: int | None = Field(None, ge=1)
-    """Most tokens of one turn; without it what is left of sampler.max_tokens, which is for a whole episode."""
+    """Largest number of tokens of one turn. None allows the rest of sampler.max_tokens, the limit of the episode."""
     observation: int = Field(4096, ge=32)
-    """Most characters of one observation; of a longer one the middle is left out."""
+    """Largest number of characters of one observation. The middle of a longer observation is left out."""
     seconds: float = Field(600.0, gt=0)
-    """Of an episode; one that takes longer ends: its step is cancelled, and it is closed, graded and learned from."""
+    """Time limit of an episode in seconds. At the limit its step is cancelled; it is closed, graded and trained on."""
     step_seconds: float = Field(60.0, gt=0)
-    """In which the environment must start, answer a turn, and close; one that takes longer has failed, and is tried
-    again."""
+    """Time limit in seconds of each start, step and close of the environment. A slower episode fails and is retried."""
     processes: int = Field(1, ge=1)
-    """In which environments are at work, beside each sampler; those that may have ended one are tried again alone."""
+    """Number of environment processes beside each sampler. If one dies, its episodes are retried alone."""
     sandbox: Where = None
-    """Where code runs that the student writes: bubblewrap, the URL of a server that speaks SandboxFusion's API, or
-    "none", which isolates nothing."""
+    """Sandbox in which code of the student runs: bubblewrap, the URL of a server with SandboxFusion's API, or "none",
+    which isolates nothing. None provides no sandbox."""
     format: Literal["auto", "hermes"] = "auto"
-    """How the student writes a call: as its chat template does, or as JSON between <tool_call> and </tool_call>, which
-    the system prompt must then tell it."""
+    """Format of the student's tool calls. auto: the format of its chat template. hermes: JSON between <tool_call> and
+    </tool_call>, which the system prompt must then explain."""
 
     @field_validator("use")
     @classmethod
-    def _known(cls, use: str | None) -> str | None:
+    def _check_use(cls, use: str | None) -> str | None:
         if use is not None and use not in ENVIRONMENTS and not OWN.fullmatch(use):
             near = f"{did_you_mean(use, ENVIRONMENTS)}; " if ":" not in use else ""
             raise ValueError(f'{use!r} is no environment; {near}your own is "./file.py:Class" or "module:Class"')
         return use
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _check_alternatives(self) -> Self:
         if (self.use is None) == (self.gateway is None):
             raise ValueError("needs use, an environment, or [environment.gateway], an agent; one of the two")
         if self.gateway is None:
             return self
         for name in ("calls", "observation", "processes"):
             if name in self.model_fields_set:
-                raise ValueError(f"{name} does nothing with a gateway: what its agent does is its own matter; drop it")
+                raise ValueError(f"{name} does nothing with a gateway, whose agent runs its own tools: drop it")
         if self.gateway.listen is not None and self.sandbox is not None:
             raise ValueError("sandbox does nothing: agents are started elsewhere; drop it")
         if self.gateway.command is not None and self.sandbox not in ("bubblewrap", "none"):
             raise ValueError(
-                'an agent may run what the student writes: write sandbox = "bubblewrap", or "none" if it sees to that'
+                'an agent may run code of the student: write sandbox = "bubblewrap", or "none" if it isolates itself'
             )
         return self

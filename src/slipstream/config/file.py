@@ -1,4 +1,4 @@
-"""From a TOML file and `--a.b value` overrides to a `Config`, and back; mistakes are told in one line each."""
+"""Convert TOML files and `--a.b value` overrides to a `Config`, and back. Each mistake is reported in one line."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pydantic_core import ErrorDetails
 from slipstream.config.base import Section
 from slipstream.config.losses import ALIASES
 from slipstream.config.schema import Config, DataConfig
-from slipstream.config.teacher import TeacherConfig, suited
+from slipstream.config.teacher import TeacherConfig, endpoint_defaults
 from slipstream.errors import ConfigError, did_you_mean
 
 SHOULD = "Input should be "
-"""How pydantic begins to say what it expects."""
+"""Start of pydantic's messages about an expected value."""
 STUDY = "sweep"
-"""The table that makes a study of a config."""
+"""Table that makes a config file a study of several runs."""
 TOO_DEEP = "nested too deeply: no setting is more than a few tables or lists deep; take the brackets out"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def load(path: str | Path, overrides: Sequence[tuple[str, str]] = (), *, say: Any = print) -> Config:
-    """Read a TOML file, apply `(dotted key, text)` overrides and validate."""
+    """Read a TOML file, apply `(dotted key, text)` overrides and validate the result."""
     tree = read(path)
     if STUDY in tree:
         raise ConfigError(f"{path} is a study of several runs: slipstream sweep {path}")
@@ -56,11 +56,11 @@ def parse(
     notes = list[str]()
     try:
         tree = overridden(tree, overrides, say=notes.append)
-        tree = _for_endpoints(_by_our_names(tree), notes.append)
-        # by way of JSON: its strict mode takes a list for a tuple, as TOML must, but neither true nor "7" for a number
+        tree = _set_endpoint_defaults(_replace_verl_names(tree), notes.append)
+        # strict mode of JSON accepts a list as a tuple, which TOML needs, but rejects true and "7" as numbers
         config = Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in _by_name(error)[:3])) from None
+        raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in _merge_errors(error)[:3])) from None
     except RecursionError:
         raise ConfigError(f"{where}: {TOO_DEEP}") from None
     for note in notes:
@@ -71,15 +71,15 @@ def parse(
 def overridden(
     tree: dict[str, Any], overrides: Sequence[tuple[str, str]], *, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """A copy with these settings. Kinds come first, so that a kind cannot discard what was written next to it."""
-    tree = _with_kinds(tree)
+    """Return a copy with these overrides, those of `kind` first: a new kind discards other settings of its section."""
+    tree = _add_kinds(tree)
     for key, text in sorted(overrides, key=lambda override: not override[0].endswith(".kind")):
         tree = _override(tree, key.split("."), value_of(text), say)
     return tree
 
 
 def data_section(given: Mapping[str, Any]) -> DataConfig:
-    """[data] alone, of what was given; for commands that have no file."""
+    """Return the [data] section made of these values, for commands without a config file. None means not given."""
     try:
         return DataConfig.model_validate({name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
@@ -87,15 +87,15 @@ def data_section(given: Mapping[str, Any]) -> DataConfig:
         raise ConfigError(_explain({**detail, "loc": ("data", *detail["loc"])})) from None
 
 
-def _with_kinds(tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which every section of several kinds names its own: the default, where the file does not say."""
+def _add_kinds(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy in which every section of several kinds contains its `kind`, by default the default kind."""
     kinds = {name: info.default.kind for name, info in Config.model_fields.items() if info.discriminator}
     below = {name: tree.get(name, {}) for name in kinds}
     return tree | {name: {"kind": kinds[name], **own} for name, own in below.items() if isinstance(own, dict)}
 
 
-def _by_our_names(tree: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which a loss that has another name elsewhere has ours."""
+def _replace_verl_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy in which verl's name of a loss is replaced by the name used here."""
     loss = tree.get("loss")
     kind = loss.get("kind") if isinstance(loss, dict) else None
     return (
@@ -103,8 +103,8 @@ def _by_our_names(tree: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _for_endpoints(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """A copy in which the loss, where the file leaves it open, asks nothing that an endpoint does not give."""
+def _set_endpoint_defaults(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Return a copy in which unset loss options get values that endpoint teachers support."""
     teachers, loss = tree.get("teachers"), tree.get("loss")
     if not isinstance(teachers, dict) or not isinstance(loss, dict):
         return tree
@@ -112,14 +112,14 @@ def _for_endpoints(tree: dict[str, Any], say: Callable[[str], None]) -> dict[str
     limits = [t.get("max_logprobs", TeacherConfig.model_fields["max_logprobs"].default) for t in remote.values()]
     if not limits or not all(isinstance(limit, int) for limit in limits):
         return tree
-    changes = suited(loss, min(limits))
+    changes = endpoint_defaults(loss, min(limits))
     for name, value in changes.items():
         say(f"note: loss.{name} = {json.dumps(value)}, because teachers.{next(iter(remote))} is an endpoint")
     return {**tree, "loss": {**loss, **changes}}
 
 
 def value_of(text: str) -> Any:
-    """What a TOML file would hold: `1e-5`, `true`, `[1, 2]`, `"x"`; anything else is a string."""
+    """Return the value that a TOML file would hold: `1e-5`, `true`, `[1, 2]`, `"x"`. Other text is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -127,7 +127,7 @@ def value_of(text: str) -> Any:
 
 
 def _override(tree: dict[str, Any], path: list[str], value: Any, say: Callable[[str], None]) -> dict[str, Any]:
-    """A copy of the tree with one value replaced. A new `kind` discards the settings of the old one, and says so."""
+    """Return a copy with one value replaced. A new `kind` discards the settings of the old one, with a note."""
     head, *rest = path
     if rest:
         below = tree.get(head, {})
@@ -142,8 +142,8 @@ def _override(tree: dict[str, Any], path: list[str], value: Any, say: Callable[[
     return {**tree, head: value}
 
 
-def _by_name(error: ValidationError) -> list[ErrorDetails]:
-    """One for each setting, also where that may be this or that."""
+def _merge_errors(error: ValidationError) -> list[ErrorDetails]:
+    """Return one error for each setting, also if the setting accepts several types."""
     found: dict[Any, ErrorDetails] = {}
     for detail in error.errors():
         name = ".".join(_locate(detail["loc"])[0])
@@ -156,7 +156,7 @@ def _by_name(error: ValidationError) -> list[ErrorDetails]:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """One line: where, what, and what to write instead."""
+    """Return one line that says where the error is, what is wrong, and what to write instead."""
     names, holder = _locate(detail["loc"])
     dotted = ".".join(names)
     match detail["type"]:
@@ -174,7 +174,7 @@ def _explain(detail: ErrorDetails) -> str:
 
 
 def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
-    """The dotted name at a pydantic location, and the section that holds it; none for a part of a value."""
+    """Return the dotted name at a pydantic location and the section that holds it (None inside a value)."""
     names: list[str] = []
     holder: type[Section] | None = None
     here: Any = Config
@@ -195,14 +195,14 @@ def _locate(loc: Sequence[int | str]) -> tuple[list[str], type[Section] | None]:
 
 
 def members(annotation: Any) -> list[type[Section]]:
-    """The sections that an annotation may hold: one, those of a union, or the values of a dict."""
+    """Return the sections that an annotation can hold: one section, the members of a union, or the values of a dict."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return [annotation]
     return [section for arg in get_args(annotation) for section in members(arg)]
 
 
 def fields(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Every setting as (dotted name, field, which kind it belongs to), for help texts."""
+    """Yield every setting as (dotted name, field, kinds that have it), for help texts."""
     for name, info in section.settings().items():
         sections = members(info.annotation)
         dotted = f"{prefix}{name}"
@@ -223,13 +223,13 @@ def to_toml(config: Config) -> str:
 
 
 def differing(one: Config, other: Config) -> list[tuple[str, Any, Any]]:
-    """Every setting that is not the same in both, and what it is in each."""
+    """Return every setting that differs between two configs, with both values."""
     a, b = (flat(each.model_dump(mode="json")) for each in (one, other))
     return [(name, a.get(name), b.get(name)) for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
 
 
 def flat(tree: Any, name: str = "") -> dict[str, Any]:
-    """By dotted keys."""
+    """Return the values of a nested dict by dotted keys."""
     if not isinstance(tree, dict) or not tree:
         return {name: tree}
     return {
@@ -240,7 +240,7 @@ def flat(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 def describe(info: FieldInfo) -> str:
-    """`type = default` of one setting, as it is written in TOML; `none` for what can only be left out."""
+    """Return `type = default` of a setting in TOML notation. `none` means that the setting can only be left out."""
     kind = _type_name(info.annotation)
     if info.is_required():
         return kind
@@ -248,7 +248,7 @@ def describe(info: FieldInfo) -> str:
 
 
 def bounds(info: FieldInfo) -> str:
-    """`≥ 0, < 1`; empty where there are none."""
+    """Return the bounds of a setting, such as `≥ 0, < 1`. Return an empty text if it has none."""
     known = [(sign, getattr(each, key, None)) for each in info.metadata for key, sign in BOUNDS.items()]
     return ", ".join(f"{sign} {value:g}" for sign, value in known if value is not None)
 

@@ -1,4 +1,4 @@
-"""What a stale sample is worth, what holds the student near what drew it, and when to begin anew (f-OPD)."""
+"""Settings for stale samples: their weights, an anchor to the sampling policy, and refreshing the buffer (f-OPD)."""
 
 from __future__ import annotations
 
@@ -10,49 +10,48 @@ from slipstream.config.base import DRAWS, Section, as_tuple
 
 
 class FreshnessConfig(Section):
-    """Weigh every sample by f = exp(−alpha·√D_roll − beta·√D_sup) / (lag + 1), hold the student near what drew, and
-    begin anew when the buffer is stale."""
-
     weight: Literal["freshness", "lag", "equal"] = "freshness"
-    """What a sample counts beside the others of a step: f less the threshold and never below 0, or 1 / (lag + 1), or 1.
-    Weights are divided by their mean over the step."""
+    """Weight of a sample relative to the others of a step. freshness: max(0, f − threshold) with f = exp(−alpha·√D_roll
+    − beta·√D_sup) / (lag + 1). lag: 1 / (lag + 1). equal: 1. Weights are divided by their mean over the step."""
     alpha: float = Field(1.0, ge=0)
-    """How much the drift of the student since it drew a sample takes off its freshness."""
+    """Coefficient α of √D_roll, where D_roll is the KL between the current student and the student that sampled."""
     beta: float = Field(1.0, ge=0)
-    """How much the drift of what its teacher says of it takes off."""
+    """Coefficient β of √D_sup. D_sup is the KL between the teacher's current scores and its scores used so far."""
     lag: bool = True
-    """Divide freshness by lag + 1."""
+    """Divide freshness by lag + 1, where lag is the age of the sample in updates."""
     threshold: float = Field(0.02, ge=0, lt=1)
-    """ξ: samples that are no fresher have weight 0, and stay in the denominator."""
+    """Threshold ξ: samples with a freshness of at most ξ have weight 0, and are still counted in the denominator."""
     anchor: float = Field(0.1, ge=0)
-    """λ: what the KL to the policy that drew a sample counts in the loss, by the sample's weight."""
+    """Coefficient λ of the anchor in the loss: the KL to the policy that sampled, times the sample's weight. 0 is
+    off."""
     drift: Literal["cache", "snapshots"] = "cache"
-    """How the student's drift is known: estimated from the draws that were recorded, in the pass that learns; or exact,
-    by replay under the weights that drew, which are kept (learner.snapshots). The anchor is always of the draws."""
+    """Measurement of the student's drift. cache: estimate from the recorded draws, in the learning pass. snapshots:
+    exact, with the stored weights that sampled the sample (learner.snapshots). The anchor always uses the draws."""
     m: int | None = Field(None, ge=1, le=DRAWS)
-    """Draws by which drift is estimated where the loss has none of its own; 8 without it."""
+    """Number of draws (extra tokens sampled at the same position) that estimate drift if the loss has none. None: 8."""
     over: Literal["tokens", "samples"] = "tokens"
-    """The distillation loss is a weighted mean over tokens, as it is one without weights; or, as f-OPD has it, over
-    samples of the mean over the tokens of each, in which those of short answers count more."""
+    """Unit of the weighted mean in the distillation loss. tokens: all tokens, as without [freshness]. samples: samples,
+    each with the mean over its tokens, as in f-OPD; tokens of short answers then count more."""
     also: tuple[Literal["policy"], ...] = ()
-    """"policy" weighs the policy loss, too."""
+    """Other losses that use the same weights: "policy" for the policy loss. Empty weighs distillation only."""
     refresh: Literal["adaptive", "fixed", "never"] = "adaptive"
-    """When all that is not learned from yet is rolled out again: when the buffer is stale, every so often, or never."""
+    """Rule that rolls out again all samples that are not yet learned from. adaptive: when the buffer is stale. fixed:
+    at regular intervals. never: not at all."""
     every: int = Field(10, ge=1)
-    """With refresh = "fixed", updates between two."""
+    """Number of updates between two refreshes with refresh = "fixed"."""
     kappa_f: float = Field(0.05, ge=0, le=1)
-    """With refresh = "adaptive": at this mean freshness of the buffer, or below …"""
+    """Mean freshness of the buffer at or below which refresh = "adaptive" acts."""
     kappa_roll: float = Field(0.5, ge=0, le=1)
-    """… or below this share of its tokens whose drift can be known …"""
+    """Share of the buffer's tokens with known student drift below which refresh = "adaptive" acts."""
     kappa_sup: float = Field(0.5, ge=0, le=1)
-    """… or below this share whose teacher's answer can be compared with the one before."""
+    """Share of the buffer's tokens with known teacher drift below which refresh = "adaptive" acts."""
     cooldown: int = Field(200, ge=0)
-    """With refresh = "adaptive": fewest optimizer steps between two."""
+    """Smallest number of optimizer steps between two refreshes with refresh = "adaptive"."""
     buffer: Literal["modelled", "measured"] = "modelled"
-    """How the freshness of the buffer is known: by the lags in it and what drift was found at each lag; or by a pass
-    over all of it."""
+    """Estimation of the buffer's freshness. modelled: from the lags in the buffer and the drift observed at each lag.
+    measured: by a pass over the whole buffer."""
     measure: int | None = Field(None, ge=1)
-    """Updates between two such passes; 1 where the buffer is measured, else 20, to tell how good the model is."""
+    """Number of updates between two measuring passes over the buffer. None is 1 with buffer = "measured", else 20."""
 
     @field_validator("also", mode="before")
     @classmethod
@@ -60,7 +59,7 @@ class FreshnessConfig(Section):
         return as_tuple(also)
 
     @model_validator(mode="after")
-    def _nothing_idle(self) -> FreshnessConfig:
+    def _check_unused(self) -> FreshnessConfig:
         for name, needs, value in (
             ("every", "refresh", "fixed"),
             ("kappa_f", "refresh", "adaptive"),
@@ -74,7 +73,7 @@ class FreshnessConfig(Section):
             if getattr(self, needs) != value and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name} is for {needs} = "{value}": write that, or drop it')
         if self.weight == "equal" and self.also:
-            raise ValueError('also = "policy" weighs nothing where weight = "equal": drop it, or weigh by another')
+            raise ValueError('also = "policy" does nothing with weight = "equal": drop it, or write another weight')
         if self.weight == "equal" and not self.anchor and self.refresh == "never":
             raise ValueError(
                 'weight = "equal", anchor = 0 and refresh = "never" leave nothing to do: drop [freshness], or one of '
@@ -84,5 +83,5 @@ class FreshnessConfig(Section):
 
     @property
     def draws(self) -> int:
-        """Where the loss has none of its own."""
+        """Return the number of draws needed if the loss has no draws."""
         return (self.m or 8) if self.drift == "cache" or self.anchor else 1

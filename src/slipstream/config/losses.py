@@ -1,9 +1,8 @@
-"""The table of distillation losses: a row is a section of the config, and all that anybody needs to know of a loss.
+"""Table of distillation losses. Each row is a section of the config and describes everything that other code needs.
 
-Its fields are the options, with their bounds. What it `asks` is read by samplers (how many draws), scorers and
-endpoints (which cache), the learner (which passes; chosen ids of the head, or the whole vocabulary) and the objective
-(which formula); its `scope` by the schedules; what is `told` of it by the page of estimators. Nobody asks which kind it
-is. To add one: a row here, with its place in `LossConfig`, and its formula in estimators/.
+The fields of a row are the loss options, with their bounds. Samplers, scorers, endpoints, learner and objective read
+`asks`: number of draws, cache, passes and formula. Schedules read `scope`. The page of estimators prints `told`. No
+other code asks for the kind of a loss. A new loss needs a row here and in `LossConfig`, and a formula in estimators/.
 """
 
 from __future__ import annotations
@@ -18,60 +17,60 @@ from slipstream.config.base import DRAWS, Epsilon, Section, Temperature
 from slipstream.scope import Scope
 
 Cache = Literal["sampled", "student_topk", "teacher_topk", "hidden"]
-"""What a teacher's answer holds: its log-probs of the draws, of the student's best ids, of its own best, or its last
-hidden state."""
+"""Content of a teacher's scores: log-probs of the draws (extra tokens at the same position), the student's top ids or
+the teacher's top ids; or the teacher's last hidden state."""
 Operand = Literal["student", "behavior", "proximal", "teacher", "keep"]
-"""Log-probs of the student as it is, of what drew, of the student as the batch came, of the teacher; and what a choice
-made over the whole batch keeps."""
+"""Inputs of a loss formula: log-probs under the current student, the policy that sampled the tokens, the student when
+the batch arrived, and the teacher. `keep` is the choice of draws made over the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asks:
-    """What a loss asks of everybody else."""
+    """Requirements of a loss on samplers, scorers and the learner."""
 
     cache: Cache
     draws: int = 1
-    """Draws of the student at every position, the emitted token among them."""
+    """Number of draws of the student at every position, the emitted token included."""
     k: int = 0
-    """Ids at every position, where the cache holds the best of somebody."""
+    """Number of ids at every position, for a top-k cache."""
     formula: str
-    """module.function, under slipstream.estimators: operands and options in, a loss per position out."""
+    """Formula as module.function under slipstream.estimators: maps operands and options to one loss per position."""
     takes: tuple[Operand, ...] = ("student", "teacher")
-    """The operands, in the order of the formula."""
+    """Operands, in the order of the formula's parameters."""
     options: Mapping[str, Any] = field(default_factory=dict)
     chooses: str = ""
-    """Formula of the choice that is made over a whole batch first, and its options."""
+    """Formula that selects draws over the whole batch first. Empty for none. `choice` holds its options."""
     choice: Mapping[str, Any] = field(default_factory=dict)
     compares: bool = False
-    """It looks at probabilities of the policy that drew the tokens."""
+    """True if the loss uses probabilities of the policy that sampled the tokens."""
     loss_max_clamp: float | None = None
     log_prob_min_clamp: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What to know of a loss before choosing it."""
+    """Description of a loss for users who choose one."""
 
     minimises: str
     unit: str
     trust_region: str = "none"
     importance: str
-    """How draws of an older student count."""
+    """Treatment of draws from an older student."""
     targets: str
-    """The failure it is made for."""
+    """Failure that the loss is made for."""
     cost: str
     use_when: str
 
 
 class DistillationLoss(Section):
     told: ClassVar[Mapping[str, Told]]
-    """By kind."""
+    """Descriptions by kind."""
     scope: ClassVar[Scope] = "token"
 
     weight: float = Field(1.0, ge=0)
-    """How much distillation counts beside a policy loss; 0 leaves it out, and with it the teacher."""
+    """Weight of the distillation loss beside a policy loss; 0 uses no distillation and no teacher."""
     temperature: Temperature = 1.0
-    """Temperature of student and teacher in the loss."""
+    """Temperature of student and teacher in the distillation loss."""
 
     @property
     def asks(self) -> Asks:
@@ -81,31 +80,31 @@ class DistillationLoss(Section):
 class ReverseKLMC(DistillationLoss):
     told: ClassVar[Mapping[str, Told]] = {
         "reverse_kl_mc": Told(
-            minimises="KL(p‖q) on draws of the student, weighted to the student as it is",
+            minimises="KL(p‖q) on draws of the student, weighted for the current student",
             unit="draw",
-            trust_region="none; clip or ratio_cap on request",
-            importance="token ratio to the policy that drew, advantage recomputed: unbiased however stale",
+            trust_region="none; clip or ratio_cap if set",
+            importance="token ratio to the sampling policy, advantage recomputed: unbiased at any staleness",
             targets="stale draws",
             cost="12·M bytes per position; variance 1/M",
-            use_when="the default, synchronous or not; raise m when the gradient is noisy",
+            use_when="the default, for every schedule; raise m if the gradient is noisy",
         )
     }
 
     kind: Literal["reverse_kl_mc"] = "reverse_kl_mc"
-    """Reverse KL on draws of the student."""
+    """Reverse KL on draws of the student (extra tokens sampled at the same position)."""
     m: int = Field(16, ge=1, le=DRAWS)
-    """Draws at every position, the emitted token among them."""
+    """Number of draws at every position, the emitted token included. Raise it if the gradient is noisy."""
     advantage: Literal["current", "behavior"] = "current"
-    """Recompute log q − log p under the current student, or keep that of the policy that drew the token."""
+    """Advantage log q − log p. current: p is the current student. behavior: p is the policy that sampled the token."""
     clip: Epsilon | tuple[Epsilon, Epsilon] | None = None
-    """PPO clip ε or [low, high]; none by default."""
+    """PPO clip ε or [low, high] of p_current / p_behaviour. None does not clip."""
     importance: bool = True
-    """Weight draws by p_current / p_behaviour; off only to see what that costs."""
+    """Weight draws by p_current / p_behaviour. false is biased on stale draws; use it only for comparison."""
     ratio_cap: float | None = Field(None, gt=0)
-    """Truncate importance weights at this value; capped draws keep a gradient."""
+    """Upper bound of importance weights; draws at the bound keep a gradient. None does not truncate."""
 
     @model_validator(mode="after")
-    def _one_trust_region(self) -> ReverseKLMC:
+    def _check_trust_region(self) -> ReverseKLMC:
         if self.clip is not None and self.ratio_cap is not None:
             raise ValueError("clip and ratio_cap both bound the ratio: keep one of them")
         if not self.importance and (self.clip is not None or self.ratio_cap is not None):
@@ -129,26 +128,27 @@ class ReverseKLMC(DistillationLoss):
 class DecoupledPPO(DistillationLoss):
     told: ClassVar[Mapping[str, Told]] = {
         "decoupled_ppo": Told(
-            minimises="KL(p‖q) on draws of the student, one clipped step around the student as the batch came",
+            minimises="KL(p‖q) on draws, by clipped steps around the student when the batch arrived",
             unit="draw",
-            trust_region="PPO clip around the learner at arrival of the batch",
+            trust_region="PPO clip around the learner when the batch arrived",
             importance="proximal/behaviour ratio, 0 above weight_cap",
             targets="a clip that measures staleness instead of the step",
-            cost="as reverse_kl_mc, and one forward pass for the proximal log-probs",
+            cost="as reverse_kl_mc, plus one forward pass for the proximal log-probs",
             use_when="several optimizer steps are made on one stale batch",
         )
     }
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
-    """PPO on draws of the student, around the student as the batch came."""
+    """PPO on draws of the student, around the student when the batch arrived."""
     m: int = Field(16, ge=1, le=DRAWS)
-    """Draws at every position, the emitted token among them."""
+    """Number of draws at every position, the emitted token included."""
     advantage: Literal["behavior", "proximal", "current"] = "behavior"
-    """Whose log-prob is taken from the teacher's: that of what drew, of the student as the batch came, or as it is."""
+    """Policy p of the advantage log q − log p. behavior: the policy that sampled the token. proximal: the student when
+    the batch arrived. current: the current student."""
     clip: Epsilon | tuple[Epsilon, Epsilon] = 0.2
     """PPO clip ε or [low, high] of p_current / p_proximal."""
     weight_cap: float = Field(5.0, gt=0)
-    """Draws whose p_proximal / p_behaviour exceeds this are left out."""
+    """Upper bound of p_proximal / p_behaviour; draws above the bound are left out."""
 
     @property
     def asks(self) -> Asks:
@@ -165,23 +165,23 @@ class DecoupledPPO(DistillationLoss):
 class M2PO(DistillationLoss):
     told: ClassVar[Mapping[str, Told]] = {
         "m2po": Told(
-            minimises="KL(p‖q) on those draws of the student that keep its ratios together",
+            minimises="KL(p‖q) on draws of the student, without the most extreme ratios ρ",
             unit="draw",
-            trust_region="mean (log ρ)² over the batch within a budget, by masking harmful draws",
-            importance="token ratio of the draws that stay",
-            targets="heavy tails of ρ",
-            cost="as reverse_kl_mc, and one no-grad pass over the batch before its first part",
+            trust_region="bound on the batch mean of (log ρ)², by masking harmful draws",
+            importance="token ratio of the kept draws",
+            targets="extreme ratios ρ",
+            cost="as reverse_kl_mc, plus one pass over the batch without gradient",
             use_when="data is very stale and a few ratios dominate the gradient",
         )
     }
     scope = "batch"
 
     kind: Literal["m2po"] = "m2po"
-    """Reverse KL on draws of the student, without those whose ratios are extreme."""
+    """Reverse KL on draws of the student, without the draws of extreme importance ratios ρ."""
     m: int = Field(16, ge=1, le=DRAWS)
-    """Draws at every position, the emitted token among them."""
+    """Number of draws at every position, the emitted token included."""
     budget: float = Field(0.04, gt=0)
-    """Largest mean of (log ρ)² over the draws of a batch that stay."""
+    """Largest mean of (log ρ)² over the draws of a batch; draws are left out until the mean is below."""
 
     @property
     def asks(self) -> Asks:
@@ -197,12 +197,12 @@ class M2PO(DistillationLoss):
 
 
 class Divergence(DistillationLoss):
-    """Rows that compare two distributions, or estimate what lies between them."""
+    """Losses that compare two distributions, or estimate a divergence between them."""
 
     loss_max_clamp: float | None = Field(None, gt=0)
-    """Bound the loss of a position by ± this; no gradient beyond."""
+    """Bound c of the loss of a position, which is clamped to ±c; there is no gradient beyond. None sets no bound."""
     log_prob_min_clamp: float | None = Field(None, lt=0)
-    """Raise log-probs of student and teacher to at least this, before they are compared."""
+    """Lower bound of the log-probs of student and teacher, applied before they are compared. None sets no bound."""
 
     @property
     def clamps(self) -> dict[str, Any]:
@@ -211,36 +211,36 @@ class Divergence(DistillationLoss):
 
 def _check_k(section: Divergence, cache: Cache, k: int) -> None:
     if cache == "hidden" and k != type(section).model_fields["k"].default:
-        raise ValueError(f"k = {k} does nothing: the hidden cache is the whole distribution; drop it, or the cache")
+        raise ValueError(f"k = {k} does nothing: the hidden cache is the whole distribution; drop k, or the cache")
 
 
 class ReverseKLTopK(Divergence):
     told: ClassVar[Mapping[str, Told]] = {
         "reverse_kl_topk": Told(
-            minimises="KL(p‖q) on the ids that the student found likeliest when it drew",
+            minimises="KL(p‖q) on the student's top-k ids at the time of drawing",
             unit="support",
-            importance="current weights on the support; tokens outside it stay unseen (reweight = false: none)",
+            importance="reweighted on the support; tokens outside are ignored (reweight = false: none)",
             targets="variance of sampling",
             cost="12·k bytes per position",
-            use_when="rollouts are fresh and the student is peaked: watch student_mass",
+            use_when="rollouts are fresh and student_mass is near 1",
         )
     }
 
     kind: Literal["reverse_kl_topk"] = "reverse_kl_topk"
     """Reverse KL on the student's own top-k."""
     k: int = Field(64, ge=1)
-    """Size of the student's top-k, as it was when it drew."""
+    """Number of ids in the student's top-k when it sampled the token. Raise it if student_mass is far below 1."""
     reweight: bool = True
-    """Weigh the ids by the student as it is; by the policy that drew without it, which is biased when stale."""
+    """Weight the ids by the current student. false weights by the policy that sampled them: biased on stale tokens."""
     tail: bool = False
     """Add the remaining mass of both models as one more bucket; needs renormalise = false."""
     renormalise: bool = True
     """Renormalise both models on the top-k."""
 
     @model_validator(mode="after")
-    def _one_completion(self) -> ReverseKLTopK:
+    def _check_completion(self) -> ReverseKLTopK:
         if self.tail and self.renormalise:
-            raise ValueError("tail completes the support and renormalise cuts it off: write renormalise = false, too")
+            raise ValueError("tail adds the mass outside the top-k, renormalise drops it: write renormalise = false")
         return self
 
     @property
@@ -264,14 +264,14 @@ class ReverseKL(Divergence):
             importance="not needed: exact at every visited prefix",
             targets="support mismatch and variance",
             cost="2·D bytes per position, and the teacher's head at the learner",
-            use_when="the teacher's hidden states can be had: above all when rollouts are stale",
+            use_when="the teacher's hidden states are available, above all if rollouts are stale",
         )
     }
 
     kind: Literal["reverse_kl"] = "reverse_kl"
     """Exact reverse KL, from hidden states."""
     cache: Literal["hidden"] = "hidden"
-    """What the teacher sends: its last hidden state; the learner applies the teacher's head."""
+    """Scores from the teacher: the last hidden state, to which the learner applies the teacher's head."""
 
     @property
     def asks(self) -> Asks:
@@ -281,28 +281,28 @@ class ReverseKL(Divergence):
 class ForwardKL(Divergence):
     told: ClassVar[Mapping[str, Told]] = {
         "forward_kl": Told(
-            minimises="KL(q‖p) on the ids that the teacher finds likeliest, or over the whole vocabulary",
+            minimises="KL(q‖p) on the teacher's top-k ids, or over the whole vocabulary",
             unit="support",
             importance="not needed: weighted by the teacher",
-            targets="stale supports; modes that the student misses",
+            targets="stale supports; modes of the teacher that the student misses",
             cost="8·k bytes per position",
-            use_when="rollouts are very stale, or the teacher is an endpoint that returns top-k: watch teacher_mass",
+            use_when="rollouts are very stale, or the teacher is an endpoint with top-k; watch teacher_mass",
         )
     }
 
     kind: Literal["forward_kl"] = "forward_kl"
-    """Forward KL on what the teacher finds likely."""
+    """Forward KL on the teacher's most likely tokens."""
     cache: Literal["teacher_topk", "hidden"] = "teacher_topk"
-    """What the teacher sends: its k best tokens, or its last hidden state, which is exact."""
+    """Scores from the teacher: the top-k tokens, or the last hidden state, which is exact."""
     k: int = Field(32, ge=1)
-    """Size of the teacher's top-k."""
+    """Number of ids in the teacher's top-k. Raise it if the metric teacher_mass is far below 1."""
     tail: bool = False
-    """Add the remaining mass of both models as one more bucket."""
+    """Add the remaining mass of both models as one more bucket: equal models then have no gradient."""
     renormalise: bool = False
-    """Renormalise both models on the top-k."""
+    """Renormalise both models on the top-k: equal models then have no gradient. Exclusive with tail."""
 
     @model_validator(mode="after")
-    def _one_completion(self) -> ForwardKL:
+    def _check_completion(self) -> ForwardKL:
         if self.cache == "hidden" and (self.tail or self.renormalise):
             raise ValueError("the hidden cache is the whole distribution: drop tail and renormalise")
         _check_k(self, self.cache, self.k)
@@ -326,23 +326,24 @@ class JSD(Divergence):
             minimises="β·KL(q‖m) + (1−β)·KL(p‖m) with m = βq + (1−β)p",
             unit="vocabulary, or support and tail",
             importance="not needed",
-            targets="forward KL too broad, reverse KL too narrow",
+            targets="forward KL is too broad, reverse KL too narrow",
             cost="as reverse_kl, or forward_kl",
-            use_when="student and teacher differ so much that one direction alone misbehaves",
+            use_when="student and teacher differ so much that one direction alone is unstable",
         )
     }
 
     kind: Literal["jsd"] = "jsd"
-    """Between forward and reverse KL."""
+    """Generalised Jensen-Shannon divergence, between forward and reverse KL."""
     cache: Literal["hidden", "teacher_topk"] = "hidden"
-    """What the teacher sends: its last hidden state, which is exact, or its k best tokens; the rest is one bucket."""
+    """Scores from the teacher: the last hidden state, which is exact, or the top-k tokens with one bucket for the
+    rest."""
     k: int = Field(32, ge=1)
-    """Size of the teacher's top-k."""
+    """Number of ids in the teacher's top-k. Raise it if the metric teacher_mass is far below 1."""
     beta: float = Field(0.5, ge=0, le=1)
-    """0 is forward KL, 1 reverse KL."""
+    """Interpolation between the directions: 0 is forward KL, 1 is reverse KL."""
 
     @model_validator(mode="after")
-    def _a_k_with_an_effect(self) -> JSD:
+    def _check_k_is_used(self) -> JSD:
         _check_k(self, self.cache, self.k)
         return self
 
@@ -354,7 +355,7 @@ class JSD(Divergence):
         return Asks(cache="teacher_topk", k=self.k, formula="divergence.jsd_topk", options=options, **self.clamps)
 
 
-def on_the_emitted(minimises: str, *, importance: str, targets: str, use_when: str) -> Told:
+def describe_estimate(minimises: str, *, importance: str, targets: str, use_when: str) -> Told:
     return Told(
         minimises=minimises,
         unit="emitted token",
@@ -368,55 +369,56 @@ def on_the_emitted(minimises: str, *, importance: str, targets: str, use_when: s
 
 class KLEstimate(Divergence):
     told: ClassVar[Mapping[str, Told]] = {
-        "k1": on_the_emitted(
+        "k1": describe_estimate(
             "log p − log q of the emitted token, as a reward",
-            importance="as a reward: token ratio; as a loss it has no gradient",
-            targets="no loss: as a reward, the simplest signal",
-            use_when='with as = "reward"; as a loss its mean gradient is zero, and it is refused',
+            importance="as a reward: token ratio; as a loss: no gradient",
+            targets="none: the simplest reward",
+            use_when='only with as = "reward": as a loss, its mean gradient is 0',
         ),
-        "abs": on_the_emitted(
+        "abs": describe_estimate(
             "|log p − log q| of the emitted token",
             importance="none; as a reward: token ratio",
             targets="single tokens with huge gaps",
-            use_when="for comparison: the gradient is the sign of the gap, and of no divergence",
+            use_when="for comparison only: the gradient is that of no divergence",
         ),
-        "k2": on_the_emitted(
+        "k2": describe_estimate(
             "½ (log p − log q)² of the emitted token",
             importance="none: unbiased gradient only on-policy; as a reward: token ratio",
             targets="the missing gradient of k1",
-            use_when="one draw, on-policy, as a loss; its value is not the KL",
+            use_when="a loss with one draw, on-policy; the logged value is not the KL",
         ),
-        "k3": on_the_emitted(
+        "k3": describe_estimate(
             "q/p − 1 − log(q/p) of the emitted token",
             importance="none; as a reward: token ratio",
             targets="the variance of k1 as an estimate",
-            use_when="to report a KL; as a loss it follows the forward KL",
+            use_when="to report a KL; as a loss it minimises the forward KL",
         ),
-        "k1+": on_the_emitted(
-            "the value of k1 by the gradient of k2",
+        "k1+": describe_estimate(
+            "value of k1, gradient of k2",
             importance="none: unbiased only on-policy; as a reward: token ratio",
             targets="k2's biased value",
-            use_when="one draw, on-policy, when the logged loss should be the KL",
+            use_when="as k2, if the logged loss should be the KL",
         ),
-        "k3+": on_the_emitted(
-            "the value of k3 by the gradient of k2",
+        "k3+": describe_estimate(
+            "value of k3, gradient of k2",
             importance="none: unbiased only on-policy; as a reward: token ratio",
             targets="k2's biased value and k1's variance",
-            use_when="as k1+, with a quieter value",
+            use_when="as k1+, with a less noisy logged value",
         ),
     }
 
     kind: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k2"
-    """An estimate of the KL on the emitted token alone, as a loss or as a reward."""
+    """Estimate of the reverse KL from the emitted token alone, as a loss or as a reward."""
     as_: Literal["loss", "reward"] = Field("loss", alias="as")
-    """Differentiate it, or take it as the (negative) advantage of a clipped policy gradient; k1 only as a reward."""
+    """Use of the estimate. loss: differentiate it. reward: use it as the negative advantage of a clipped policy
+    gradient (the only use of k1)."""
     clip: Epsilon | tuple[Epsilon, Epsilon] | None = None
-    """As a reward: PPO clip ε or [low, high] of p_current / p_behaviour; 0.2 without it."""
+    """PPO clip ε or [low, high] of p_current / p_behaviour, with as = "reward". None is 0.2."""
     dual_clip: float | None = Field(None, gt=1)
-    """As a reward: most that a bad token counts, whatever its ratio; 3 without it."""
+    """Largest ratio that counts for a token with a negative advantage, with as = "reward". None is 3."""
 
     @model_validator(mode="after")
-    def _has_a_gradient(self) -> KLEstimate:
+    def _check_gradient(self) -> KLEstimate:
         if self.as_ == "reward":
             return self
         if self.kind == "k1":
@@ -437,7 +439,7 @@ class KLEstimate(Divergence):
             cache="sampled",
             formula="kl.kl_as_reward",
             takes=("student", "behavior", "teacher"),
-            options={"kind": self.kind, **trust, **self.clamps},  # of the KL, and not of the ratio
+            options={"kind": self.kind, **trust, **self.clamps},  # clamps of the estimate, not of the ratio
             compares=True,
         )
 
@@ -452,10 +454,10 @@ LOSSES: dict[str, type[DistillationLoss]] = {
 
 
 def caches(row: type[DistillationLoss]) -> tuple[Cache, ...]:
-    """Those that its config may choose from; none where there is nothing to choose."""
+    """Return the caches that a loss can choose from; empty if there is no choice."""
     offered = row.model_fields.get("cache")
     return get_args(offered.annotation) if offered else ()
 
 
 ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "forward_kl_topk": "forward_kl"}
-"""verl's names."""
+"""Names of losses in verl."""

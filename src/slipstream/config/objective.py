@@ -1,4 +1,4 @@
-"""What an update minimises beside distillation: a policy loss, a pull towards the reference; and its corrections."""
+"""Parts of the objective beside distillation: policy loss, reference KL, and corrections for stale tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ AdvantageName = Literal[
     "remax",
     "optimal_token_baseline",
 ]
-"""Those that need no critic."""
+"""Advantages that need no critic."""
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 PresetName = Literal[
     "decoupled_token_is",
@@ -71,59 +71,58 @@ Bound = float | tuple[float, float]
 
 
 class PolicyConfig(Section):
-    """A policy loss on task rewards (RL), added to the distillation loss, or alone with loss.weight = 0."""
-
     loss: PolicyName = "vanilla"
-    """Which; `slipstream estimators` explains them."""
+    """Policy loss on task rewards (RL), added to the distillation loss, or used alone with loss.weight = 0. `slipstream
+    estimators` explains the names."""
     weight: float = Field(1.0, gt=0)
-    """How much it counts."""
+    """Weight of the policy loss beside the other losses."""
     options: dict[str, float] = Field({})
-    """Hyper-parameters of the loss, for example clip_high = 0.28."""
+    """Hyperparameters of the loss, for example { clip_high = 0.28 }. Empty uses the defaults of the loss."""
     aggregation: Aggregation | None = None
-    """From tokens to one number; the loss's own without it."""
+    """Reduction of token losses to one number. None uses the reduction of the loss."""
     advantage: AdvantageName = "grpo"
-    """How rewards become advantages."""
+    """Advantage estimator, which turns rewards into advantages. `slipstream estimators` explains the names."""
     advantage_options: dict[str, float | bool] = Field({})
-    """Options of the advantage, for example norm = false."""
+    """Options of the advantage estimator, for example { norm = false }. Empty uses its defaults."""
     reward_weights: dict[str, float] = Field({})
-    """What each of several rewards counts, for example {math = 1.0, exact = 0.2}; 1 where it is not here."""
+    """Weights of several rewards, for example { math = 1.0, exact = 0.2 }. A reward without an entry has weight 1."""
     old: Literal["behavior", "previous"] = "behavior"
-    """What the ratio is taken to: the policy that drew the tokens, or the learner's weights before its last update."""
+    """Denominator of the importance ratio. behavior: the policy that sampled the tokens. previous: the learner before
+    its last update."""
 
     @field_validator("advantage", mode="before")
     @classmethod
-    def _no_critic(cls, name: object) -> object:
+    def _refuse_critic(cls, name: object) -> object:
         if name == "gae":
             raise ValueError('"gae" needs a critic, and there is none here: write "reinforce_plus_plus", or "remax"')
         return name
 
 
 class ReferenceConfig(Section):
-    """A pull towards the student as it was at the start: KL to it, in the loss or in the reward."""
-
     weight: float = Field(gt=0)
-    """Coefficient of the KL. Where it is steered, that of the first update."""
+    """Coefficient β of the KL to the reference, the student at the start. An adaptive β starts with this value."""
     into: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken off the rewards of [policy]."""
+    """Place of the KL. loss: a term of the loss. reward: subtracted from the rewards of [policy]."""
     estimate: EstimateName | None = None
-    """How the KL is estimated from the emitted token; k3 in the loss (k2 with importance = false), k1 in the reward."""
+    """Estimator of the KL from the emitted token. None: k3 in the loss (k2 with importance = false), k1 in the
+    reward."""
     importance: bool = True
-    """In the loss, weigh by p_current / p_behaviour: the gradient is that of the KL however stale a token is, whatever
-    the estimate. Off for the estimate's own gradient, which is right on-policy only."""
+    """Weight the KL in the loss by p_current / p_behaviour, so that the gradient is right for stale tokens and every
+    estimate. false uses the gradient of the estimate, which is right on-policy only."""
     control: Literal["fixed", "adaptive"] = "fixed"
-    """What becomes of β: it stays, or is steered so that the KL stays near a target."""
+    """Controller of β. fixed: β is constant. adaptive: β follows the KL to keep it near `target`."""
     target: float | None = Field(None, gt=0)
-    """With control = "adaptive", the KL to stay near, the mean over trained tokens."""
+    """Target of the KL with control = "adaptive", in nats, as a mean over trained tokens."""
     horizon: float | None = Field(None, gt=0)
-    """With control = "adaptive", samples over which β changes by a fifth at most."""
+    """Number of samples over which β changes by at most a fifth, with control = "adaptive"."""
     host: bool = False
-    """Keep its weights in host memory between uses."""
+    """Keep the weights of the reference in host memory between uses. Set this to save GPU memory."""
 
     @model_validator(mode="after")
-    def _an_estimate_with_an_effect(self) -> ReferenceConfig:
+    def _check_estimate(self) -> ReferenceConfig:
         name = self.estimate or ""
         if self.into == "reward" and not self.importance:
-            raise ValueError('importance = false is for into = "loss", the reward holds no such ratio: drop it')
+            raise ValueError('importance = false is for into = "loss", the reward has no such ratio: drop it')
         if name.endswith("+") and (self.into == "reward" or self.importance):
             what = "has no gradient" if self.into == "reward" else "with importance has the gradient of the KL anyway"
             raise ValueError(
@@ -135,10 +134,10 @@ class ReferenceConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _steered_or_not(self) -> ReferenceConfig:
+    def _check_control(self) -> ReferenceConfig:
         given = [name for name in ("target", "horizon") if getattr(self, name) is not None]
         if self.control == "fixed" and given:
-            raise ValueError(f'{" and ".join(given)} steer control = "adaptive": write that, or drop them')
+            raise ValueError(f'{" and ".join(given)} is only for control = "adaptive": write that, or drop it')
         if self.control == "adaptive" and len(given) < 2:
             raise ValueError(
                 'control = "adaptive" needs target and horizon, for example target = 0.05, horizon = 10000'
@@ -147,19 +146,18 @@ class ReferenceConfig(Section):
 
 
 class CorrectionConfig(Section):
-    """Importance weights and rejection for the gap between the policy that drew and the one that learns."""
-
     preset: PresetName = "disabled"
-    """Which; `slipstream estimators` explains them. Disabled only measures."""
+    """Preset of importance weights and rejection for the gap between sampling and learning policy. `slipstream
+    estimators` explains the names. "disabled" only measures the gap."""
     is_level: LevelName | None = None
-    """Over what ratios are multiplied to one weight; the preset's own level without it, which may be none."""
+    """Unit over which token ratios are multiplied to one importance weight. None uses the preset's level, if any."""
     is_threshold: Bound | None = None
-    """Truncate weights there, or [low, high]; the preset's own without it."""
+    """Upper bound of importance weights, or a band [low, high] outside of which they are 0. None uses the preset's."""
     is_normalize: bool = False
-    """Divide weights by their mean over the batch."""
+    """Divide importance weights by their mean over the batch."""
     ctpo_clip: float | None = Field(None, gt=0)
-    """c of ±c√t, to which is_level = "cumulative" clips the log of its product; 0.05 without it."""
+    """Bound c for is_level = "cumulative": the log of the product over t tokens is clipped to ±c√t. None uses 0.05."""
     rs: dict[str, Bound] | None = None
-    """Rejection modes and bounds, for example {seq_mean_k1 = [0.99, 1.01]}; the preset's own without it."""
+    """Rejection modes with bounds, for example { seq_mean_k1 = [0.99, 1.01] }. None uses the preset's modes."""
     verl_compat: bool = False
-    """Turn the bounds of k1 rejection round, as verl does: keep ratios in [1/U, 1/L], and not in [L, U]."""
+    """Invert the bounds of k1 rejection, as verl does: keep ratios in [1/U, 1/L] instead of [L, U]."""

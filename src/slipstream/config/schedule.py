@@ -1,4 +1,4 @@
-"""When what happens: one kind of schedule each, and what there is to choose about it."""
+"""Schedules: when rollout, scoring, learning and publishing happen. Each kind of schedule is a section."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.config.base import Section
 
 
 class ScheduleSection(Section):
-    """Properties that every schedule has, so that no other file needs to ask which kind it is."""
+    """Properties that every schedule has, so that other files need not ask which kind it is."""
 
     serial: ClassVar[bool] = False
     """Roll out, score and learn one after the other."""
@@ -20,22 +20,22 @@ class ScheduleSection(Section):
 
     @property
     def label(self) -> str:
-        """Name with the setting that matters most, such as `step_off(2)`."""
+        """Return the name with the most important setting, such as `step_off(2)`."""
         return self.kinds()[0]
 
     @property
     def most(self) -> float:
-        """Largest tau that may be reached; 0 for schedules without tau."""
+        """Return the largest possible tau; 0 for schedules without tau."""
         return 0.0
 
     @property
     def rarest(self) -> int:
-        """Most updates that may pass between two publishes."""
+        """Return the largest possible number of updates between two publishes."""
         return 1
 
     @property
     def batches(self) -> float:
-        """Most batches that tau allows in flight."""
+        """Return the largest number of batches that tau allows in flight."""
         return 1.0
 
     @property
@@ -45,28 +45,22 @@ class ScheduleSection(Section):
 
 
 class Sync(ScheduleSection):
-    """Strictly on-policy: roll out a batch, score it, learn from it, publish, begin again."""
-
     kind: Literal["sync"] = "sync"
-    """One stage at a time, strictly on-policy."""
+    """One stage at a time, strictly on-policy: roll out a batch, score it, learn from it, publish the new weights."""
     serial: ClassVar[bool] = True
 
 
 class Periodic(ScheduleSection):
-    """On-policy like sync, but scoring and learning begin with the first finished sample."""
-
     kind: Literal["periodic"] = "periodic"
-    """The stages of one update overlap, strictly on-policy."""
+    """Strictly on-policy, with overlap inside one update: scoring and learning start with the first finished sample."""
     learns_as_ready: ClassVar[bool] = True
 
 
 class StepOff(ScheduleSection):
-    """Whole batches, k of them ahead of the learner: tokens are exactly k updates old."""
-
     kind: Literal["step_off"] = "step_off"
-    """Stages overlap across batches, a fixed number of updates off-policy."""
+    """Stages overlap across whole batches. After the first k updates every token is exactly k updates old."""
     k: int = Field(1, ge=1)
-    """How many batches roll out ahead."""
+    """Number of batches that are rolled out ahead of the learner. More batches overlap more and make samples staler."""
 
     @property
     def label(self) -> str:
@@ -74,54 +68,57 @@ class StepOff(ScheduleSection):
 
 
 class Async(ScheduleSection):
-    """Everything overlaps: groups start as credits allow, weights change in the middle of a response."""
-
     kind: Literal["async"] = "async"
-    """All stages overlap, with bounded work in flight."""
+    """All stages overlap, with bounded work in flight. Weights can change in the middle of a response."""
     tau: Annotated[float, Field(ge=0)] | Literal["auto"] = 4.0
-    """Work in flight: (tau + 1) batches between submission and publish. More overlaps more and is staler. "auto" begins
-    with 1, raises it while the learner waits for groups, and lowers it when drift is above its budget."""
+    """Bound on work in flight: (tau + 1) batches between submission and publish. A larger tau gives more overlap and
+    staler samples. "auto" starts with 1, rises while the learner waits for groups, and falls when drift is too high."""
     tau_max: int = Field(8, ge=1)
-    """The most that tau = "auto" comes to."""
+    """Largest tau that tau = "auto" can choose."""
     drift: float = Field(0.02, gt=0)
-    """Drift (drift/k3_kl) that tau = "auto" stays within."""
+    """Drift in nats (metric drift/k3_kl) that tau = "auto" does not exceed."""
     publish_every: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
-    """Updates between two publishes; work in flight grows with it. "auto", beside tau = "auto", begins with 1 and
-    doubles while the learner waits and publishes take long; what is too stale, or saves nothing, is taken back."""
+    """Number of updates between two publishes of weights. Work in flight grows in proportion. "auto" needs tau =
+    "auto". It starts with 1 and doubles while the learner waits and publishes take long. A change that makes samples
+    too stale, or saves no time, is reverted."""
     publish_max: int = Field(4, ge=2)
-    """The most that publish_every = "auto" comes to, a power of two."""
+    """Largest number of updates that publish_every = "auto" can choose; a power of two."""
     on_publish: Literal["keep", "drain", "restart"] = "keep"
-    """Running responses go on under the new weights, are finished first, or begin again."""
+    """Treatment of running responses when new weights are published. keep: continue them under the new weights. drain:
+    finish them first. restart: start them again."""
     order: Literal["mixture", "completion", "submission"] = "mixture"
-    """Learn from groups as they finish, of each teacher as many as it has of the prompts (mixture) or whosever they are
-    (completion); or as they were submitted, which bounds their age and waits for stragglers."""
+    """Order in which the learner takes groups. mixture: as groups finish, with each teacher's share of the prompts in
+    every update. completion: as groups finish. submission: in the order of submission: bounded staleness, but
+    stragglers block."""
     mixture: str | None = Field(None, min_length=1)
-    """Column whose values keep their shares, too, with order = "mixture": every update has as many groups of each value
-    as in the order of submission. Dots lead into objects and lists. For a column that tells long answers from short."""
+    """Column of the data whose values also keep their shares, with order = "mixture". Every update has as many groups
+    of each value as in the order of submission. Dots select fields of objects and items of lists. None uses no column.
+    Set this if a column separates prompts with long answers from prompts with short answers."""
     max_lag: int | None = Field(None, ge=0)
-    """Most updates between a token's policy and the one that learns from it; none by default."""
+    """Largest lag in updates between the policy that sampled a token and the policy that learns from it. None: no
+    limit."""
     on_old: Literal["wait", "restart", "drop"] | None = None
-    """What keeps max_lag: hold the learner (wait, unless told otherwise), roll the group out again, or drop it, which
-    favours short responses."""
+    """Action that keeps max_lag. wait (the default): hold the learner. restart: roll out the group again. drop: drop
+    the group, which favours short responses. Needs max_lag."""
 
     @property
     def most(self) -> float:
-        """The largest that tau may ever be."""
+        """Return the largest possible tau."""
         return self.tau_max if self.tau == "auto" else self.tau
 
     @property
     def often(self) -> int:
-        """The fewest updates that there may ever be between two publishes."""
+        """Return the smallest possible number of updates between two publishes."""
         return 1 if self.publish_every == "auto" else self.publish_every
 
     @property
     def rarest(self) -> int:
-        """The most updates that there may ever be between two publishes."""
+        """Return the largest possible number of updates between two publishes."""
         return self.publish_max if self.publish_every == "auto" else self.publish_every
 
     @property
     def batches(self) -> float:
-        """The most that may ever be in flight. Publishes that come less often leave it as it is where that is found."""
+        """Return the largest possible number of batches in flight. Rarer publishes by "auto" do not raise it."""
         return (self.most + 1) * self.often
 
     @property
@@ -133,7 +130,7 @@ class Async(ScheduleSection):
         return f"async({self.tau if self.tau == 'auto' else f'{self.tau:g}'})"
 
     @model_validator(mode="after")
-    def _left_to_the_run(self) -> Async:
+    def _check_auto(self) -> Async:
         idle = {"tau_max": "tau", "drift": "tau", "publish_max": "publish_every"}
         for name, auto in idle.items():
             if getattr(self, auto) != "auto" and getattr(self, name) != type(self).model_fields[name].default:
@@ -141,7 +138,7 @@ class Async(ScheduleSection):
         if self.publish_every != "auto":
             return self
         if self.tau != "auto":
-            raise ValueError('publish_every = "auto" is found together with tau: write tau = "auto", or a number here')
+            raise ValueError('publish_every = "auto" needs tau = "auto": write that, or a number for publish_every')
         if self.publish_max & (self.publish_max - 1):
             raise ValueError(f"publish_max = {self.publish_max} is no power of two: write 2, 4, 8 …")
         if 2 * self.publish_max > self.tau_max + 1:
@@ -152,7 +149,7 @@ class Async(ScheduleSection):
         return self
 
     @model_validator(mode="after")
-    def _bounds(self) -> Async:
+    def _check_lag(self) -> Async:
         if self.mixture is not None and self.order != "mixture":
             raise ValueError(
                 f'mixture does nothing with order = "{self.order}": write order = "mixture", or drop mixture'
@@ -179,13 +176,11 @@ class Async(ScheduleSection):
 
 
 class Replay(ScheduleSection):
-    """Serial like sync, on batches that are k updates old: controlled staleness, for studies."""
-
     kind: Literal["replay"] = "replay"
-    """One stage at a time, a fixed number of updates off-policy."""
+    """One stage at a time, on batches that are a fixed number of updates old: controlled staleness, for studies."""
     serial: ClassVar[bool] = True
     k: int = Field(1, ge=0)
-    """Age of every batch in updates, once as many have been made."""
+    """Age of every batch in updates. The first batches are younger, because fewer updates have been made."""
 
     @property
     def label(self) -> str:

@@ -1,7 +1,7 @@
-"""The configuration: one schema, one set of defaults, unknown keys fail.
+"""The configuration: one schema, one set of defaults. Unknown keys are errors.
 
-The text under each field is its help, printed by `slipstream config`. A section that needs other settings for another
-kind (`loss`, `schedule`) is a union told apart by `kind`. Reading a file is the business of `file.py`.
+The text under each field is its help, which `slipstream config` prints. A section whose settings depend on its `kind`
+(`loss`, `schedule`) is a union of sections. `file.py` reads config files.
 """
 
 from __future__ import annotations
@@ -30,77 +30,79 @@ REWARDS = ("exact", "math", "environment")
 
 class DataConfig(Section):
     train: str = "builtin:arithmetic"
-    """Prompts: a .jsonl, .json, .csv (each also .gz) or .parquet file, a saved or hub HF dataset (with its subset:
-    openai/gsm8k:main), or builtin:arithmetic, builtin:table, builtin:lookup."""
+    """Training prompts: a .jsonl, .json, .csv (each also .gz) or .parquet file; a HF dataset, saved or on the hub, with
+    its subset (openai/gsm8k:main); or builtin:arithmetic, builtin:table, builtin:lookup."""
     split: str = "train"
-    """Split of a HF dataset, or of a built-in task (train, eval)."""
+    """Split of `train`, for a HF dataset or a built-in task (train, eval)."""
     eval: str | dict[str, str] | None = None
-    """Held-out prompts in the same formats, or several sets by name: { math = "math.jsonl", code = "code.csv" }.
-    Without it nothing is evaluated during training."""
+    """Held-out prompts in the same formats, or several sets by name: { math = "math.jsonl", code = "code.csv" }. None
+    evaluates nothing during training."""
     eval_split: str = "eval"
-    """Split of the held-out prompts."""
+    """Split of the held-out prompts, like `split`."""
     limit: int | None = Field(None, ge=1)
-    """Use only the first so many training rows."""
+    """Number of training rows to use, from the first row. None uses all rows."""
     prompt: str | None = None
-    """Column of the prompt, text or a list of messages; dots lead into objects and lists (extra.question). What is well
-    known by its columns needs none: docs/data.md."""
+    """Column of the prompt: text or a list of messages. Dots select fields of objects and items of lists
+    (extra.question). None finds the prompt by well-known column names (docs/data.md)."""
     answer: str | None = None
-    """Column of the answer, likewise (reward_model.ground_truth); of a list of answers each is right."""
+    """Column of the answer, with dots as in `prompt` (reward_model.ground_truth). In a list of answers each one is
+    correct. None finds the answer by well-known column names."""
     template: str | None = None
-    """Text of the prompt around columns of the row, for example "Solve: {question}"; {{ and }} stand for braces."""
+    """Template of the prompt with columns of the row, for example "Solve: {question}"; write {{ and }} for braces. None
+    uses the prompt column."""
     chat: bool = False
-    """Send prompts that are text as the message of a user, through the chat template."""
+    """Send a text prompt as a user message through the chat template. false sends the text without a template."""
     shuffle: bool = True
-    """Draw the rows of every epoch in a new random order that follows from `seed`."""
+    """Shuffle the rows again in every epoch, by `seed`. false keeps the order of the file."""
     system_prompt: str | None = None
-    """Put this system message before every conversation; needs a chat template."""
+    """System message that is put before every conversation; needs a chat template. None adds no message."""
     template_args: dict[str, Any] = Field({})
-    """Arguments of the chat template, for example enable_thinking = false."""
+    """Arguments of the chat template, for example enable_thinking = false. Empty passes none."""
     teacher_key: str = "data_source"
-    """Column that says which teacher scores the answers to a prompt, where there are several."""
+    """Column whose value selects the teacher of a prompt, if there are several teachers (see teachers.NAME.key)."""
 
     @property
     def held_out(self) -> dict[str, str]:
-        """Every held-out set by its name, which is empty where there is one."""
+        """Return every held-out set by its name, which is "" for a single set."""
         if self.eval is None:
             return {}
         return self.eval if isinstance(self.eval, dict) else {"": self.eval}
 
     @field_validator("eval")
     @classmethod
-    def _named_plainly(cls, given: str | dict[str, str] | None) -> str | dict[str, str] | None:
+    def _check_set_names(cls, given: str | dict[str, str] | None) -> str | dict[str, str] | None:
         if given == {}:
             raise ValueError('names no set of prompts: write one, as in { math = "math.jsonl" }, or drop it')
         for name in given if isinstance(given, dict) else ():
             if not re.fullmatch(r"\w+", name):
-                raise ValueError(f"the name {name!r} must be a plain word, as metrics go by it: eval/NAME/accuracy")
+                raise ValueError(f"the name {name!r} must be a plain word, because metrics use it: eval/NAME/accuracy")
         return given
 
     @field_validator("template")
     @classmethod
-    def _of_columns(cls, template: str | None) -> str | None:
+    def _check_template(cls, template: str | None) -> str | None:
         if template is None:
             return None
         try:
             found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
         except ValueError as error:
-            raise ValueError(f"{error}; write {{{{ and }}}} for braces that are meant") from None
+            raise ValueError(f"{error}; write {{{{ and }}}} for literal braces") from None
         if not found:
             raise ValueError("would be the same for every prompt: name a column, as in {question}")
         for name, spec, conversion in found:
             if not name or spec or conversion:
-                raise ValueError("a column stands in it as {question}, and nothing else between the braces")
+                raise ValueError("write only the name of a column between braces, as in {question}")
         return template
 
     @model_validator(mode="after")
-    def _one_prompt(self) -> DataConfig:
+    def _check_prompt(self) -> DataConfig:
         if self.prompt is not None and self.template is not None:
             raise ValueError("prompt does nothing beside template, which names the columns itself: drop one of them")
         return self
 
     @field_validator("template_args")
     @classmethod
-    def _in_toml(cls, args: dict[str, Any]) -> dict[str, Any]:
+    def _check_template_args(cls, args: dict[str, Any]) -> dict[str, Any]:
         for name, value in args.items():
             if value is None:
                 raise ValueError(f"{name} cannot be none: leave it out")
@@ -109,52 +111,54 @@ class DataConfig(Section):
 
 class SamplerConfig(Section):
     engine: Literal["native", "vllm"] = "native"
-    """What generates the rollouts."""
+    """Inference engine that generates the rollouts."""
     engine_args: dict[str, Any] = Field({})
-    """Arguments for vLLM's engine, for example gpu_memory_utilization = 0.8."""
+    """Arguments of vLLM's engine, for example gpu_memory_utilization = 0.8. Only for engine = "vllm"."""
     max_tokens: int = Field(256, ge=1)
-    """Longest response, the end token included; in an environment all of an episode, with what is observed."""
+    """Largest number of tokens of a response with its end token, or of a whole episode with its observations."""
     group: int = Field(1, ge=1)
-    """Responses to one prompt (G): they share one prefill and travel together."""
+    """Number of responses to one prompt (G), rolled out and scored together. Most advantages of [policy] need more than
+    1."""
     temperature: Temperature = 1.0
-    """Sampling temperature."""
+    """Sampling temperature of rollouts."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Keep the most likely tokens up to this mass. With less than 1 whatever holds a ratio to what drew a token needs
-    keep_mask; so with top_k and min_p."""
+    """Nucleus sampling: keep the most likely tokens up to this probability mass; 1 keeps all. With truncation by top_p,
+    top_k or min_p, importance weights need keep_mask = true."""
     top_k: int = Field(0, ge=0)
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Number of most likely tokens to sample from; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, lt=1)
-    """Drop tokens less likely than this fraction of the most likely one."""
+    """Minimum probability of a token, as a fraction of the most likely token's probability; 0 keeps all."""
     keep_mask: bool = False
-    """Send with every token the ids that top_p, top_k and min_p left: ratios and KLs are then exact, on those."""
+    """Record the sampling support of each token: ids that top_p, top_k and min_p kept. Ratios and KLs are then
+    exact."""
     longest: int | None = Field(None, ge=2)
-    """Longest prompt and response, in tokens; that of the data without it. Where a model has several sets of position
-    factors (longrope, dynamic), this chooses one for the whole run."""
+    """Largest number of tokens of a prompt with its response. None uses the longest sequence that the data allow. For
+    models with several sets of position factors (longrope, dynamic) this length selects one set for the whole run."""
     replicas: Replicas = 1
-    """How many samplers; each group goes to the one with least to do. "auto" begins with one, has more while the
-    learner waits for groups and they help, and fewer where they are idle."""
+    """Number of samplers. Each group goes to the least busy sampler. "auto" starts with one, adds samplers while the
+    learner waits for groups and they help, and removes idle ones."""
     replicas_max: int = Field(8, ge=1)
-    """The most that replicas = "auto" comes to."""
+    """Largest number of samplers that replicas = "auto" can choose."""
     slots: int = Field(64, ge=1)
-    """Sequences generated at a time by each."""
+    """Number of sequences that each sampler generates concurrently. Lower it if memory runs out."""
     dtype: Dtype = "float32"
-    """Precision in which the student generates."""
+    """Number format of weights and computations in the samplers."""
     on_publish: Literal["rebuild", "reuse"] = "rebuild"
-    """What new weights find of responses that are running: rebuild computes their keys and values (and states) again;
-    reuse keeps the old ones, which costs nothing and is approximate: log-probs are still those that drew, but no
-    weights alone would give them."""
+    """Treatment of the KV cache of running responses when new weights arrive. rebuild: compute the cache again with the
+    new weights. reuse: keep the old cache, which costs nothing and is approximate. The recorded log-probs then are
+    still those of the sampling policy, but no single set of weights reproduces them."""
 
 
 class LoraConfig(Section):
     rank: int = Field(16, ge=1)
-    """Rank of the adapters."""
+    """Rank of the low-rank adapters."""
     alpha: float = Field(32.0, gt=0)
-    """Their scale is alpha / rank."""
+    """Numerator of the adapters' scale, which is alpha / rank."""
     targets: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names of the linear layers that get one, for example ["q_proj", "v_proj"]; all but the head by default."""
+    """Names of the linear layers with an adapter, such as ["q_proj", "v_proj"]. "all-linear" is all but the head."""
 
     def among(self, layers: Sequence[str]) -> list[str]:
-        """Which of these linear layers get an adapter; a ConfigError for a target that is none."""
+        """Return the linear layers that get an adapter. Raise a ConfigError for an unknown target."""
         if self.targets == "all-linear":
             return list(layers)
         known = sorted({name.rpartition(".")[2] for name in layers})
@@ -167,50 +171,51 @@ class LoraConfig(Section):
 
 class LearnerConfig(Section):
     batch_size: int = Field(64, ge=1)
-    """Samples of one update; a multiple of sampler.group."""
+    """Number of samples in one update; a multiple of sampler.group."""
     lr: float = Field(1e-5, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW, after the warm-up."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW's betas."""
+    """Decay rates of AdamW's two moments."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW's weight decay."""
+    """Weight decay of AdamW; 0 is off."""
     warmup: int = Field(0, ge=0)
-    """Updates over which the learning rate rises linearly."""
+    """Number of updates over which the learning rate rises linearly; 0 starts at lr."""
     decay: Literal["constant", "cosine"] = "constant"
-    """What follows the warm-up."""
+    """Learning rate schedule after the warm-up: constant, or a cosine decay over the rest of the run."""
     clip_norm: float = Field(1.0, gt=0)
-    """Largest gradient norm."""
+    """Largest gradient norm. Larger gradients are scaled down (gradient clipping)."""
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps that share out the groups of one update."""
+    """Number of optimizer steps per pass over the samples of an update, each on an equal part of the groups."""
     epochs: int = Field(1, ge=1)
-    """How often each update goes through its groups."""
+    """Number of passes over the samples of an update. With more than 1 the later passes are off-policy."""
     token_budget: int = Field(16384, ge=1)
-    """Tokens, padding included, of one micro-batch; at least the longest sequence."""
+    """Largest number of tokens, padding included, in one micro-batch. Lower it if memory runs out."""
     packing: bool = True
-    """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
+    """Put several sequences into one row; each attends only to itself. Write false for models that cannot do this."""
     shared_prompt: bool = False
-    """Compute the prompt of a group once: its responses share a row, each seeing the prompt and itself."""
+    """Compute the prompt of a group only once: its responses share a row. Each attends to the prompt and to itself."""
     dropout: bool = False
-    """Train with the dropout that the model's config names; without it the gradient is of the policy that sampled."""
+    """Train with the dropout rates of the model's config. With false the gradient is that of the policy that
+    sampled."""
     checkpointing: bool = False
-    """Compute activations again in the backward pass: less memory, a third more time."""
+    """Recompute activations in the backward pass (gradient checkpointing): less memory, a third more time."""
     dtype: Dtype = "float32"
-    """Precision of weights and gradients."""
+    """Number format of weights and gradients."""
     compute_dtype: Dtype | None = None
-    """Precision of matrix products (autocast), over weights that stay as they are; that of weights without it."""
+    """Number format of matrix products (autocast); weights keep dtype. Write "bfloat16" for speed. None uses dtype."""
     optimizer_dtype: Dtype | None = None
-    """Precision of AdamW's moments; that of weights without it."""
+    """Number format of AdamW's moments. None uses dtype."""
     ranks: int = Field(1, ge=1)
-    """Processes that share the learner, weights and moments sharded over them (FSDP)."""
+    """Number of processes that share the learner; weights and optimizer states are sharded over them (FSDP)."""
     exact_drift: bool = False
-    """Measure KL(current policy ‖ the one that drew a token) over the whole vocabulary: two more passes per version."""
+    """Measure KL(current policy ‖ sampling policy) over the whole vocabulary: two more passes per weight version."""
     snapshots: int | None = Field(None, ge=0)
-    """Versions whose weights are kept, in host memory, to recompute what they thought of a token; as many as the
-    method and the schedule ask for without it."""
+    """Number of old weight versions that stay in host memory, to recompute log-probs under the policy that sampled a
+    token. None keeps as many as the method and the schedule need."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters instead of all weights."""
+    """Train low-rank adapters (LoRA) instead of all weights."""
     threads: int | None = Field(None, ge=1, le=THREADS)
-    """CPU threads of the learner; runtime.threads without it."""
+    """Number of CPU threads of the learner. None uses runtime.threads."""
 
 
 def name_of(reward: str) -> str:
@@ -226,15 +231,15 @@ def check_reward(spec: str) -> str:
 
 class TaskConfig(Section):
     reward: tuple[str, ...] = ()
-    """How answers are graded: exact text, math (by math-verify), environment (what it says itself), or a function of
-    your own, "./file.py:function" or "module:function"; one or a list. All are logged, the first one is the accuracy of
-    eval."""
+    """Reward functions that grade answers; one name or a list: exact (text), math (by math-verify), environment (its
+    own reward), or a user function "./file.py:function" or "module:function". All rewards are logged. The first one is
+    the accuracy of evaluation. Empty grades nothing."""
     sandbox: Where = None
-    """Where rewards run code that ask for `sandbox`: bubblewrap, the URL of a server that speaks SandboxFusion's API,
-    or "none", which isolates nothing."""
+    """Sandbox in which rewards that ask for `sandbox` run code: bubblewrap, the URL of a server with SandboxFusion's
+    API, or "none", which isolates nothing. None provides no sandbox."""
     timeout: float = Field(10.0, gt=0)
-    """Seconds that grading one answer by one reward may take, and writing one teacher's context by a function; an
-    answer that takes longer is dropped, and counted."""
+    """Time limit in seconds of one reward for one answer, and of one function that writes a teacher's context. An
+    answer that exceeds the limit is dropped and counted."""
 
     @field_validator("reward", mode="before")
     @classmethod
@@ -243,34 +248,34 @@ class TaskConfig(Section):
 
     @field_validator("reward")
     @classmethod
-    def _each_once(cls, reward: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_names(cls, reward: tuple[str, ...]) -> tuple[str, ...]:
         names = [name_of(check_reward(spec)) for spec in reward]
         if len(set(reward)) < len(reward):
             raise ValueError(f"{', '.join(reward)} names a reward twice: write each once")
         if len(set(names)) < len(names):
-            raise ValueError(f"{', '.join(reward)}: two of these have one name, which metrics go by: rename a function")
+            raise ValueError(f"{', '.join(reward)}: two of these have one name in the metrics: rename a function")
         return reward
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What metrics and policy.reward_weights call them: a function of one's own by its name."""
+        """Return the names of the rewards in metrics and settings. A user function has its function name."""
         return tuple(map(name_of, self.reward))
 
 
 class EvalConfig(Section):
     every: int = Field(0, ge=0)
-    """Evaluate the student at the start, after every so many updates, and at the end; 0 evaluates never, whatever else
-    is written here."""
+    """Number of updates between two evaluations. The student is also evaluated at the start and at the end. 0 never
+    evaluates, and the other settings of [eval] then have no effect."""
     prompts: int = Field(200, ge=1)
-    """How many held-out prompts of each set."""
+    """Number of held-out prompts of each set."""
     n: int = Field(1, ge=1)
-    """Samples of each prompt; accuracy is their mean (avg@n)."""
+    """Number of samples for each prompt. Accuracy is the mean over them (avg@n)."""
     temperature: float = Field(1.0, ge=0, le=100)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature of evaluation; 0 is greedy."""
 
     @field_validator("temperature")
     @classmethod
-    def _greedy_or_not(cls, temperature: float) -> float:
+    def _check_temperature(cls, temperature: float) -> float:
         if 0 < temperature < GREEDY:
             raise ValueError(f"{temperature:g} is as good as greedy: write 0, or {GREEDY} or more")
         return temperature
@@ -278,57 +283,58 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(0, ge=0)
-    """Save after so many updates; 0 leaves it to the minutes."""
+    """Number of updates between two checkpoints; 0 saves by `minutes` only."""
     minutes: float = Field(10.0, ge=0)
-    """Save at the end of the first update after so many minutes; 0 leaves it to `every`. With either, the end of a run
-    is saved too, so that it can be extended; with neither, a run that is killed loses everything."""
+    """Minutes after which a checkpoint is saved, at the end of the next update; 0 saves by `every` only. With either
+    setting the end of a run is saved too. If both are 0, a run that is killed loses everything."""
     keep: int = Field(2, ge=1)
-    """How many checkpoints to keep. The last proven one (docs/trust.md) and the next to be proven are kept as well."""
+    """Number of checkpoints to keep, beside the last proven one (docs/trust.md) and the next one to be proven."""
 
 
 class HealthConfig(Section):
     stop: bool = True
-    """Stop at a finding that no run recovers from; without it, findings are only said."""
+    """Stop the run at a finding that no run recovers from. false only prints findings."""
     updates: int = Field(3, ge=1)
-    """So many updates in a row make a finding."""
+    """Number of consecutive updates that a problem must last to be a finding."""
     window: int = Field(50, ge=5)
-    """The updates before, by which it is judged what is usual."""
+    """Number of preceding updates that define the usual values."""
     kl: float = Field(0.05, ge=0)
-    """How far below 0 the mean reverse KL to a teacher may be, in nats, beyond what chance allows."""
+    """Tolerance in nats by which the mean reverse KL to a teacher may be below 0, beyond chance. No KL is negative."""
     invalid: float = Field(0.1, ge=0, le=1)
-    """Share of responses whose scores cannot be used, and of rechecked groups whose scores were others, from which on
-    a teacher is given up."""
+    """Share of unusable responses above which a teacher counts as failing. The same limit holds for the share of
+    rechecked groups whose two scores differ."""
     canary: int = Field(5, ge=0)
-    """Updates after which every teacher and sampler is asked again what it was asked at the start (docs/trust.md);
-    0 asks nobody."""
+    """Number of updates between two canary checks: all teachers and samplers process fixed inputs again, and the
+    results are compared with those of the start (docs/trust.md). 0 makes no checks."""
     grad_norm: float = Field(100.0, gt=1)
-    """How many times its median the gradient norm may be."""
+    """Limit of the gradient norm, as a multiple of its median over `window` updates."""
     collapse: float = Field(0.05, ge=0, lt=1)
-    """Share of what they were at the start to which entropy and length may fall where neither KL nor reward gains."""
+    """Limit below which entropy or response length count as collapsed, as a share of their value at the start. A
+    finding also requires that neither KL nor any reward improved."""
     rise: float = Field(5.0, gt=0)
-    """How far the mean reverse KL to the teachers may rise above that at the start, in nats, where no reward gains."""
+    """Rise in nats of the mean reverse KL to the teachers since the start that is a finding if no reward improved."""
     idle: int = Field(50, ge=1)
-    """Updates in a row without any gradient."""
+    """Number of consecutive updates with a zero gradient that is a finding."""
     reward: int = Field(100, ge=2)
-    """Updates in a row in which a reward is the same, which is said and stops nothing."""
+    """Number of consecutive updates with an unchanged reward that is reported. This never stops the run."""
 
     @property
     def proof(self) -> int:
-        """Updates after a checkpoint until its weights count as proven: every rule and every canary has seen them."""
+        """Return the number of updates until every rule and every canary has tested the weights of a checkpoint."""
         return max(self.updates, self.canary)
 
 
 class LogConfig(Section):
     to: tuple[Tracker, ...] = ()
-    """Also send metrics there, and the samples of every tenth update: any of tensorboard, wandb, mlflow, trackio; one
-    name or a list."""
+    """Trackers that also receive the metrics, and the samples of every tenth update: tensorboard, wandb, mlflow,
+    trackio; one name or a list. Empty sends nothing."""
     project: str = "slipstream"
-    """Project name for trackers that have one."""
+    """Project name in trackers that have projects."""
     samples: int = Field(2, ge=0)
-    """Write so many samples of every update into samples.jsonl, whole, with what student and teacher thought of every
-    token; `slipstream samples` prints them."""
+    """Number of samples per update that are written to samples.jsonl, with the log-probs of student and teacher for
+    every token. `slipstream samples` prints them. 0 writes none."""
     trace: bool = True
-    """Write trace.json, what every worker did when; opens in ui.perfetto.dev."""
+    """Write trace.json, a timeline of all workers; open it in ui.perfetto.dev."""
 
     @field_validator("to", mode="before")
     @classmethod
@@ -338,44 +344,42 @@ class LogConfig(Section):
 
 class RuntimeConfig(Section):
     kind: Literal["local", "ray", "inline"] = "local"
-    """Each engine in a process of its own on this machine, or an actor of Ray, or all in this process."""
+    """Placement of engines. local: processes on this machine. ray: actors of Ray. inline: all in this process."""
     address: str | None = None
-    """Address of a Ray cluster, or auto: kind = ray then goes without saying. Without it Ray is started on this machine
-    and stopped with the run."""
+    """Address of a Ray cluster, or auto; implies kind = "ray". None starts Ray on this machine and stops it later."""
     patience: float = Field(1800.0, gt=0)
-    """Seconds without any progress after which the run stops and says who waits for whom."""
+    """Seconds without any progress after which the run stops and reports which worker waits for which."""
     heartbeat: float = Field(60.0, gt=0)
-    """Seconds without an answer after which an engine's process is taken to hang, and is killed. It answers while it
-    computes; not in the middle of one call that holds Python up, such as writing a part of a checkpoint to a disk."""
+    """Seconds without an answer after which an engine's process counts as hanging and is killed. Engines answer while
+    they compute, except inside a call that blocks Python, such as writing part of a checkpoint to a slow disk."""
     restarts: int = Field(3, ge=0)
-    """How often in an hour each engine that died is started again: samplers and scorers while all others go on, and for
-    a learner the run goes back to its last checkpoint. Beyond that the run goes on without it, if it can."""
+    """Number of restarts per hour of each engine that died. Samplers and scorers restart while the others continue. For
+    the learner the run goes back to its last checkpoint. Then the run continues without the engine, if possible."""
     device: str = "auto"
-    """Where models run: auto, cpu, cuda; with runtime.kind = inline also cuda:1 …"""
+    """Device of the models: auto, cpu or cuda; with kind = "inline" also cuda:1 and so on."""
     threads: int = Field(1, ge=1, le=THREADS)
-    """CPU threads of one engine; one is fastest for very small models."""
+    """Number of CPU threads of one engine. One is fastest for very small models."""
     graders: int = Field(1, ge=1)
-    """Processes that grade answers."""
+    """Number of processes that grade answers. Raise it if grading is slower than the rollout."""
 
     @model_validator(mode="before")
     @classmethod
-    def _at_an_address(cls, given: Any) -> Any:
-        """An address is of a Ray cluster: who writes one need not write the kind."""
+    def _address_implies_ray(cls, given: Any) -> Any:
         there = isinstance(given, dict) and given.get("address") is not None
         return {"kind": "ray", **given} if there else given
 
 
 class Config(Section):
     student: str
-    """The model to train: HF directory or hub name, or builtin:student."""
+    """Model to train: HF directory or hub name, or builtin:student."""
     updates: int = Field(100, ge=1, le=10**9)
-    """How many updates to make."""
+    """Number of updates to make."""
     seed: int = Field(0, ge=0, lt=10**18)
-    """Prompts, their order and every draw follow from it."""
+    """Random seed of the prompts, their order, and all sampling."""
     output: str | None = Field(None, min_length=1)
-    """Run directory; runs/NAME-TIME without it."""
+    """Run directory. None creates runs/NAME-TIME."""
     teachers: dict[str, TeacherConfig] = Field({})
-    """The teachers, each under a name of your choice; none with loss.weight = 0."""
+    """Teachers, each under a name of your choice. Empty needs loss.weight = 0."""
     data: DataConfig = DataConfig()
     sampler: SamplerConfig = SamplerConfig()
     environment: EnvironmentConfig | None = None
@@ -396,7 +400,7 @@ class Config(Section):
 
     @field_validator("teachers")
     @classmethod
-    def _path_safe(cls, teachers: dict[str, TeacherConfig]) -> dict[str, TeacherConfig]:
+    def _check_teacher_names(cls, teachers: dict[str, TeacherConfig]) -> dict[str, TeacherConfig]:
         for name in teachers:
             if not name.isidentifier():
                 raise ValueError(f"the name {name!r} must be a plain word, as in [teachers.main]")
@@ -414,24 +418,24 @@ class Config(Section):
             raise ValueError('sampler.engine_args are for sampler.engine = "vllm": drop one of them')
         if self.sampler.keep_mask and self.sampler.engine == "vllm":
             raise ValueError(
-                'sampler.keep_mask: vLLM does not tell what truncation left: write sampler.engine = "native", or '
+                'sampler.keep_mask: vLLM does not return the sampling support: write sampler.engine = "native", or '
                 "top_p = 1, top_k = 0 and min_p = 0 without keep_mask"
             )
         if self.sampler.on_publish == "reuse" and self.sampler.engine == "vllm":
             raise ValueError(
-                'sampler.on_publish = "reuse": vLLM recomputes what runs after a publish: write "rebuild", or '
+                'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write "rebuild", or '
                 'sampler.engine = "native"'
             )
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         self._check_environment()
         if self.runtime.kind != "ray" and self.runtime.address is not None:
-            raise ValueError('runtime.address is of a Ray cluster: write runtime.kind = "ray", or drop one of them')
+            raise ValueError('runtime.address names a Ray cluster: write runtime.kind = "ray", or drop one of them')
         if self.eval.every and self.eval.n > self.sampler.slots:
             raise ValueError(f"eval.n = {self.eval.n} needs sampler.slots of at least {self.eval.n}")
         if self.runtime.kind == "inline" and self.most_workers:
             raise ValueError(
-                'replicas = "auto": with runtime.kind = "inline" nobody comes or goes: write a number, or '
+                'replicas = "auto": with runtime.kind = "inline" no worker can be added: write a number, or '
                 'runtime.kind = "local"'
             )
         every = self.schedule.rarest
@@ -444,12 +448,12 @@ class Config(Section):
             raise ValueError("eval.every needs held-out prompts: set data.eval")
         if self.eval.every and not self.task.reward:
             raise ValueError('eval.every needs a way to grade answers: set task.reward, for example "exact"')
-        for setting, needed in self._idle():
+        for setting, needed in self._unused_settings():
             raise ValueError(f"{setting} does nothing without {needed}: set that, or drop {setting}")
         return self
 
-    def _idle(self) -> Iterator[tuple[str, str]]:
-        """Settings that were changed and would do nothing, and what they need for it."""
+    def _unused_settings(self) -> Iterator[tuple[str, str]]:
+        """Yield each setting that was changed but has no effect, with the setting that it needs."""
         graded, evaluated = bool(self.task.reward), "every" in self.eval.model_fields_set
         apart = self.runtime.kind != "inline"
         written = any(teacher.own_context for teacher in self.teachers.values())
@@ -503,12 +507,12 @@ class Config(Section):
             if teacher.follow is not None and teacher.context is None and self.policy is None:
                 raise ValueError(
                     f"teachers.{name} sees what the student sees and follows it: there is nothing to learn from; add a "
-                    "context, or [policy], beside which it holds the student back"
+                    "context, or [policy], whose loss this teacher then regularises"
                 )
             averaged = teacher.follow is not None and teacher.follow.ema is not None
             if averaged and self.learner.dtype == "bfloat16":
                 raise ValueError(
-                    f"teachers.{name}.follow.ema is kept in learner.dtype, and bfloat16 rounds away what it gains: "
+                    f"teachers.{name}.follow.ema is kept in learner.dtype, and bfloat16 rounds small changes to 0: "
                     'write learner.compute_dtype = "bfloat16" instead'
                 )
         if not self.loss.weight and self.policy is None:
@@ -535,7 +539,7 @@ class Config(Section):
         if fresh.drift == "snapshots" and self.learner.snapshots == 0:
             raise ValueError(
                 'freshness.drift = "snapshots" replays samples under the weights that drew them, and '
-                "learner.snapshots = 0 keeps none: leave it out, and as many are kept as the schedule needs"
+                "learner.snapshots = 0 keeps none: drop learner.snapshots, and as many are kept as needed"
             )
         if fresh.m is not None and self.loss.weight and self.loss.asks.cache == "sampled":
             raise ValueError(
@@ -546,17 +550,17 @@ class Config(Section):
             raise ValueError('freshness.m does nothing: drift = "snapshots" is exact, and anchor = 0: drop it')
 
     def _check_environment(self) -> None:
-        there, limit = self.environment, self.sampler.max_tokens
-        if there is None:
+        environment, limit = self.environment, self.sampler.max_tokens
+        if environment is None:
             if "environment" in self.task.reward:
-                raise ValueError('task.reward = "environment" is what an environment says: add [environment]')
+                raise ValueError('task.reward = "environment" is the reward of an environment: add [environment]')
             return
-        if there.gateway is not None and there.gateway.listen is not None and self.sampler.replicas != 1:
+        if environment.gateway is not None and environment.gateway.listen is not None and self.sampler.replicas != 1:
             raise ValueError("environment.gateway.listen is one port, of one sampler: drop sampler.replicas")
-        if there.turn_tokens is not None and there.turn_tokens >= limit:
+        if environment.turn_tokens is not None and environment.turn_tokens >= limit:
             raise ValueError(
-                f"environment.turn_tokens = {there.turn_tokens} does nothing: sampler.max_tokens = {limit} is for a "
-                "whole episode; write less, or drop it"
+                f"environment.turn_tokens = {environment.turn_tokens} does nothing: sampler.max_tokens = {limit} "
+                "is for a whole episode; write less, or drop it"
             )
 
     def _check_learner(self) -> None:
@@ -594,7 +598,6 @@ class Config(Section):
             )
 
     def _check_guards(self) -> None:
-        """Of guards that look at ages, or change them, the schedule must have different ones."""
         guards, tau = self.guards, self.schedule.most
         if guards.kl is not None and self.schedule.finds_tau:
             raise ValueError('[guards.kl] lowers schedule.tau, and so does tau = "auto": drop one of them')
@@ -614,7 +617,7 @@ class Config(Section):
 
     @property
     def most_workers(self) -> dict[str, int]:
-        """Of each kind whose number is left to the run."""
+        """Return the largest number of workers of each kind with replicas = "auto"."""
         sampler = {"sampler": self.sampler.replicas_max} if self.sampler.replicas == "auto" else {}
         return sampler | {
             f"teacher.{name}": teacher.replicas_max

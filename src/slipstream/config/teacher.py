@@ -1,7 +1,7 @@
-"""Teachers: where each runs, whose answers it scores, and what it can give.
+"""Teachers: where each runs, which responses it scores, and which scores it can provide.
 
-A teacher behind an endpoint gives what such servers give: log-probs of the tokens it is sent, at temperature 1, and of
-its few best. What a loss asks beyond that is refused here, with what to write instead.
+A teacher behind an endpoint returns log-probs of the given tokens and of a few most likely tokens, at temperature 1.
+Losses that need more are refused here, and the message says what to write instead.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from slipstream.config.base import OWN, Dtype, Replicas, Section
 from slipstream.config.losses import LOSSES, LossConfig, caches
 
 SELF = "self"
-"""As `model`: the student as it was at the start."""
+"""Value of `model` that means the student's own weights at the start of the run."""
 ATTEMPTS = ("best", "best_reward", "last", "last_reward")
-"""What a context may show of the attempts at a prompt."""
+"""Fields of a context template that show earlier attempts at the prompt."""
 CONTEXT_FIELDS = ("prompt", "ground_truth", "response", *ATTEMPTS)
-OF_ENDPOINTS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
-OF_MODELS_HERE = ("engine", "dtype", "token_budget", "packing", "longest")
-OF_NATIVE = ("token_budget", "packing", "longest")
+ENDPOINT_OPTIONS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
+LOCAL_OPTIONS = ("engine", "dtype", "token_budget", "packing", "longest")
+NATIVE_OPTIONS = ("token_budget", "packing", "longest")
 
 
 class FollowConfig(Section):
-    """How a teacher's weights follow the student's: as a moving average, or as a copy."""
+    """Schedule by which a teacher's weights follow the student's: as a moving average, or as a copy."""
 
     ema: float | None = Field(None, gt=0, lt=1)
-    """The teacher becomes so much of itself and the rest of the student: 0.99 moves slowly, 0.5 fast."""
+    """Decay of the moving average: the share of the teacher's own weights that stays at each move. 0.99 moves slowly,
+    0.5 fast. None needs copy_every."""
     every: int = Field(1, ge=1)
-    """Updates between two moves of the average, each of which is published to its scorers."""
+    """Number of updates between two moves of the moving average. Each move is published to the teacher's scorers."""
     copy_every: int | None = Field(None, ge=1)
-    """Updates after which the teacher becomes the student as it then is; in place of ema."""
+    """Number of updates after which the teacher becomes a copy of the current student. None needs ema."""
 
     @model_validator(mode="after")
-    def _one_way(self) -> FollowConfig:
+    def _check_alternatives(self) -> FollowConfig:
         if (self.ema is None) == (self.copy_every is None):
             raise ValueError("takes one of ema and copy_every, as in { ema = 0.99, every = 5 } or { copy_every = 20 }")
         if self.ema is None and self.every != 1:
@@ -56,68 +57,70 @@ class FollowConfig(Section):
 
 class TeacherConfig(Section):
     model: str
-    """HF directory or hub name, builtin:teacher, self (the student as it started), or its name at an endpoint."""
+    """HF directory or hub name, builtin:teacher, self (the student's weights at the start), or a name at base_url."""
     engine: Literal["native", "vllm"] = "native"
-    """What scores, where the model runs here."""
+    """Inference engine that runs a local teacher."""
     base_url: str | None = None
-    """OpenAI-compatible endpoint that serves it, for example http://teacher:8000/v1; without one, it runs here."""
+    """URL of an OpenAI-compatible endpoint, for example http://teacher:8000/v1. None runs the teacher locally."""
     tokenizer: str | None = None
-    """HF directory or hub name of an endpoint's tokenizer; `model` without it."""
+    """HF directory or hub name of the endpoint's tokenizer. None uses `model`."""
     api_key_env: str | None = None
-    """Environment variable that holds the endpoint's key."""
+    """Name of the environment variable that holds the endpoint's key. None sends no key."""
     max_logprobs: int = Field(20, ge=1)
-    """Log-probs per token that the endpoint gives (vLLM: --max-logprobs)."""
+    """Number of log-probs per token that the endpoint returns. Set it to the server's limit (vLLM: --max-logprobs)."""
     concurrency: int = Field(32, ge=1)
-    """Requests to the endpoint at a time."""
+    """Number of concurrent requests to the endpoint. Raise it if the server can serve more."""
     timeout: float = Field(120.0, gt=0)
-    """Seconds that one request may take."""
+    """Time limit of one request in seconds."""
     key: str | None = None
-    """The data_source of the prompts that it scores; its own name without it. One teacher scores all."""
+    """Value of data_source that selects the prompts of this teacher. None: the teacher's name. One teacher scores
+    all."""
     weight: float = Field(1.0, ge=0)
-    """How much its samples count in the distillation loss."""
+    """Weight of this teacher's samples in the distillation loss."""
     context: str | None = None
-    """Template of the prompt that it sees instead of the student's: {prompt}, {ground_truth}, {response}, and of the
-    attempts at this prompt so far {best}, {best_reward}, {last}, {last_reward}. Or a function that returns its text,
-    "./file.py:function" or "module:function", which is given those of the same names that it asks for."""
+    """Template of the prompt that the teacher sees instead of the student's prompt. Fields: {prompt}, {ground_truth},
+    {response}, and of earlier attempts at this prompt {best}, {best_reward}, {last}, {last_reward}. A user function,
+    "./file.py:function" or "module:function", can return the text instead. The function receives the fields that its
+    parameters name. None shows the student's prompt."""
     follow: FollowConfig | None = None
-    """With model = "self": the teacher's weights follow the student's, { ema = 0.99, every = 5 } as their moving
-    average, or { copy_every = 20 } as a copy; without it they stay as they were at the start."""
+    """Schedule by which the weights of a teacher with model = "self" follow the student: { ema = 0.99, every = 5 } is a
+    moving average, { copy_every = 20 } is a copy. None keeps the weights of the start."""
     relabel: Literal["never", "stale", "always"] = "never"
-    """Score answers again just before they are learned from, with the exact KL of what it says now to what it said
-    then (of an endpoint a lower bound): where its weights or the attempts have moved since (stale), or also where
-    only a function that writes its context could know (always)."""
+    """Responses that are scored again just before the update. stale: those for which the teacher's weights or the shown
+    attempts changed. always: all; use this with a context written by a function. The KL between the new and the old
+    scores is also measured (for an endpoint, a lower bound)."""
     dtype: Dtype = "float32"
-    """Precision in which the teacher runs."""
+    """Number format of the teacher's weights and computations."""
     token_budget: int = Field(16384, ge=1)
-    """Tokens, padding included, of one forward pass."""
+    """Largest number of tokens, padding included, in one forward pass. Lower it if memory runs out."""
     packing: bool = True
-    """Several sequences in a row, each seeing itself only; off for models that cannot (padded instead)."""
+    """Put several sequences into one row; each attends only to itself. Write false for models that cannot do this."""
     longest: int | None = Field(None, ge=2)
-    """Longest prompt and response that it scores, in tokens; that of the data without it (see sampler.longest)."""
+    """Largest number of tokens of a prompt with its response. None: the longest in the data (see sampler.longest)."""
     replicas: Replicas = 1
-    """How many copies score (of an endpoint: clients share its concurrency); groups go to the one with least to do.
-    "auto" begins with one, has more while the learner waits for them and they help, and fewer where they are idle."""
+    """Number of copies of the teacher. For an endpoint this is the number of clients that share `concurrency`. Each
+    group goes to the least busy copy. "auto" starts with one, adds copies while the learner waits for them and they
+    help, and removes idle copies."""
     replicas_max: int = Field(8, ge=1)
-    """The most that replicas = "auto" comes to."""
-
+    """Largest number of copies that replicas = "auto" can choose."""
     recheck: float = Field(0.01, ge=0, le=1)
-    """Share of its groups that are scored again, by another copy if there is one; what comes back must be the same."""
+    """Share of groups that are scored twice, by another copy if one exists. Both scores must agree. 0: none."""
 
     @property
     def promised(self) -> float:
-        """By how much log-probs of one response, scored twice, may be apart (root mean square): what is computed beside
-        other rows rounds otherwise, and of an endpoint nobody knows in which precision."""
+        """Return the allowed root mean square difference between log-probs of one response that is scored twice."""
+        # rounding depends on the other rows of a batch; the precision of an endpoint is unknown
         return 0.01 if self.exact else 0.25
 
     @property
     def exact(self) -> bool:
-        """Whether it computes in full precision, here."""
+        """Return whether the teacher runs locally in full precision."""
         return self.base_url is None and self.dtype != "bfloat16"
 
     @field_validator("base_url")
     @classmethod
-    def _plain_url(cls, url: str | None) -> str | None:
-        """Nothing secret may be in it: it is printed and saved. So no message here repeats it."""
+    def _check_url(cls, url: str | None) -> str | None:
+        """Reject URLs with a password. No message repeats the URL, which would be printed and saved."""
         if url is None:
             return None
         form = "write http://HOST:PORT/v1, and nothing else"
@@ -134,13 +137,13 @@ class TeacherConfig(Section):
         if parts.scheme not in ("http", "https") or not host:
             raise ValueError(f"not a URL of an endpoint: {form}")
         if parts.query or parts.fragment:
-            raise ValueError(f"goes on after the path: {form}")
+            raise ValueError(f"has text after the path: {form}")
         return url.rstrip("/")
 
     @field_validator("api_key_env")
     @classmethod
-    def _name_of_variable(cls, name: str | None) -> str | None:
-        """Keys are not all capitals, so whoever writes one here does not see it again in a log."""
+    def _check_variable_name(cls, name: str | None) -> str | None:
+        """Reject values that may be a key: names are in capitals, so that a key written by mistake is not logged."""
         if name is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
             raise ValueError(
                 'is not the name of an environment variable, in capitals, such as "TEACHER_API_KEY"; never write the '
@@ -150,14 +153,14 @@ class TeacherConfig(Section):
 
     @field_validator("context")
     @classmethod
-    def _template(cls, template: str | None) -> str | None:
+    def _check_context(cls, template: str | None) -> str | None:
         known = ", ".join(f"{{{name}}}" for name in CONTEXT_FIELDS)
         if template is None or OWN.fullmatch(template):
             return template
         try:
             found = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
         except ValueError as error:
-            raise ValueError(f"{error}; write {{{{ and }}}} for braces that are meant") from None
+            raise ValueError(f"{error}; write {{{{ and }}}} for literal braces") from None
         for name, spec, conversion in found:
             if name not in CONTEXT_FIELDS or spec or conversion:
                 raise ValueError(f"no field {{{name}}}: there are {known}, and {{{{ and }}}} stand for braces")
@@ -167,12 +170,12 @@ class TeacherConfig(Section):
 
     @property
     def own_context(self) -> bool:
-        """Whether a function of the user's own writes what it sees."""
+        """Return whether a user function writes the context."""
         return self.context is not None and OWN.fullmatch(self.context) is not None
 
     @property
     def context_fields(self) -> frozenset[str]:
-        """What its template holds; whatever there is, of a function."""
+        """Return the names of the context fields that the template uses; all names for a user function."""
         if self.context is None:
             return frozenset()
         if self.own_context:
@@ -181,21 +184,21 @@ class TeacherConfig(Section):
 
     @property
     def shows(self) -> tuple[str, ...]:
-        """What it is shown of the attempts at a prompt."""
+        """Return the context fields about earlier attempts that the teacher sees."""
         return tuple(name for name in ATTEMPTS if name in self.context_fields)
 
     @model_validator(mode="after")
-    def _one_place(self) -> TeacherConfig:
+    def _check_consistency(self) -> TeacherConfig:
         endpoint = self.base_url is not None
-        for name in OF_MODELS_HERE if endpoint else OF_ENDPOINTS:
+        for name in LOCAL_OPTIONS if endpoint else ENDPOINT_OPTIONS:
             if getattr(self, name) != type(self).model_fields[name].default:
                 what = "a model that runs here: drop it or" if endpoint else "an endpoint: drop it, or add"
                 raise ValueError(f"{name} is for {what} base_url")
-        for name in OF_NATIVE if self.engine == "vllm" else ():
+        for name in NATIVE_OPTIONS if self.engine == "vllm" else ():
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f'{name} is for engine = "native": drop one of them, as vLLM makes its own passes')
         if self.replicas == "auto" and endpoint:
-            raise ValueError('replicas = "auto" is for a model that runs here: of an endpoint, write concurrency')
+            raise ValueError('replicas = "auto" is for a model that runs here: for an endpoint, set concurrency')
         if self.model == SELF and endpoint:
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
         if self.model == SELF and self.context is None and self.follow is None:
@@ -203,14 +206,14 @@ class TeacherConfig(Section):
         if self.own_context and (endpoint or self.engine != "native"):
             raise ValueError('a context that a function writes is for engine = "native": write a template')
         if self.own_context and self.longest is None:
-            raise ValueError("longest is missing: nobody knows how long a context is that a function writes; say so")
+            raise ValueError("longest is missing: a function writes the context, of unknown length; set longest")
         if self.follow is not None and self.model != SELF:
             raise ValueError('follow is for model = "self", whose weights come from the student: drop one of them')
         if self.relabel != "never" and not endpoint and self.engine != "native":
             raise ValueError('relabel is for engine = "native", or an endpoint: drop it')
         if self.relabel != "never" and self.follow is None and not self.shows:
             raise ValueError(
-                "relabel has nothing to do, as this teacher says the same at any time: drop it, or add follow, or a "
+                "relabel has nothing to do, because this teacher's scores never change: drop it, or add follow, or a "
                 "context of attempts, such as {best}"
             )
         if self.follow is not None and self.engine != "native":
@@ -219,12 +222,12 @@ class TeacherConfig(Section):
 
 
 def routed_by(teachers: Mapping[str, TeacherConfig]) -> dict[str, str]:
-    """From the key of prompts to the name of their teacher."""
+    """Return the name of the teacher for each value of data_source."""
     return {name if teacher.key is None else teacher.key: name for name, teacher in teachers.items()}
 
 
 def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterator[str]:
-    """What these teachers cannot do together, or for this loss."""
+    """Yield a message for each conflict among these teachers, or between a teacher and the loss."""
     keys: dict[str, str] = {}
     for name, teacher in teachers.items():
         key = name if teacher.key is None else teacher.key
@@ -241,15 +244,15 @@ def problems(teachers: Mapping[str, TeacherConfig], loss: LossConfig) -> Iterato
         )
     for name, teacher in teachers.items():
         if teacher.base_url is not None:
-            yield from beyond_endpoint(f"teachers.{name}", teacher, loss)
+            yield from endpoint_problems(f"teachers.{name}", teacher, loss)
         if teacher.follow is not None and loss.asks.cache == "hidden":
             yield (
-                f'loss.kind = "{loss.kind}" with cache = "hidden" applies the head of one that stays as it is, and '
-                f'teachers.{name}.follow moves it: write cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
+                f'loss.kind = "{loss.kind}" with cache = "hidden" applies one constant head, and '
+                f'teachers.{name}.follow changes it: write cache = "teacher_topk", or loss.kind = "reverse_kl_mc"'
             )
 
 
-def beyond_endpoint(where: str, teacher: TeacherConfig, loss: LossConfig) -> Iterator[str]:
+def endpoint_problems(where: str, teacher: TeacherConfig, loss: LossConfig) -> Iterator[str]:
     asks, here = loss.asks, "or run the teacher here (no base_url)"
     if loss.temperature != 1:
         yield (
@@ -278,10 +281,10 @@ def beyond_endpoint(where: str, teacher: TeacherConfig, loss: LossConfig) -> Ite
         )
 
 
-def suited(loss: dict[str, Any], most: int) -> dict[str, Any]:
-    """What defaults of a loss become where endpoints score, which give at most so many log-probs per token.
+def endpoint_defaults(loss: dict[str, Any], most: int) -> dict[str, Any]:
+    """Return new defaults of a loss for endpoint teachers that return `most` log-probs per token.
 
-    `loss` is what was written: only what it leaves open changes.
+    `loss` holds the options that the file sets. Only options that the file leaves open are changed.
     """
     row = LOSSES.get(str(loss.get("kind")))
     if row is None:

@@ -1,1 +1,1 @@
-"""Pure tensor maths: tensors in, tensors out. Knows no config, clock, device choice, file or log."""
+"""Pure tensor functions, which know no config object, clock, device choice, file or log."""

@@ -1,4 +1,4 @@
-"""From per-token losses to one number. Counts are given, so that a batch may be cut anywhere.
+"""Reduction of token losses to one number. Counts are arguments, so that a batch may be cut anywhere.
 
 Shapes: B rows, T positions.
 """
@@ -27,10 +27,10 @@ def aggregate(
 ) -> Tensor:
     """Sum the masked losses and divide by the counts of the global batch.
 
-    Without counts they are taken from this mask, over non-empty rows. `token-sum` divides by nothing. `…-norm` also
-    divides by `scale`, by default the number of positions T of a whole batch (Dr. GRPO, 2503.20783).
-    `seq-mean-token-mean` averages each row first, so short rows weigh as much as long ones. Where several rows are one
-    sequence, `sequence_tokens` [B] says how many tokens that has, and `n_sequences` how many there are.
+    Missing counts are taken from this mask, over non-empty rows. `token-sum` divides by nothing. `…-norm` also divides
+    by `scale`, by default the number of positions T of a whole batch (Dr. GRPO, 2503.20783). `seq-mean-token-mean`
+    averages each row first, so short rows count as much as long ones. If several rows are one sequence,
+    `sequence_tokens` [B] is the number of tokens of the whole sequence, and `n_sequences` the number of sequences.
     """
     same_shape(loss=loss_BT, mask=mask_BT)
     if mode not in get_args(Mode):
@@ -39,10 +39,10 @@ def aggregate(
         raise ValueError(f"{mode} of a part of a batch needs scale=…: T of the part is not T of the batch")
     loss_BT = loss_BT.to(torch.promote_types(loss_BT.dtype, torch.float32))
     mask_BT = mask_BT.to(loss_BT.dtype)
-    # a masked position may hold anything, NaN included, and still counts for nothing
+    # masked positions may hold any value, even NaN, and must not contribute
     row_sum_B = loss_BT.masked_fill(mask_BT == 0, 0.0).mul(mask_BT).sum(-1)
     row_tokens_B = mask_BT.sum(-1)
-    # a batch of which nothing is left is 0, not 0/0
+    # an empty batch has loss 0 and not 0/0
     n_tokens = max(float(row_tokens_B.sum()) if n_tokens is None else n_tokens, 1.0)
     n_sequences = max(float((row_tokens_B > 0).sum()) if n_sequences is None else n_sequences, 1.0)
     match mode:

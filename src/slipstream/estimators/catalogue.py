@@ -1,5 +1,7 @@
-"""Describe every estimator from the tables that the code itself runs by; docs/estimators.md and `slipstream estimators`
-show what is here."""
+"""Descriptions of all estimators, made from the tables that the code uses.
+
+docs/estimators.md and `slipstream estimators` show these descriptions.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from slipstream.estimators.tables.policy import ALIASES, LOSSES, scope_of
 from slipstream.scope import Scope
 
 UNITS: dict[Scope, str] = {"token": "token", "row": "sequence", "batch": "batch"}
-COSTS: dict[Scope, str] = {"token": "–", "row": "rows stay whole", "batch": "one pass over the batch first"}
+COSTS: dict[Scope, str] = {"token": "–", "row": "rows must not be cut", "batch": "one more pass over the batch"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +47,22 @@ TITLES = [
     "when to use it",
 ]
 INTRODUCTIONS = {
-    "distillation": "Losses from a teacher's scores. `importance treatment`: how draws of an older student count.",
+    "distillation": "Losses from a teacher's scores. `importance treatment`: weight of draws from an older student.",
     "policy": "Losses from advantages, `policy_loss(NAME, …)`.",
-    "advantage": "How much better a sample did than expected, `advantage(NAME, …)`; its baseline stands in the column "
-    "of what it targets. Scope `group`: the answers to one prompt, which travel together.",
-    "correction": "Presets of importance weights (IS) and rejection (RS) between the policy that drew and the one that "
-    "learns, `PRESETS[NAME]`; their parts are the two families below.",
-    "level": "Over what the ratios of tokens are multiplied to one weight, `importance_ratio(NAME, …)`: "
-    "`correction.is_level`, in place of the preset's.",
-    "rejection": "What leaves the batch, `correct(rs={NAME: bound, …})`: `correction.rs`, in place of the preset's.",
+    "advantage": "Estimators of how much better a sample is than expected, `advantage(NAME, …)`. The column of the "
+    "targeted failure holds the baseline. Scope `group`: the answers to one prompt, which stay together.",
+    "correction": "Presets of importance weights (IS) and rejection (RS) for the gap between sampling and learning "
+    "policy, `PRESETS[NAME]`. Their parts are the next two families.",
+    "level": "Units over which token ratios are multiplied to one weight, `importance_ratio(NAME, …)`: "
+    "`correction.is_level`, which replaces the preset's level.",
+    "rejection": "Rules that reject tokens or rows, `correct(rs={NAME: bound, …})`: `correction.rs`, not the preset's.",
     "estimate": "Estimates of the KL to the reference from one token, `kl_estimate(kind=NAME)`: `reference.estimate`.",
-    "controller": "What becomes of its coefficient β after an update: `reference.control`.",
+    "controller": "Change of the coefficient β of this KL after an update: `reference.control`.",
 }
 
 
 def catalogue() -> dict[str, list[Entry]]:
-    """Families of estimators, in the order in which they are shown."""
+    """Return the families of estimators, in the order of the page."""
     distillation = [
         Entry(
             name=name,
@@ -118,7 +120,7 @@ def catalogue() -> dict[str, list[Entry]]:
 
 
 def find(name: str) -> list[Entry]:
-    """The entries of that name; several families may have one. A ValueError where a config cannot choose it."""
+    """Return the entries with this name; several families may have one. Raise a ValueError for an unusable name."""
     if name in ADVANTAGES and ADVANTAGES[name].needs_critic:
         raise ValueError(f"{name} needs a critic, and there is none here: see reinforce_plus_plus, or remax")
     known = [entry for entries in catalogue().values() for entry in entries]
@@ -134,9 +136,9 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
         shape = "band" if isinstance(preset.is_threshold, tuple) else "at most"
         weights = f"{preset.is_level} ratio, {shape} {preset.is_threshold}, stop-gradient"
     rejection = ", ".join(f"{mode} {bound}" for mode, bound in (preset.rs or {}).items())
-    # see PRESETS: a mean over few tokens scatters more than that
-    length = ", answers of a thousand tokens" if "seq_mean_k1" in (preset.rs or {}) else ""
-    stays = "the learner at the version that drew" if preset.mode == "decoupled" else "the policy that drew"
+    # see PRESETS: the mean over a few tokens varies more than these bounds
+    length = ", for answers of a thousand tokens" if "seq_mean_k1" in (preset.rs or {}) else ""
+    stays = "the learner at the version that drew the token" if preset.mode == "decoupled" else "the sampling policy"
     return Entry(
         name=name,
         what=_corrects(preset),
@@ -144,9 +146,9 @@ def _preset(name: str, preset: CorrectionPreset) -> Entry:
         scope=preset.scope,
         trust_region=f"rejects outside {rejection}" if rejection else "none",
         importance=weights,
-        targets="nothing: metrics only" if preset.mode is None else _target(preset),
+        targets="none: only metrics" if preset.mode is None else _target(preset),
         cost="old log-probs: a forward pass" if preset.mode == "decoupled" else "–",
-        use_when="drift is only to be watched"
+        use_when="drift should only be measured"
         if preset.mode is None
         else f"{preset.mode}: the loss's old policy is {stays}; with {preset.loss or 'any loss'}{length}",
     )
@@ -157,8 +159,8 @@ def _first_line(function: Callable[..., Any]) -> str:
 
 
 def _corrects(preset: CorrectionPreset) -> str:
-    parts = ["weights"] * (preset.is_level is not None) + ["rejection"] * bool(preset.rs)
-    return " and ".join(parts).capitalize() + "." if parts else "Nothing is corrected."
+    parts = ["importance weights"] * (preset.is_level is not None) + ["rejection"] * bool(preset.rs)
+    return " and ".join(parts).capitalize() + "." if parts else "No correction."
 
 
 def _target(preset: CorrectionPreset) -> str:
@@ -166,64 +168,64 @@ def _target(preset: CorrectionPreset) -> str:
         return "bias of stale rows, and outliers that weights would amplify"
     if preset.is_level:
         return "bias of mismatched rows" if preset.mode == "decoupled" else "bias of stale rows"
-    return "outliers" if preset.rs else "nothing of its own: the loss's ratio holds it"
+    return "outliers" if preset.rs else "none: the ratio of the loss corrects"
 
 
 LEVELS: dict[Unit, tuple[str, str, str]] = {
-    "token": ("ρ of the token alone", "variance of products", "mild drift"),
+    "token": ("ratio ρ of the token alone", "variance of products", "drift is mild"),
     "sequence": (
         "product over the row: exact",
-        "prefixes that another policy drew",
-        "short rows: it explodes with length",
+        "bias of prefixes drawn by another policy",
+        "rows are short: the product explodes",
     ),
-    "geometric": ("geometric mean over the row", "the length trap of products", "long rows, weights that do not grow"),
-    "prefix_min": ("least ρ before the token, times its own", "prefix bias, without a product", "long rows, staleness"),
+    "geometric": ("geometric mean over the row", "products that explode", "rows are long: weights do not grow"),
+    "prefix_min": ("smallest ρ before the token, times its own ρ", "prefix bias", "rows are long and stale"),
     "cumulative": (
-        "product up to the token, its log within ±c√t",
+        "product up to token t, its log within ±c√t",
         "as prefix_min",
-        "drift spread evenly; ctpo_clip is c",
+        "drift is spread evenly (ctpo_clip: c)",
     ),
-    "turn": ("product over the tokens of one turn", "ratios that cross tool output", "agents, whose action is a turn"),
+    "turn": ("product over the tokens of one turn", "ratios that cross tool output", "agents, whose actions are turns"),
 }
-"""Importance treatment, failure it targets, when to use it."""
+"""Texts of each level: importance treatment, failure it targets, when to use it."""
 SPANS = {
-    "token": ("of the token", "single tokens go astray"),
-    "seq_sum": ("summed over the row", "short rows"),
-    "seq_mean": ("averaged over the row", "long rows"),
+    "token": ("of the token", "single tokens are outliers"),
+    "seq_sum": ("summed over the row", "rows are short"),
+    "seq_mean": ("averaged over the row", "rows are long"),
     "seq_max": ("at the worst token of the row", "one bad token spoils a row"),
 }
-"""Where a rejection mode looks, and when to use it."""
+"""Texts of each span of a rejection mode: where it compares, when to use it."""
 MEASURES = {
-    "k1": ("e^Δ in (L, U), Δ", "; tells directions apart"),
+    "k1": ("e^Δ in (L, U), Δ", "; separates the directions of drift"),
     "k2": ("½Δ²", ""),
     "k3": ("e^Δ − 1 − Δ", ""),
-    "kl": ("the exact KL, drew ‖ current", ": a trust region without an estimate"),
+    "kl": ("exact KL, sampling ‖ current policy,", ": a trust region without an estimate"),
 }
-"""What it compares there, and what that is good for."""
+"""Texts of each measure of a rejection mode: the compared quantity, addition to when to use it."""
 ESTIMATES: dict[str, tuple[str, str, str, str]] = {
-    "k1": ("loss, with importance; reward", "none", "the simplest; unbiased", "in the reward: the default there"),
-    "abs": ("loss; reward", "its sign", "single tokens with huge gaps", "for comparison"),
-    "k2": ("loss; reward", "the KL's", "the missing gradient of k1", "on-policy: the default with importance = false"),
-    "k3": ("loss; reward", "the forward KL's", "the variance of k1", "in the loss: the default, with importance"),
-    "k1+": (
+    "k1": ("loss, with importance, or in the reward", "none", "none: simple and unbiased", "the default in the reward"),
+    "abs": ("loss or in the reward", "the sign of the gap", "single tokens with huge gaps", "for comparison"),
+    "k2": ("loss or in the reward", "the KL's", "the missing gradient of k1", "the default with importance = false"),
+    "k3": ("loss or in the reward", "the forward KL's", "the variance of k1", "the default with importance = true"),
+    "k1+": ("loss, without importance", "the KL's", "k2's biased value", "as k2, to log the KL itself"),
+    "k3+": (
         "loss, without importance",
         "the KL's",
-        "k2's biased value",
-        "as k2, when the logged value should be the KL",
+        "k2's bias and k1's variance",
+        "as k1+, with a less noisy logged value",
     ),
-    "k3+": ("loss, without importance", "the KL's", "k2's bias and k1's variance", "as k1+, with a quieter value"),
 }
-"""Where it may stand, its own gradient, failure it targets, when to use it."""
+"""Texts of each estimate: where it can be used, its own gradient, failure it targets, when to use it."""
 CONTROL: dict[str, tuple[str, str, str, str]] = {
-    "fixed": ("β stays", "oscillation", "–", "the default"),
+    "fixed": ("β is constant", "oscillation", "–", "the default"),
     "adaptive": (
         "β·(1 + clip(KL/target − 1, ±0.2)·samples/horizon)",
-        "a β that is right for a while only",
+        "a β that is right only for a while",
         "a number in every checkpoint",
-        "a good β changes during the run",
+        "the best β changes during the run",
     ),
 }
-"""What it does, failure it targets, cost, when to use it."""
+"""Texts of each controller: what it does, failure it targets, cost, when to use it."""
 
 
 def _level(unit: Unit) -> Entry:
@@ -244,20 +246,20 @@ def _level(unit: Unit) -> Entry:
 def _rejection(mode: str) -> Entry:
     span, _, measure = mode.rpartition("_")
     if mode == "negative_seq":
-        keeps, targets = "mean log π_rollout − log π_θ of rows with A < 0", "bad answers that the policy has left"
-        use_when = "stale or mismatched rollouts push bad answers ever further away"
+        keeps, targets = "mean log π_rollout − log π_θ of rows with A < 0", "bad answers that are already unlikely"
+        use_when = "stale or mismatched rollouts push bad answers down without limit"
     else:
         keeps, targets = f"{MEASURES[measure][0]} {SPANS[span][0]}", "outliers"
         use_when = SPANS[span][1] + MEASURES[measure][1]
     return Entry(
         name=mode,
-        what="Tokens leave." if SCOPE[mode] == "token" else "Rows leave.",
+        what="Rejects tokens." if SCOPE[mode] == "token" else "Rejects rows.",
         unit=UNITS[SCOPE[mode]],
         scope=SCOPE[mode],
         trust_region=keeps,
         importance="none",
         targets=targets,
-        cost="two passes for each version that drew" if measure == "kl" else COSTS[SCOPE[mode]],
+        cost="two passes for each weight version that drew tokens" if measure == "kl" else COSTS[SCOPE[mode]],
         use_when=use_when,
     )
 

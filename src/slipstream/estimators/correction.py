@@ -1,10 +1,10 @@
 """Rollout correction: importance weights and rejection masks for the gap between two policies.
 
 Δ_t = log π_old − log π_rollout of the emitted token. `decoupled`: old is the training engine at the version that drew
-the token, so Δ is what the engines disagree on. `bypass`: old is the current policy, so Δ is everything. Two rejections
-look past Δ in either mode, at what the policy has become: `seq_max_kl` and `negative_seq`. Weights and masks are
-detached. Every choice has a scope (SCOPE): what must be in sight to compute it. The result of a whole batch,
-once frozen, may be cut anywhere; the counts of what rejection leaves are the batch's too.
+the token, so Δ is the difference between the engines. `bypass`: old is the current policy, so Δ also includes
+staleness. Two rejection modes, `seq_max_kl` and `negative_seq`, always compare with the current policy. Weights and
+masks are detached. Every choice has a scope (SCOPE): the tokens needed to compute it. A frozen result of a whole batch
+may be cut anywhere; the counts of tokens left are also those of the batch.
 
 Shapes: B rows, T positions.
 """
@@ -46,9 +46,9 @@ __all__ = ["PRESETS", "RS_MODES", "Correction", "CorrectionPreset", "check_combi
 @dataclass(frozen=True)
 class Correction:
     weights: Tensor | None
-    """[B, T], 0 where the mask is; None when no importance weights were asked for."""
+    """Importance weights [B, T], 0 where masked. None if no weights are requested."""
     mask: Tensor
-    """The mask given, less what was rejected."""
+    """Given mask without the rejected tokens."""
     metrics: dict[str, float]
 
 
@@ -68,22 +68,22 @@ def correct(
     ctpo_clip: float = CTPO_CLIP,
     verl_compat: bool = False,
 ) -> Correction:
-    """Importance weights at `is_level`, and the mask that `rs = {mode: bound, …}` leaves.  (verl's rollout correction.)
+    """Compute importance weights at `is_level` and the mask after rejection by `rs` (verl's rollout correction).
 
-    weights  the ratio of the unit (see `importance_ratio`) truncated to min(w, C) or to the band (low, high), then with
-             `is_normalize` divided by its mean over what is kept: over tokens, or rows where a row has one ratio.
-             They reweight all that was drawn: unbiased up to truncation, noisy under strong drift.
-    rs       token_… masks tokens, seq_… whole rows: outliers leave instead of being amplified. Distances of clamped Δ:
-             k2 ½Δ² and k3 e^Δ − 1 − Δ, kept while ≤ bound. k1: a ratio, exp of Δ_t, ΣΔ or mean Δ, kept while in
-             (L, U); U alone means (1/U, U). (`verl_compat` compares −Δ, as verl does: it keeps [1/U, 1/L].)
-             seq_max_kl: max_t KL_t ≤ bound, KL_t in `kl` [B, T] that of the policy that drew to the current one over
-             the whole vocabulary, infinite where it is not known  (TRM, 2512.23075). seq_max_k3 is its estimate.
-             negative_seq: a row leaves when its `advantages` [B, T] sum to less than 0 and its mean of log π_rollout −
-             log π_θ is > bound, π_θ from `current` [B, T], whatever old is: bad answers that the policy has left, by
-             staleness or by the engines' gap  (DeepSeek-V3.2, 2512.02556).
-    metrics  named as verl's. rollout_is_…: see `weight_metrics`, before normalisation. rollout_rs_[MODE_]…: share of
-             tokens rejected (masked_fraction), of rows that lost any (seq_masked_fraction). ess of the weights, of ρ
-             without weights. All but the rejected shares are over what is kept.
+    weights  the ratio of the unit (see `importance_ratio`) truncated to min(w, C) or to the band (low, high). With
+             `is_normalize` divided by its mean over the tokens left, or over rows for units with one ratio per row.
+             Weights correct all drawn tokens: unbiased up to truncation, noisy under strong drift.
+    rs       {mode: bound, …}. token_… masks tokens, seq_… whole rows: outliers are removed and not amplified. Distances
+             of clamped Δ: k2 ½Δ² and k3 e^Δ − 1 − Δ, kept while ≤ bound. k1: a ratio, exp of Δ_t, ΣΔ or mean Δ, kept
+             while in (L, U); U alone means (1/U, U). (`verl_compat` compares −Δ, as verl does: it keeps [1/U, 1/L].)
+             seq_max_kl: max_t KL_t ≤ bound. `kl` [B, T] is the KL from the policy that drew to the current one over the
+             whole vocabulary, infinite where unknown  (TRM, 2512.23075). seq_max_k3 is its estimate.
+             negative_seq: rejects a row if its `advantages` [B, T] sum to less than 0 and its mean of log π_rollout −
+             log π_θ is > bound. π_θ is `current` [B, T]. These are bad answers that are already unlikely, because of
+             staleness or of a difference between engines  (DeepSeek-V3.2, 2512.02556).
+    metrics  named as in verl. rollout_is_…: see `weight_metrics`, before normalisation. rollout_rs_[MODE_]…: share of
+             tokens rejected (masked_fraction), and of rows with a rejected token (seq_masked_fraction). ess of the
+             weights, or of ρ without weights. All except the rejected shares are over the tokens left.
     """
     same_rows(logp_old=logp_old_BT, logp_rollout=logp_rollout_BT, mask=mask_BT)
     threshold, intervals = checked(is_level, is_threshold, is_normalize, rs)
@@ -96,15 +96,15 @@ def correct(
             case "seq_max_kl":
                 statistic_BT = _largest_kl(kl, valid_BT)
             case "negative_seq":
-                statistic_BT = _left_behind(logp_rollout_BT, current, advantages, valid_BT)
+                statistic_BT = _negative_row_gap(logp_rollout_BT, current, advantages, valid_BT)
             case _:
                 statistic_BT = _statistic(mode, delta_BT, valid_BT)
         if verl_compat and mode.endswith("k1"):
             statistic_BT = -statistic_BT
         passed_BT = valid_BT & (statistic_BT >= low) & (statistic_BT <= high)
-        metrics |= _rejected(f"rollout_rs_{mode}", passed_BT, valid_BT)
+        metrics |= _rejection_metrics(f"rollout_rs_{mode}", passed_BT, valid_BT)
         kept_BT = kept_BT & passed_BT
-    metrics |= _rejected("rollout_rs", kept_BT, valid_BT)
+    metrics |= _rejection_metrics("rollout_rs", kept_BT, valid_BT)
 
     ratio_BT = importance_ratio(is_level or "token", delta_BT, valid_BT, turns=turns, c=ctpo_clip)
     weights_BT = None
@@ -127,7 +127,7 @@ def _log_ratio(logp_BT: Tensor, to_BT: Tensor, valid_BT: Tensor) -> Tensor:
 
 
 def _statistic(mode: str, delta_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """What a mode compares: of each token, [B, T], or of each row, [B, 1]. For k1 a log-ratio, else a distance."""
+    """Return the statistic of a mode for each token, [B, T], or row, [B, 1]: a log-ratio for k1, else a distance."""
     span, _, measure = mode.rpartition("_")
     match measure:
         case "k1":
@@ -136,7 +136,7 @@ def _statistic(mode: str, delta_BT: Tensor, valid_BT: Tensor) -> Tensor:
             x_BT = delta_BT.square() / 2
         case _:
             x_BT = torch.expm1(delta_BT) - delta_BT
-    return _over(span, x_BT, valid_BT)
+    return _reduce(span, x_BT, valid_BT)
 
 
 def _largest_kl(kl_BT: Tensor | None, valid_BT: Tensor) -> Tensor:
@@ -145,25 +145,25 @@ def _largest_kl(kl_BT: Tensor | None, valid_BT: Tensor) -> Tensor:
             "rejection mode 'seq_max_kl' needs the KL of every token: give kl=kl_BT, or take 'seq_max_k3', its estimate"
         )
     same_rows(kl=kl_BT, mask=valid_BT)
-    return _over("seq_max", kl_BT.detach().double().masked_fill(~valid_BT, 0.0), valid_BT)
+    return _reduce("seq_max", kl_BT.detach().double().masked_fill(~valid_BT, 0.0), valid_BT)
 
 
-def _left_behind(
+def _negative_row_gap(
     rollout_BT: Tensor, current_BT: Tensor | None, advantages_BT: Tensor | None, valid_BT: Tensor
 ) -> Tensor:
-    """How much likelier a bad row was when it was drawn, by token; −∞ for the others."""
+    """Return for tokens of bad rows the row's mean of log π_rollout − log π_θ, and −∞ for other rows."""
     if advantages_BT is None or current_BT is None:
         raise ValueError(
             "rejection mode 'negative_seq' needs advantages and the policy as it is now: "
             "correct(..., advantages=advantages_BT, current=logp_BT)"
         )
     same_rows(advantages=advantages_BT, current=current_BT, mask=valid_BT)
-    negative_B1 = _over("seq_sum", advantages_BT.masked_fill(~valid_BT, 0.0), valid_BT) < 0
+    negative_B1 = _reduce("seq_sum", advantages_BT.masked_fill(~valid_BT, 0.0), valid_BT) < 0
     gap_BT = _log_ratio(rollout_BT, current_BT, valid_BT)
-    return torch.where(negative_B1, _over("seq_mean", gap_BT, valid_BT), -torch.inf)
+    return torch.where(negative_B1, _reduce("seq_mean", gap_BT, valid_BT), -torch.inf)
 
 
-def _over(span: str, x_BT: Tensor, valid_BT: Tensor) -> Tensor:
+def _reduce(span: str, x_BT: Tensor, valid_BT: Tensor) -> Tensor:
     match span:
         case "seq_sum":
             return x_BT.sum(-1, keepdim=True)
@@ -174,7 +174,7 @@ def _over(span: str, x_BT: Tensor, valid_BT: Tensor) -> Tensor:
     return x_BT
 
 
-def _rejected(prefix: str, passed_BT: Tensor, valid_BT: Tensor) -> dict[str, Tensor]:
+def _rejection_metrics(prefix: str, passed_BT: Tensor, valid_BT: Tensor) -> dict[str, Tensor]:
     return {
         f"{prefix}_masked_fraction": share(~passed_BT, valid_BT),
         f"{prefix}_seq_masked_fraction": share(~passed_BT, valid_BT, of_rows=True),

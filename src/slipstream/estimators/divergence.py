@@ -1,7 +1,7 @@
-"""Divergences between student and teacher at one position, computed from what a cache holds.
+"""Divergences between student and teacher at each position, computed from a cache of teacher scores.
 
-Each returns one loss per position; nothing is summed over positions (token scope). Differentiable in `logp`, the
-student's log-probs; log-probs are floored at −1e4 on entry.
+Each function returns one loss per position (token scope), differentiable in `logp`, the student's log-probs. Log-probs
+are floored at −1e4 on entry.
 
 Shapes: N positions, K support, V vocabulary.
 """
@@ -13,14 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import (
-    RATIO_BOUND,
-    bounded,
-    carried,
-    floored,
-    same_matrix,
-    same_shape,
-)
+from slipstream.estimators.numerics import RATIO_BOUND, bounded, floored, same_matrix, same_shape, with_gradient
 from slipstream.estimators.options import unknown
 
 DenseKind = Literal["forward", "reverse", "jsd"]
@@ -29,14 +22,14 @@ KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
-    """The reverse KL from one drawn token.  (Schulman 2020, "Approximating KL Divergence"; kinds and clamps as verl's.)
+    """Estimate the reverse KL from one drawn token (Schulman 2020, "Approximating KL Divergence"; kinds as in verl).
 
-    k1 log p − log q; abs |k1|; k2 ½k1²; k3 e^u − u − 1 with u = −k1 clamped to ±20 and the value to ±10, the gradient
-    staying 1 − e^u (verl's ends there); k1+ and k3+ have the value of k1 and k3 and the gradient of k2. kl, mse and
-    low_var_kl are k1, k2 and k3.
-    For tokens drawn from p: the mean of k1 and of k3 is KL(p‖q), while the mean gradient is that of KL(p‖q) for k2, k1+
-    and k3+, of KL(q‖p) for k3, and none at all for k1. Stale draws bias all of them: `mc_reverse_kl` corrects that.
-    Use k1+ or k3+ as a loss on the emitted token, k1 as a reward.
+    k1 log p − log q; abs |k1|; k2 ½k1²; k3 e^u − u − 1 with u = −k1 clamped to ±20 and the value to ±10, gradient 1 −
+    e^u (at these clamps verl's gradient is 0). k1+ and k3+ have the value of k1 and k3 and the gradient of k2. kl, mse
+    and low_var_kl are k1, k2 and k3.
+    For tokens drawn from p the mean of k1 and of k3 is KL(p‖q). The mean gradient is that of KL(p‖q) for k2, k1+ and
+    k3+, that of KL(q‖p) for k3, and 0 for k1. Stale draws bias all of them; `mc_reverse_kl` corrects this bias.
+    Use k1+ or k3+ as a loss on the emitted token, and k1 as a reward.
     """
     same_shape(logp=logp, logq=logq)
     logp, logq = floored(logp), floored(logq)
@@ -52,26 +45,27 @@ def kl_estimate(logp: Tensor, logq: Tensor, *, kind: str) -> Tensor:
             u = bounded(logq - logp, -RATIO_BOUND, RATIO_BOUND)
             return bounded(torch.expm1(u) - u, -10, 10)
         case "k1+" | "k3+":
-            return carried(kl_estimate(logp, logq, kind=kind[:-1]), by=kl_estimate(logp, logq, kind="k2"))
+            return with_gradient(kl_estimate(logp, logq, kind=kind[:-1]), by=kl_estimate(logp, logq, kind="k2"))
     raise unknown("KL estimate", kind, [*KL_KINDS, *KL_ALIASES])
 
 
 def clamped(loss: Tensor, *, loss_max_clamp: float | None = None) -> Tensor:
-    """verl's `loss_max_clamp`: a position's loss within ±that, without gradient where it binds. None does nothing."""
+    """Return a position's loss clamped to ±loss_max_clamp as in verl, without gradient beyond. None does nothing."""
     return loss if loss_max_clamp is None else loss.clamp(-loss_max_clamp, loss_max_clamp)
 
 
 def raised(logp: Tensor, *, log_prob_min_clamp: float | None = None) -> Tensor:
-    """verl's `log_prob_min_clamp`: log-probs of student and teacher at least that, before a divergence sees them."""
+    """Return log-probs of at least log_prob_min_clamp, as in verl; None does nothing."""
     return logp if log_prob_min_clamp is None else logp.clamp(min=log_prob_min_clamp)
 
 
 def forward_kl_topk(logp_NK: Tensor, logq_NK: Tensor, *, tail: bool = False, renormalise: bool = False) -> Tensor:
-    """KL(q‖p) on the teacher's top-k: Σ_S q (log q − log p).  (Agarwal et al., 2306.13649; truncated as in verl.)
+    """Return KL(q‖p) on the teacher's top-k: Σ_S q (log q − log p) (Agarwal et al., 2306.13649; truncated as in verl).
 
-    The plain form is not zero at p = q in its gradient (−Σ_S q ∇log p): it pushes mass into the support. `tail` adds
-    the remaining mass of both as one more bucket; `renormalise` conditions both on the support; either one makes
-    student = teacher a stationary point. Teacher-weighted, so robust to stale rollouts.
+    The plain form has a gradient at p = q (−Σ_S q ∇log p), which pushes mass into the support. `tail` adds the
+    remaining mass of both models as one more bucket. `renormalise` conditions both on the support. Either option makes
+    student = teacher a stationary point.
+    Use this loss for stale rollouts: the teacher's weights do not depend on the sampling policy.
     """
     same_matrix(logp=logp_NK, logq=logq_NK)
     logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
@@ -86,13 +80,14 @@ def reverse_kl_topk(
     tail: bool = False,
     renormalise: bool = True,
 ) -> Tensor:
-    """KL(p‖q) on the student's top-k: Σ_S p̃ (log p̃ − log q̃).  (AsyncOPD, 2606.24143, Eq. 10; "+RW" there.)
+    """Return KL(p‖q) on the student's top-k: Σ_S p̃ (log p̃ − log q̃) (AsyncOPD, 2606.24143, Eq. 10; "+RW" there).
 
-    p̃ and q̃ are conditioned on S (`renormalise`), or completed by a bucket with the remaining mass (`tail`, which needs
-    renormalise=False); without either, p = q is not at rest. With `behavior_logp` [N, K] the "plain" form without
-    reweighting, −Σ_S sg(p̃_old Ã) log p̃ with Ã = log q̃ − log p̃: the same gradient on-policy, biased when stale.
-    Low variance for fresh rollouts; when stale, S misses tokens that only the current student likes, and no weight
-    on S brings their teacher scores back: prefer `mc_reverse_kl` then.
+    p̃ and q̃ are conditioned on S (`renormalise`), or completed by a bucket with the remaining mass (`tail`, which
+    needs renormalise=False). If neither is set, p = q is no stationary point. With `behavior_logp` [N, K] the result is
+    the "plain" form without reweighting, −Σ_S sg(p̃_old Ã) log p̃ with Ã = log q̃ − log p̃. Its gradient is the same
+    on-policy and biased on stale rollouts.
+    Use this loss for fresh rollouts: it has low variance. On stale rollouts S misses tokens that only the current
+    student likes, and no weight on S can replace their teacher scores; use `mc_reverse_kl`.
     """
     same_matrix(logp=logp_NK, logq=logq_NK, behavior_logp=logp_NK if behavior_logp is None else behavior_logp)
     logp_NK, logq_NK = (_completed(x, tail=tail, renormalise=renormalise) for x in (logp_NK, logq_NK))
@@ -103,11 +98,11 @@ def reverse_kl_topk(
 
 
 def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.5) -> Tensor:
-    """The divergence over the whole vocabulary: forward KL(q‖p), reverse KL(p‖q), or the generalised JSD.
+    """Return a divergence over the whole vocabulary: forward KL(q‖p), reverse KL(p‖q), or the generalised JSD.
 
     jsd (Agarwal et al., 2306.13649): β·KL(q‖m) + (1−β)·KL(p‖m) with m = βq + (1−β)p; β = 0 is forward, β = 1 reverse.
-    For caches that hold the whole distribution (hidden, dense), or a top-k completed by `with_tail`: exact, whoever
-    drew the tokens.
+    Use this loss with caches of the whole distribution (hidden), or with a top-k completed by `with_tail`. The result
+    is exact for tokens of any sampling policy.
     """
     same_matrix(logp=logp_NV, logq=logq_NV)
     logp_NV, logq_NV = floored(logp_NV), floored(logq_NV)
@@ -120,7 +115,7 @@ def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.
             return _kl(logp_NV, logq_NV)
         case "jsd":
             if not 0 < beta < 1:
-                raise ValueError(f"beta must lie in [0, 1], got {beta}")
+                raise ValueError(f"beta must be in [0, 1], got {beta}")
             weights = torch.tensor([beta, 1 - beta], dtype=logp_NV.dtype, device=logp_NV.device).log()
             logm_NV = torch.logaddexp(logq_NV + weights[0], logp_NV + weights[1])
             return beta * _kl(logq_NV, logm_NV) + (1 - beta) * _kl(logp_NV, logm_NV)
@@ -128,29 +123,30 @@ def dense(logp_NV: Tensor, logq_NV: Tensor, *, kind: DenseKind, beta: float = 0.
 
 
 def jsd_topk(logp_NK: Tensor, logq_NK: Tensor, *, beta: float = 0.5) -> Tensor:
-    """The generalised JSD on the teacher's top-k, the remaining mass of both being one more bucket."""
+    """Return the generalised JSD on the teacher's top-k, with the remaining mass of both models as one more bucket."""
     same_matrix(logp=logp_NK, logq=logq_NK)
     return dense(with_tail(logp_NK), with_tail(logq_NK), kind="jsd", beta=beta)
 
 
 def with_tail(logp_NK: Tensor) -> Tensor:
-    """One more column: the log of the mass outside the support, at least the smallest normal number.
+    """Return the log-probs with one more column: the log of the mass outside the support.
 
-    Down there it has no gradient: the slope of the log is the inverse of a number that is rounding and nothing else.
+    The mass is at least the smallest normal number. There is no gradient at that bound, because it is only rounding
+    error.
     """
     logp_NK = floored(logp_NK)
     rest_N = (1 - logp_NK.exp().sum(-1)).clamp(min=torch.finfo(logp_NK.dtype).tiny)
     return torch.cat([logp_NK, rest_N.log()[:, None]], -1)
 
 
-# --- what the support holds: logged, never differentiated -------------------------------------------------------------
+# --- metrics of the support, without gradient -------------------------------------------------------------------------
 
 
 def support_mass(logp_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
-    """How much of student and of teacher lies on the support, per position; low masses mean that k is too small.
+    """Return the probability mass of student and teacher on the support, per position.
 
-    Give it log-probs as the models said them, before any clamp. Each mass stands under three names, since metrics merge
-    by name: as the mean, as `…_min` and as `…_max`.
+    Low masses mean that k is too small. Pass the models' log-probs before any clamp. Each mass is returned under three
+    names, for the mean, `…_min` and `…_max`, because metrics are merged by name.
     """
     same_matrix(logp=logp_NK, logq=logq_NK)
     masses = {"student_mass": logp_NK.detach().exp().sum(-1), "teacher_mass": logq_NK.detach().exp().sum(-1)}
@@ -158,16 +154,17 @@ def support_mass(logp_NK: Tensor, logq_NK: Tensor) -> dict[str, Tensor]:
 
 
 def overlap_ratio(student_ids_NK: Tensor, teacher_ids_NK: Tensor) -> Tensor:
-    """|TopK_q ∩ TopK_p| / k per position: near 1 when student and teacher consider the same tokens."""
+    """Return |TopK_q ∩ TopK_p| / k per position. Near 1, student and teacher consider the same tokens."""
     return _shared(student_ids_NK, teacher_ids_NK).float().mean(-1)
 
 
 def overlap_token_advantage(
     student_ids_NK: Tensor, teacher_ids_NK: Tensor, logp_NK: Tensor, logq_NK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The mean of −q (log q − log p) over the tokens that both top-k sets hold; log-probs are at the teacher's ids.
+    """Return the mean of −q (log q − log p) over the shared tokens of both top-k sets, and where any token is shared.
 
-    Returns it per position (0 where nothing is shared) and where something is: verl averages over those positions only.
+    Log-probs are at the teacher's ids. The mean is 0 where nothing is shared; verl averages over the other positions
+    only.
     """
     same_shape(teacher_ids=teacher_ids_NK, logp=logp_NK, logq=logq_NK)
     shared_NK = _shared(student_ids_NK, teacher_ids_NK)
@@ -177,7 +174,7 @@ def overlap_token_advantage(
 
 
 def _shared(student_ids_NK: Tensor, teacher_ids_NK: Tensor) -> Tensor:
-    """Which of the teacher's ids the student's top-k holds too; −1 is padding and shared by nobody."""
+    """Return which of the teacher's ids the student's top-k also holds. The padding id −1 is never shared."""
     same_shape(student_ids=student_ids_NK, teacher_ids=teacher_ids_NK)
     return (teacher_ids_NK[:, :, None] == student_ids_NK[:, None, :]).any(-1) & (teacher_ids_NK >= 0)
 
@@ -187,7 +184,7 @@ def _kl(loga: Tensor, logb: Tensor) -> Tensor:
 
 
 def _completed(logp_NK: Tensor, *, tail: bool, renormalise: bool) -> Tensor:
-    """As it stands, conditioned on the support, or with the remaining mass as one more column."""
+    """Return log-probs unchanged, conditioned on the support, or with the remaining mass as one more column."""
     if tail and renormalise:
         raise ValueError("tail and renormalise exclude each other: keep one of them")
     if renormalise:

@@ -1,7 +1,7 @@
-"""How far two policies are apart on the tokens that one of them drew: numbers only, nothing is corrected.
+"""Distance of two policies on tokens that one of them drew. These functions only measure.
 
 Δ_t = log π_old − log π_rollout of the emitted token, ρ = exp(Δ) with Δ clamped to ±20. Statistics are over valid tokens
-and non-empty rows, in float64. Names are verl's where it has one.
+and non-empty rows, in float64. Names are those of verl where verl has one.
 
 Shapes: B rows, T positions, N valid tokens or samples.
 """
@@ -25,20 +25,20 @@ METRICS = (
 def offpolicy_metrics(
     logp_old_BT: Tensor, logp_rollout_BT: Tensor, mask_BT: Tensor, *, lag: Tensor | None = None
 ) -> dict[str, float]:
-    """Every number of METRICS; with `lag` (updates, [B, T]) also kl and chi2_token by lag.  (Liu, Off-Policy Drift.)
+    """Return all METRICS, and with `lag` (updates, [B, T]) also kl and chi2_token by lag (Liu, Off-Policy Drift).
 
-    ppl       exp(−mean log-prob) of each row, averaged; log_ppl_diff: rollout's mean log-prob less training's, by row
+    ppl       exp(−mean log-prob) of each row, averaged; log_ppl_diff: rollout's mean log-prob − training's, by row
     kl        mean −Δ, unbiased for KL(rollout‖old), noisy;  k3_kl: mean ρ − 1 − Δ ≥ 0
-    chi2      mean ρ² − 1 over tokens, and mean (Πρ)² − 1 over rows: the variance that importance weights would bring;
-              chi2_row_p95: the first over the tokens of each row, of which 95 % have less
+    chi2      mean ρ² − 1 over tokens, and mean (Πρ)² − 1 over rows: the variance added by importance weights;
+              chi2_row_p95: 95th percentile over rows of the token mean
     tv        ½ mean |1 − ρ|: bounds the bias of token-level surrogates
-    ess       1 / E[ρ̃²] over all tokens; ess_seq: of Πρ over rows; ess_row: over the tokens of each row, averaged, and
-              its least
-    probs_…   agreement of the probabilities themselves
-    kl/lag_2-3, chi2_token/lag_2-3 …: the same over the tokens of lag 0, 1, 2–3, 4–7 …, buckets without tokens left out
+    ess       effective sample size 1 / E[ρ̃²] over all tokens; ess_seq: of Πρ over rows; ess_row: over the tokens of
+              each row, averaged; ess_row_min: the smallest of these
+    probs_…   agreement of the probabilities
+    kl/lag_2-3, chi2_token/lag_2-3 …: over the tokens of lag 0, 1, 2–3, 4–7 …; buckets without tokens are left out
 
-    Log it every update, corrected or not: lag 0 shows the engines' disagreement, the rest shows staleness. All zeros
-    when nothing is valid.
+    Log these metrics in every update. Lag 0 shows the difference between engines, other lags show staleness. All
+    metrics are 0 if nothing is valid.
     """
     same_rows(logp_old=logp_old_BT, logp_rollout=logp_rollout_BT, mask=mask_BT)
     valid_BT = mask_BT != 0
@@ -59,10 +59,10 @@ def offpolicy_metrics(
 
 
 def gradient_noise(square_norms_N: Tensor, square_norm_of_mean: Tensor) -> dict[str, float]:
-    """Signal ‖ḡ‖², power E‖ĝ‖² and noise (power − signal)/(N − 1) of N gradients of one batch.  (verl's proxies.)
+    """Return signal ‖ḡ‖², power E‖ĝ‖² and noise (power − signal)/(N − 1) of N gradients of one batch (verl's proxies).
 
-    Noise is an unbiased estimate of the variance of ḡ. Noise that rises once importance weights are on says that they
-    cost more than they mend.
+    Noise is an unbiased estimate of the variance of ḡ. If noise rises with importance weights, they add more variance
+    than they remove bias.
     """
     n = square_norms_N.numel()
     if square_norms_N.ndim != 1 or n < 2 or square_norm_of_mean.numel() != 1:
@@ -81,7 +81,7 @@ def gradient_noise(square_norms_N: Tensor, square_norm_of_mean: Tensor) -> dict[
 
 
 def floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Scalars on any device as numbers, in one transfer."""
+    """Return scalar tensors of any device as floats, in one transfer."""
     return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 
 
@@ -128,7 +128,7 @@ def _of_probabilities(old_N: Tensor, rollout_N: Tensor) -> dict[str, Tensor]:
     difference_N = (old_N - rollout_N).abs()
     a_N, b_N = old_N - old_N.mean(), rollout_N - rollout_N.mean()
     spread = a_N.norm() * b_N.norm()
-    # without spread a correlation is not defined: 1 where the two agree, else 0
+    # without spread the correlation is undefined: use 1 where the two agree, else 0
     without = (difference_N.max() == 0).to(spread.dtype)
     return {
         "probs_pearson": torch.where(spread > 0, (a_N * b_N).sum() / torch.where(spread > 0, spread, 1.0), without),

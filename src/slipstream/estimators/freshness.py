@@ -1,10 +1,10 @@
-"""How fresh a buffered sample is, and what that is worth: f-OPD.
+"""Freshness and weight of buffered samples: f-OPD.
 
 Chen, Zhang and Wu, "f-OPD: Stabilizing Long-Horizon On-Policy Distillation with Freshness-Aware Control", equations 10
-to 13 and 16. The defaults are ours, since the paper gives none. The baselines of its ablation are special values:
-lag-only weighting is alpha = beta = 0, no anchor is anchor = 0, no weighting is a weight of 1.
+to 13 and 16. The paper gives no default values; the defaults here are our own. The baselines of its ablation are
+special cases: alpha = beta = 0 weights by lag only, anchor = 0 has no anchor, and a weight of 1 is no weighting.
 
-Row scope: a score is of a whole sample. Shapes: B rows (samples), T positions, N flat positions, M cached actions.
+Row scope: a score belongs to a whole sample. Shapes: B rows (samples), T positions, N flat positions, M cached draws.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def score(
     alpha: float = 1.0,
     beta: float = 1.0,
 ) -> Tensor:
-    """f = exp(−α√D_roll − β√D_sup) / (lag + 1): 1 for a sample of this very policy.  (f-OPD, Eq. 11.)
+    """Return the freshness f = exp(−α√D_roll − β√D_sup) / (lag + 1), 1 for a sample of the current policy (Eq. 11).
 
-    Drifts are means over the aligned positions (`aligned_mean`); an infinite one marks a sample without any, whose
-    score is 0. Negative ones are rounding and count as 0. Scalars broadcast; no gradient. Where contexts are just
-    prefixes and the teacher is frozen, supervision_kl is 0.
+    Drifts are means over the aligned positions (`aligned_mean`). An infinite drift marks a sample without aligned
+    positions, whose score is 0. Negative drifts are rounding errors and count as 0. Scalars broadcast; there is no
+    gradient. If contexts are just prefixes and the teacher is frozen, supervision_kl is 0.
     """
     lag, rollout_kl, supervision_kl = _tensor(lag), _tensor(rollout_kl), _tensor(supervision_kl)
     shaped = {"lag": lag, "rollout_kl": rollout_kl, "supervision_kl": supervision_kl}
@@ -39,25 +39,25 @@ def score(
 
 
 def weight(f: Tensor, *, threshold: float = 0.02) -> Tensor:
-    """w = sg(relu(f − ξ)): the older, the less; nothing at or below the threshold.  (f-OPD, Eq. 13.)"""
+    """Return the weight w = sg(relu(f − ξ)): 0 at or below the threshold (f-OPD, Eq. 13)."""
     return (f.detach() - threshold).clamp(min=0)
 
 
 def rollout_kl_from_cache(logp_NM: Tensor, behavior_logp_NM: Tensor) -> Tensor:
-    """KL(p_θ‖p_old) from draws of p_old: 1/M Σ (ρ log ρ − ρ + 1), each term ≥ 0. Differentiable.
+    """Estimate KL(p_θ‖p_old) from draws of p_old: 1/M Σ (ρ log ρ − ρ + 1), each term ≥ 0. Differentiable.
 
-    Unbiased, in value and gradient, while no ratio is clamped and p_θ is processed exactly as p_old was (temperature,
-    kept ids); otherwise it is positive at zero lag. The alternative, replaying weight snapshots, is exact:
-    `dense(logp, logp_old, kind="reverse")`.
+    Value and gradient are unbiased while no ratio is clamped and p_θ is processed exactly like p_old (temperature,
+    sampling support). Otherwise the estimate is positive at lag 0. Stored weights give the exact value: `dense(logp,
+    logp_old, kind="reverse")`.
     """
     same_shape(logp=logp_NM, behavior_logp=behavior_logp_NM)
     log_ratio_NM = bounded(floored(logp_NM) - floored(behavior_logp_NM), -RATIO_BOUND, RATIO_BOUND)
-    # ρ·x − expm1(x) with x = log ρ does not cancel near ρ = 1; a device whose exp is an ulp off may still fall below 0
+    # ρ·x − expm1(x) with x = log ρ does not cancel near ρ = 1; if exp is off by an ulp the result may still be below 0
     return (log_ratio_NM.exp() * log_ratio_NM - torch.expm1(log_ratio_NM)).clamp(min=0).mean(-1)
 
 
 def aligned_mean(kl_BT: Tensor, aligned_BT: Tensor) -> Tensor:
-    """The drift of each sample: the mean over the positions where replay is valid, infinite where there is none."""
+    """Return the drift of each sample: the mean over positions where replay is valid, infinite if there are none."""
     same_shape(kl=kl_BT, aligned=aligned_BT)
     count_B = (aligned_BT != 0).sum(-1)
     mean_B = kl_BT.masked_fill(aligned_BT == 0, 0.0).sum(-1) / count_B.clamp(min=1)

@@ -1,7 +1,7 @@
-"""Staying near a reference policy: KL in the loss or in the reward.
+"""KL to a reference policy, as a term of the loss or of the reward.
 
-Estimators are those of `divergence.kl_estimate`, with s = log-prob of the emitted token under the current policy and
-t under the reference. Where the term stands decides which of them is right: tests enumerate it.
+The estimates are those of `divergence.kl_estimate`. s is the log-prob of the emitted token under the current policy, t
+under the reference. The right estimate depends on where the term is used; tests check every combination.
 
 Shapes: B rows, T positions.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.estimators.aggregate import aggregate
 from slipstream.estimators.divergence import clamped, kl_estimate, raised
-from slipstream.estimators.numerics import blanked, bounded_exp, carried, floored, same_matrix
+from slipstream.estimators.numerics import bounded_exp, floored, same_matrix, with_gradient, zeroed
 from slipstream.estimators.policy.token import vanilla
 from slipstream.estimators.ratio import same_rows
 from slipstream.estimators.tables.policy import Mode
@@ -35,14 +35,15 @@ def kl_loss(
     n_sequences: float | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """KL(π‖π_ref) as a term of the loss, to be multiplied by β; metrics hold its value, `kl_loss`.
+    """Return KL(π‖π_ref) as a term of the loss, to be multiplied by β, and its value as metric `kl_loss`.
 
-    On-policy: k2, whose gradient is that of the KL.  (Schulman 2020.) With `logp_old` [B, T], the log-probs of the
-    policy that drew the tokens: r·k3, r = π/π_old (DeepSeek-V3.2, 2512.02556), whose gradient r·(log π − log π_ref) is
-    that of the KL whoever drew. It needs the gradient of r, so detached weights from outside are no substitute; it is
-    written out, because k3's value is clamped, and a clamped value times the gradient of r would push away from the
-    reference. `kind` names another estimate: on-policy with its own gradient, with `logp_old` for its value only.
-    When the reference should bind every token, whatever its advantage.
+    On-policy: k2, whose gradient is that of the KL (Schulman 2020).
+    With `logp_old` [B, T], the log-probs of the policy that drew the tokens: r·k3, r = π/π_old (DeepSeek-V3.2,
+    2512.02556). The gradient r·(log π − log π_ref) is that of the KL for every sampling policy. It contains the
+    gradient of r, so detached importance weights cannot replace it. The gradient is written out, because k3's value is
+    clamped. A clamped value times the gradient of r would push away from the reference.
+    `kind` selects another estimate. On-policy it has its own gradient; with `logp_old` only its value is used.
+    Use this term if the reference should limit every token, whatever its advantage.
     """
     kind = kind or ("k2" if logp_old is None else "k3")
     if kind in ("k1", "kl") and logp_old is None:
@@ -50,11 +51,11 @@ def kl_loss(
     old = logp_BT.detach() if logp_old is None else logp_old.detach()
     same_rows(logp=logp_BT, logp_ref=logp_ref_BT, logp_old=old, mask=mask_BT)
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
-    logp, ref, old = blanked(mask_BT, *(floored(each.to(dtype)) for each in (logp_BT, logp_ref_BT.detach(), old)))
+    logp, ref, old = zeroed(mask_BT, *(floored(each.to(dtype)) for each in (logp_BT, logp_ref_BT.detach(), old)))
     kl_BT = kl_estimate(logp, ref, kind=kind)
     if logp_old is not None:
         ratio_BT = bounded_exp(logp - old).detach()
-        kl_BT = carried(ratio_BT * kl_BT, by=ratio_BT * kl_estimate(logp, ref, kind="k2"))
+        kl_BT = with_gradient(ratio_BT * kl_BT, by=ratio_BT * kl_estimate(logp, ref, kind="k2"))
     loss = aggregate(kl_BT, mask_BT, agg, n_tokens=n_tokens, n_sequences=n_sequences, scale=scale)
     return loss, {"kl_loss": loss.detach()}
 
@@ -62,17 +63,17 @@ def kl_loss(
 def kl_reward(
     rewards_BT: Tensor, logp_BT: Tensor, logp_ref_BT: Tensor, mask_BT: Tensor, *, beta: float, kind: str = "k1"
 ) -> tuple[Tensor, Metrics]:
-    """Rewards less β times the KL estimate of each token, detached; metrics hold `kl_reward`, its mean.
+    """Return rewards minus β times the detached KL estimate of each token, and its mean as metric `kl_reward`.
 
-    r − β·sg(k1).  (Ziegler et al., 1909.08593.) The policy gradient turns k1 into the gradient of the KL, and no other
-    kind: abs, k2 and k3, as verl offers them, are never negative, so they also charge the tokens that the reference
-    likes better. That is a price of leaving it in either direction, and not the gradient of the KL.
-    When the advantage should see the price of drifting. Masked rewards come back as 0.
+    r − β·sg(k1) (Ziegler et al., 1909.08593). The policy gradient turns k1 into the gradient of the KL. It does not do
+    so for other kinds. abs, k2 and k3, which verl offers, are never negative, so they also penalise tokens that the
+    reference prefers. They penalise any distance from the reference.
+    Use this term if advantages should contain the price of drift. Masked rewards are returned as 0.
     """
     same_rows(rewards=rewards_BT, logp=logp_BT, logp_ref=logp_ref_BT, mask=mask_BT)
     dtype = torch.promote_types(torch.promote_types(logp_BT.dtype, rewards_BT.dtype), torch.float32)
     tensors = (rewards_BT.to(dtype), floored(logp_BT.detach().to(dtype)), floored(logp_ref_BT.detach().to(dtype)))
-    rewards, logp, ref = blanked(mask_BT, *tensors)
+    rewards, logp, ref = zeroed(mask_BT, *tensors)
     kl_BT = kl_estimate(logp, ref, kind=kind)
     return rewards - beta * kl_BT, {"kl_reward": aggregate(kl_BT, mask_BT, "token-mean")}
 
@@ -88,10 +89,11 @@ def kl_as_reward(
     loss_max_clamp: float | None = None,
     log_prob_min_clamp: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """PPO on the draws with A = −sg(kl_estimate): what verl calls policy-gradient distillation.
+    """Apply PPO to the draws with A = −sg(kl_estimate), which verl calls policy-gradient distillation.
 
-    The clamps are those of the estimate, not of the ratio p_θ/p_old. On-policy and with k1 its mean gradient is that of
-    KL(p‖q). For one stochastic reward per token where a policy gradient is wanted anyway.
+    The clamps apply to the estimate and not to the ratio p_θ/p_old. On-policy with k1 the mean gradient is that of
+    KL(p‖q).
+    Use this loss if one stochastic reward per token and a policy gradient are wanted.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     low, high = clip if isinstance(clip, tuple) else (clip, clip)

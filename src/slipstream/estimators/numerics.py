@@ -1,4 +1,4 @@
-"""What every estimator shares: the numeric bounds, and the checks at the door."""
+"""Numeric bounds and argument checks shared by all estimators."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 LOG_FLOOR = -1e4
-"""Log-probs are floored here on entry, so that log 0 never makes a NaN."""
+"""Lowest log-prob. Estimators raise their inputs to this value, so that log 0 never produces NaN."""
 RATIO_BOUND = 20.0
-"""Every log-ratio is clamped to ± this before exp."""
+"""Bound of log-ratios, which are clamped to ± this value before exp."""
 
 
 class _Bounded(torch.autograd.Function):
@@ -27,31 +27,31 @@ class _Bounded(torch.autograd.Function):
 
 
 def bounded(x: Tensor, least: float, most: float | None = None) -> Tensor:
-    """x within bounds, and its gradient without them: a number must stay finite, but no token may fall silent for it.
+    """Clamp x to bounds and pass the gradient unchanged: values stay finite, and every token keeps its gradient.
 
-    Where silence beyond a bound is meant, as in a trust region, that is what `Tensor.clamp` is for.
+    Use `Tensor.clamp` where the gradient beyond a bound must be 0, as in a trust region.
     """
     found: Tensor = _Bounded.apply(x, least, most)  # type: ignore[no-untyped-call]
     return found
 
 
-def carried(value: Tensor, by: Tensor) -> Tensor:
-    """The value of one, the gradient of the other."""
+def with_gradient(value: Tensor, by: Tensor) -> Tensor:
+    """Return `value` with the gradient of `by`."""
     return value.detach() + (by - by.detach())
 
 
 def floored(logp: Tensor) -> Tensor:
-    """Log-probs as every formula takes them: at least float32, at least the floor."""
+    """Return log-probs in at least float32, raised to at least the floor."""
     return bounded(logp.to(torch.promote_types(logp.dtype, torch.float32)), LOG_FLOOR)
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """A ratio within e^±20, whose slope is itself."""
+    """Return exp(log_ratio), clamped to e^±20. The gradient is that of exp."""
     return bounded(log_ratio, -RATIO_BOUND, RATIO_BOUND).exp()
 
 
 def same_shape(**tensors: Tensor) -> torch.Size:
-    """The common shape of the arguments, or a ValueError that names all of them."""
+    """Return the common shape of the arguments. Raise a ValueError that names all shapes if they differ."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if len(set(shapes.values())) != 1:
         raise ValueError(f"shapes differ: {', '.join(f'{name} {shape}' for name, shape in shapes.items())}")
@@ -59,15 +59,15 @@ def same_shape(**tensors: Tensor) -> torch.Size:
 
 
 def same_matrix(**tensors: Tensor) -> None:
-    """The arguments are matrices of one shape, positions by actions: a vector would be taken for one position."""
+    """Raise a ValueError unless all arguments are matrices of one shape, positions by actions."""
     if len(shape := same_shape(**tensors)) != 2:
         raise ValueError(f"{', '.join(tensors)} must have two dimensions, positions by actions, got {tuple(shape)}")
 
 
-def blanked(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """The tensors with 0 wherever `keep` is 0: no gradient there, whatever stood there (NaN too).
+def zeroed(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """Return the tensors with 0 where `keep` is 0. There is no gradient at these positions, even if they held NaN.
 
-    `keep` has the leading dimensions of the tensors. For estimators that take no mask: their loss on zeros is 0.
+    `keep` has the leading dimensions of the tensors. Estimators without a mask have loss 0 on zeros.
     """
     out = []
     for tensor in tensors:
@@ -78,5 +78,5 @@ def blanked(keep: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def joined(arrays: Sequence[NDArray[Any]], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Per-token arrays of several samples, one after the other."""
+    """Return the per-token arrays of several samples as one tensor."""
     return torch.from_numpy(np.concatenate(arrays)).to(device, dtype)

@@ -1,4 +1,4 @@
-"""Estimators by name, and the keyword-only parameters of each as its options: do the ones given fit? No tensor here."""
+"""Estimators by name, and checks of their options, which are keyword-only parameters. No tensors are used here."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from importlib import import_module
 from typing import Any
 
 REQUIRED: Any = inspect.Parameter.empty
-"""Stands for the default of an option that has none."""
+"""Marker for an option without a default."""
 
 Options = dict[str, Any]
 Function = Callable[..., Any]
 
 
 def formula(name: str) -> Function:
-    """A function of the estimators, by module.name; tables have names, so that reading them needs no mathematics."""
+    """Return an estimator function by module.name. Tables hold names, so that reading a table does not import torch."""
     module, _, function = name.rpartition(".")
     found: Function = getattr(import_module(f"slipstream.estimators.{module}"), function)
     return found
 
 
 def options_of(*functions: Function) -> Options:
-    """Every keyword-only parameter of the functions, with its default."""
+    """Return every keyword-only parameter of the functions, with its default."""
     found: Options = {}
     for function in functions:
         parameters = inspect.signature(function).parameters.values()
@@ -32,7 +32,7 @@ def options_of(*functions: Function) -> Options:
 
 
 def check_options(owner: str, given: Options, called: Function, *others: Function | None) -> None:
-    """A ValueError for an option that none of the functions takes, or that `called` needs and is not given."""
+    """Raise a ValueError for an unknown option, or if an option that `called` needs is missing."""
     needed = options_of(called)
     known = needed | options_of(*(other for other in others if other is not None))
     for name in given:
@@ -44,13 +44,13 @@ def check_options(owner: str, given: Options, called: Function, *others: Functio
 
 
 def only(given: Options, function: Function) -> Options:
-    """Those of the given options that the function takes."""
+    """Return those of the given options that the function takes."""
     known = options_of(function)
     return {name: value for name, value in given.items() if name in known}
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> ValueError:
-    """The error for a name that is none of the choices: lists them and points at the nearest."""
+    """Return the error for an unknown name, with the choices and the most similar one."""
     names = list(choices)
     near = difflib.get_close_matches(str(name), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""

@@ -1,9 +1,9 @@
-"""Importance ratios at every unit of correction, and what is done to them before they weigh a loss.
+"""Importance ratios for each unit of correction, and their truncation and normalisation.
 
-The unit is where the bias and the variance are paid: `token` ignores that the prefix was drawn by another policy (bias
-grows with drift and length), `sequence` is exact and explodes with length, the others lie between. Every log-ratio is
-clamped to ±20, and so is every sum, before exp; gradients pass those bounds. Masked positions never contribute and have
-ratio 0. Arithmetic is in float64; the result has the dtype of the log-ratio, float32 at least.
+The unit trades bias against variance. `token` ignores that the prefix was drawn by another policy; this bias grows with
+drift and length. `sequence` is exact and explodes with length. The other units are in between. Every log-ratio and
+every sum is clamped to ±20 before exp; gradients pass these bounds. Masked positions never contribute and have ratio 0.
+Arithmetic is in float64. Results have the dtype of the log-ratio, at least float32.
 
 Shapes: B rows, T positions.
 """
@@ -22,16 +22,16 @@ from slipstream.estimators.tables.correction import CTPO_CLIP, UNIT_SCOPE, Thres
 def importance_ratio(
     unit: Unit, log_ratio_BT: Tensor, mask_BT: Tensor, *, turns: Tensor | None = None, c: float = CTPO_CLIP
 ) -> Tensor:
-    """The ratio of two policies at each token, ρ_t = exp(log_ratio_t), put together over a unit. Differentiable.
+    """Return the ratio of two policies at each token, ρ_t = exp(log_ratio_t), combined over a unit; differentiable.
 
     token       ρ_t: low variance, for mild drift
     sequence    Π_t ρ_t: the exact weight of the whole row, for short rows
     geometric   exp(mean_t log ρ_t): does not grow with length  (GSPO, 2507.18071)
-    prefix_min  (min_{s<t} ρ_s)·ρ_t, 1 for the empty prefix: the causal unit without the product  (MinPRO, 2601.22718)
-    cumulative  Π_{s≤t} ρ_s, its log clipped to ±c√t, t the token's number in the row: the causal unit, for drift that
-                is spread evenly  (CTPO, 2605.07331)
+    prefix_min  (min_{s<t} ρ_s)·ρ_t, 1 for the empty prefix: causal, without the product  (MinPRO, 2601.22718)
+    cumulative  Π_{s≤t} ρ_s, its log clipped to ±c√t, t the token's number in the row: causal, for drift that is spread
+                evenly  (CTPO, 2605.07331)
     turn        Π of ρ over the tokens of the row with the same entry in `turns` (integers, [B, T]): for agents, whose
-                action is a turn  (ST-PPO, 2511.20718)
+                actions are turns  (ST-PPO, 2511.20718)
     """
     same_rows(log_ratio=log_ratio_BT, mask=mask_BT)
     valid_BT = mask_BT != 0
@@ -57,13 +57,13 @@ def importance_ratio(
 
 
 def same_rows(**tensors: Tensor) -> None:
-    """The arguments are [B, T] and agree, or a ValueError that names them: a packed batch has no rows to sum over."""
+    """Raise a ValueError unless all arguments are [B, T] of one shape. A packed batch has no rows to sum over."""
     if len(shape := same_shape(**tensors)) != 2:
         raise ValueError(f"{', '.join(tensors)} must be [B, T], one row per sample, got {tuple(shape)}")
 
 
 def truncate(ratio_BT: Tensor, threshold: Threshold) -> Tensor:
-    """min(ρ, C) for one number; for a pair ρ inside the band and 0 outside it (IcePop, 2510.18855)."""
+    """Return min(ρ, C) for one number. For a pair return ρ inside the band and 0 outside (IcePop, 2510.18855)."""
     if isinstance(threshold, tuple):
         low, high = threshold
         return torch.where((ratio_BT >= low) & (ratio_BT <= high), ratio_BT, 0.0)
@@ -71,10 +71,7 @@ def truncate(ratio_BT: Tensor, threshold: Threshold) -> Tensor:
 
 
 def normaliser(weights_BT: Tensor, mask_BT: Tensor, *, over_rows: bool = False) -> Tensor:
-    """What weights are divided by to have mean 1: their mean over tokens, or over non-empty rows. Batch scope.
-
-    1 where every weight is 0, so that dividing is always allowed.
-    """
+    """Return the mean of importance weights over tokens, or over non-empty rows; 1 if all are 0. Batch scope."""
     same_shape(weights=weights_BT, mask=mask_BT)
     valid_BT = mask_BT != 0
     mean = row_mean(weights_BT, valid_BT) if over_rows else token_mean(weights_BT, valid_BT)
@@ -82,7 +79,7 @@ def normaliser(weights_BT: Tensor, mask_BT: Tensor, *, over_rows: bool = False) 
 
 
 def effective_sample_size(weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """1 / E[w̃²], w̃ = w / E[w], over tokens: the share of the batch that really counts; 0 where no weight is left."""
+    """Return the effective sample size as a share of the tokens: 1 / E[w̃²], w̃ = w / E[w]; 0 if all weights are 0."""
     same_shape(weights=weights_BT, mask=mask_BT)
     valid_BT = mask_BT != 0
     second = token_mean(weights_BT.square(), valid_BT)
@@ -92,9 +89,10 @@ def effective_sample_size(weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def weight_metrics(
     ratio_BT: Tensor, weights_BT: Tensor, mask_BT: Tensor, *, threshold: Threshold, over_rows: bool
 ) -> dict[str, Tensor]:
-    """Of truncated weights, over tokens; and the share of ratios (of rows, with `over_rows`) beyond C, below 1/C.
+    """Return statistics of truncated importance weights over tokens, and the shares of ratios above C and below 1/C.
 
-    A single threshold C truncates only above: what lies below 1/C is counted, not changed. A pair drops both.
+    With `over_rows` the shares are of rows. A single threshold C truncates only above: ratios below 1/C are counted and
+    not changed. A pair drops both.
     """
     valid_BT = mask_BT != 0
     low, high = threshold if isinstance(threshold, tuple) else (1 / threshold, threshold)
@@ -111,25 +109,25 @@ def weight_metrics(
 
 
 def share(hit_BT: Tensor, valid_BT: Tensor, *, of_rows: bool = False) -> Tensor:
-    """The share of valid tokens that are hit, or of non-empty rows with any hit."""
+    """Return the share of valid tokens that are hit, or of non-empty rows with any hit."""
     if of_rows:
         hit_BT, valid_BT = (hit_BT & valid_BT).any(-1, keepdim=True), valid_BT.any(-1, keepdim=True)
     return token_mean(hit_BT.double(), valid_BT)
 
 
 def token_mean(x_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """Over valid tokens; 0 without any."""
+    """Return the mean over valid tokens; 0 if there are none."""
     return x_BT.masked_fill(~valid_BT, 0.0).sum() / valid_BT.sum().clamp(min=1)
 
 
 def row_mean(x_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """Mean over non-empty rows of each row's mean; 0 without any."""
+    """Return the mean over non-empty rows of each row's mean; 0 if there are none."""
     each_B = x_BT.masked_fill(~valid_BT, 0.0).sum(-1) / valid_BT.sum(-1).clamp(min=1)
     return each_B.sum() / valid_BT.any(-1).sum().clamp(min=1)
 
 
 def _least_before(log_BT: Tensor, valid_BT: Tensor) -> Tensor:
-    """The least of the valid log-ratios strictly before each position, 0 where there are none."""
+    """Return the smallest valid log-ratio strictly before each position; 0 if there is none."""
     least_BT = log_BT.masked_fill(~valid_BT, torch.inf).cummin(-1).values
     before_BT = pad(least_BT[:, :-1], (1, 0), value=torch.inf)
     return torch.where(before_BT.isinf(), 0.0, before_BT)

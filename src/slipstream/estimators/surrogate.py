@@ -1,8 +1,10 @@
-"""Reverse KL on actions that the behaviour policy drew: surrogates whose gradient is what counts.
+"""Reverse KL on draws of the behaviour policy. The gradient of these surrogates matters and not their value.
 
-Shapes: N positions, M cached actions. Log-probs are floored at −1e4 on entry and log-ratios clamped to ±20 before exp;
-gradients pass these bounds. Metrics have one value per position, detached. Token scope, except `m2po`, whose mask needs
-the batch.
+Draws are extra tokens sampled at the same position. Log-probs are floored at −1e4 on entry and log-ratios clamped to
+±20 before exp; gradients pass these bounds. Metrics have one detached value per position. Token scope, except `m2po`,
+whose mask needs the batch.
+
+Shapes: N positions, M cached draws.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import RATIO_BOUND, blanked, bounded_exp, floored, same_matrix, same_shape
+from slipstream.estimators.numerics import RATIO_BOUND, bounded_exp, floored, same_matrix, same_shape, zeroed
 from slipstream.estimators.options import unknown
 
 Epsilon = float | tuple[float, float]
@@ -28,13 +30,14 @@ def mc_reverse_kl(
     importance: bool = True,
     ratio_cap: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Multi-sample Monte-Carlo reverse KL: −1/M Σ ρ_i sg(A_i) over draws a_i ~ p_old.  (AsyncOPD, 2606.24143.)
+    """Estimate the reverse KL from several draws a_i ~ p_old: −1/M Σ ρ_i sg(A_i) (AsyncOPD, 2606.24143).
 
-    ρ = p_θ/p_old, A = log q − log p_θ recomputed under the current student (`advantage="current"`) or
-    log q − log p_old (`"behavior"`). `current` without clip is the default: its expected gradient is that of the dense
-    reverse KL whatever policy drew the actions, and it vanishes when student = teacher. `behavior` is that only
-    on-policy. `clip` = ε or (low, high): the PPO minimum. `ratio_cap` = c: weight sg(min(ρ, c)), so that capped draws
-    keep a gradient. `importance=False` drops ρ (biased when stale; for ablations).
+    ρ = p_θ/p_old. A = log q − log p_θ recomputed under the current student (`advantage="current"`), or log q − log
+    p_old (`"behavior"`).
+    `current` without clip, the default, has the expected gradient of the dense reverse KL for every sampling policy.
+    This gradient vanishes if student = teacher. `behavior` has these properties only on-policy.
+    `clip` = ε or (low, high) is the PPO minimum. `ratio_cap` = c uses the weight sg(min(ρ, c)), so that capped draws
+    keep a gradient. `importance=False` drops ρ; this is biased on stale draws and only for ablations.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     if clip is not None and ratio_cap is not None:
@@ -72,13 +75,13 @@ def decoupled_ppo(
     clip: Epsilon = 0.2,
     weight_cap: float = 5.0,
 ) -> tuple[Tensor, Metrics]:
-    """PPO around a proximal policy, weighted back to who drew: −1/M Σ sg(w) min(rA, clip(r)A).  (AReaL, 2505.24298.)
+    """Apply PPO around a proximal policy, weighted by p_prox/p_old: −1/M Σ sg(w) min(rA, clip(r)A) (AReaL, 2505.24298).
 
-    p_prox is the learner when the batch arrived; r = p_θ/p_prox carries the gradient and the clip, w = p_prox/p_old
-    corrects for staleness and is 0 where it exceeds `weight_cap`. A = log q − log p_old (`advantage="behavior"`, PPO's
-    convention), − log p_prox (`"proximal"`) or − sg(log p_θ) (`"current"`, the one whose mean gradient is the dense
-    reverse KL's while neither bound acts). For several optimizer steps on one batch, where the clip should measure the
-    step and not the staleness.
+    p_prox is the learner when the batch arrived. r = p_θ/p_prox has the gradient and the clip. w = p_prox/p_old
+    corrects for staleness and is 0 above `weight_cap`. A = log q − log p_old (`advantage="behavior"`, PPO's
+    convention), − log p_prox (`"proximal"`) or − sg(log p_θ) (`"current"`). Only `current` has the mean gradient of the
+    dense reverse KL, while neither bound acts.
+    Use this loss for several optimizer steps on one batch: the clip then measures the step and not the staleness.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, proximal_logp=proximal_logp_NM, logq=logq_NM)
     logp_NM, logq_NM = floored(logp_NM), floored(logq_NM)
@@ -101,10 +104,11 @@ def m2po(
     mask: Tensor | None = None,
     budget: float = 0.04,
 ) -> tuple[Tensor, Metrics]:
-    """`mc_reverse_kl` without the draws that `m2po_mask` takes out: −1/M Σ keep·ρ sg(A).  (M2PO, 2510.01161.)
+    """Apply `mc_reverse_kl` without the draws that `m2po_mask` removes: −1/M Σ keep·ρ sg(A) (M2PO, 2510.01161).
 
-    Batch scope. On a cut batch take the mask of the whole batch once, by `m2po_mask`, and give it to the parts:
-    `m2po(…, mask=keep_NM[part], budget=math.inf)`. For stale data whose trouble is a heavy tail of ratios.
+    Batch scope. For a batch in parts compute the mask of the whole batch once, by `m2po_mask`, and pass its parts:
+    `m2po(…, mask=keep_NM[part], budget=math.inf)`.
+    Use this loss for stale data with a few extreme ratios.
     """
     keep_NM, batch = m2po_mask(logp_NM, behavior_logp_NM, logq_NM, mask=mask, budget=budget)
     loss_N, metrics = kept_reverse_kl(logp_NM, behavior_logp_NM, logq_NM, keep_NM)
@@ -114,8 +118,8 @@ def m2po(
 def kept_reverse_kl(
     logp_NM: Tensor, behavior_logp_NM: Tensor, logq_NM: Tensor, keep_NM: Tensor
 ) -> tuple[Tensor, Metrics]:
-    """`mc_reverse_kl` of the draws that a choice keeps; the others are 0, and still count in the mean over draws."""
-    return mc_reverse_kl(*blanked(keep_NM, logp_NM, behavior_logp_NM, logq_NM))
+    """Apply `mc_reverse_kl` to the kept draws. The others are 0 and still count in the mean over draws."""
+    return mc_reverse_kl(*zeroed(keep_NM, logp_NM, behavior_logp_NM, logq_NM))
 
 
 def m2po_mask(
@@ -126,9 +130,9 @@ def m2po_mask(
     mask: Tensor | None = None,
     budget: float = 0.04,
 ) -> tuple[Tensor, Metrics]:
-    """What `m2po` needs of the whole batch before its first part is learned: which draws stay. No gradient.
+    """Return which draws of the whole batch `m2po` keeps, without gradient.
 
-    `mask` [N] or [N, M] says which draws count at all. Metrics as of `second_moment_mask`.
+    `mask` [N] or [N, M] marks the draws that count. Metrics are those of `second_moment_mask`.
     """
     same_matrix(logp=logp_NM, behavior_logp=behavior_logp_NM, logq=logq_NM)
     if mask is None:
@@ -136,24 +140,24 @@ def m2po_mask(
     if mask.shape not in (logp_NM.shape, logp_NM.shape[:1]):
         raise ValueError(f"mask {tuple(mask.shape)} must be [N] or [N, M], with logp {tuple(logp_NM.shape)}")
     valid_NM = (mask if mask.ndim == 2 else mask[:, None]).ne(0).expand_as(logp_NM)
-    logp_NM, behavior_NM, logq_NM = (floored(x.detach()) for x in blanked(valid_NM, logp_NM, behavior_logp_NM, logq_NM))
+    logp_NM, behavior_NM, logq_NM = (floored(x.detach()) for x in zeroed(valid_NM, logp_NM, behavior_logp_NM, logq_NM))
     log_ratio_NM = (logp_NM - behavior_NM).clamp(-RATIO_BOUND, RATIO_BOUND)
     return second_moment_mask(log_ratio_NM, logq_NM - logp_NM, valid_NM, budget=budget)
 
 
 def second_moment_mask(log_ratio: Tensor, advantage: Tensor, valid: Tensor, *, budget: float) -> tuple[Tensor, Metrics]:
-    """Take out harmful tokens, largest (log ρ)² first, until its mean over those kept is within the budget.  (M2PO.)
+    """Remove harmful tokens, largest (log ρ)² first, until the mean over the kept tokens is within the budget (M2PO).
 
-    Harmful: the update drives the ratio further from 1 (A > 0 and ρ > 1, or A < 0 and ρ < 1). Equal ones leave
-    together, so the order of the batch decides nothing. If the budget cannot be met, all harmful ones are out and
-    `budget_missed` is 1. Any shape; metrics are of the whole batch (scalars).
+    Harmful means that the update moves the ratio further from 1 (A > 0 and ρ > 1, or A < 0 and ρ < 1). Equal values are
+    removed together, so the order of the batch has no effect. If the budget cannot be met, all harmful tokens are
+    removed and `budget_missed` is 1. Any shape; metrics are of the whole batch (scalars).
     """
     same_shape(log_ratio=log_ratio, advantage=advantage, valid=valid)
     square = log_ratio.masked_fill(~valid, 0.0).double().square()
     harmful = valid & (advantage.sign() * log_ratio > 0)
     harmless = valid & ~harmful
     ascending = square[harmful].sort().values
-    # entry i: the i smallest harmful ones stay
+    # entry i: the i smallest harmful tokens stay
     sums = square[harmless].sum() + torch.cat([ascending.new_zeros(1), ascending.cumsum(0)])
     counts = harmless.sum() + torch.arange(len(sums), device=sums.device)
     met = (sums / counts.clamp(min=1) <= budget).nonzero()
@@ -175,7 +179,7 @@ def _advantage(name: str, logq_NM: Tensor, **policies: Tensor) -> Tensor:
 
 
 def _ppo(ratio_NM: Tensor, advantage_NM: Tensor, clip: Epsilon) -> tuple[Tensor, Tensor]:
-    """min(ρA, clip(ρ)A), and where the clip decided."""
+    """Return min(ρA, clip(ρ)A), and the positions where the clip decided."""
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     plain_NM = ratio_NM * advantage_NM
     bounded_NM = ratio_NM.clamp(1 - low, 1 + high) * advantage_NM

@@ -1,1 +1,1 @@
-"""What an update minimises, and what is decided before its first gradient."""
+"""Objective of an update, and everything that is decided before its first gradient."""

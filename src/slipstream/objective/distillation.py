@@ -1,6 +1,6 @@
-"""A row of the table of losses at work: the ids its formula needs, and the loss of each position given those.
+"""Distillation losses in use: the ids that a formula needs, and the loss of each position.
 
-Shapes: N trained tokens, C rows of a chunk, M cached actions, K support, V vocabulary, D teacher's hidden size.
+Shapes: N trained tokens, C rows of a chunk, M cached draws, K support, V vocabulary, D teacher's hidden size.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from slipstream.records import Scored
 
 Metrics = dict[str, Tensor]
 LossOfRows = Callable[..., tuple[Tensor, Metrics]]
-"""(student's log-probs at the ids, which rows, best_ids of the student) → (loss per row, metrics per row)."""
+"""Function (student's log-probs at the ids, slice of rows, best_ids of the student) → (loss per row, metrics per
+row)."""
 Array = NDArray[Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where the record has what belongs to a cache."""
+    """Functions that read the data of a cache from a scored sample."""
 
     ids: Callable[[Scored], Array]
     behavior: Callable[[Scored], Array]
@@ -54,7 +55,7 @@ COLUMNS: dict[Cache, Columns] = {
         teacher=lambda s: s.teacher_topk_logp,
     ),
 }
-"""And `hidden`, which has no columns."""
+"""Columns by cache. `hidden` has none."""
 
 
 class Distillation:
@@ -62,18 +63,19 @@ class Distillation:
         self.asks, self.temperature, self.teacher_head = loss.asks, loss.temperature, teacher_head
         self.formula = formula(self.asks.formula)
         self.dense = self.asks.cache == "hidden"
-        """The formula is given whole distributions."""
+        """True if the formula needs whole distributions."""
         self.on_draws = self.asks.cache == "sampled"
-        """The ids are the draws."""
+        """True if the ids are the draws."""
         self.on_kept = self.on_draws and "behavior" in self.asks.takes
-        """It compares with what drew: so on what could be drawn, where samples tell."""
+        """True if the formula compares with the sampling policy, so that log-probs are conditioned on the sampling
+        support."""
         self.best = self.asks.k if self.asks.cache == "teacher_topk" else 0
-        """How many of the student's best ids it is compared with, for the metrics."""
+        """Number of the student's most likely ids that metrics compare with the teacher's."""
 
     def __call__(
         self, samples: Sequence[Scored], frozen: Sequence[Frozen], tokens_N: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor | None, LossOfRows]:
-        """The ids whose log-probs the loss needs, the emitted token's first (None: all), and the loss given those."""
+        """Return the ids that the loss needs, the emitted token's first (None: all), and the loss given log-probs."""
         if self.dense:
             return None, self._on_vocabulary(samples, tokens_N.device, dtype)
         columns, takes = COLUMNS[self.asks.cache], self.asks.takes
@@ -88,9 +90,8 @@ class Distillation:
             known["proximal"] = _of_draws([each.proximal_NM for each in frozen], tokens_N.device).to(dtype)
         if "keep" in takes:
             known["keep"] = _of_draws([each.keep_NM for each in frozen], tokens_N.device)
-        first = (
-            0 if self.asks.cache == "sampled" else 1
-        )  # draws begin with the emitted token; best ids need not hold it
+        # draws begin with the emitted token; best ids may not contain it
+        first = 0 if self.asks.cache == "sampled" else 1
 
         def on_ids(logp_CM: Tensor, rows: slice, best_ids: Tensor | None = None) -> tuple[Tensor, Metrics]:
             operands = {name: value_NM[rows] for name, value_NM in known.items()}
@@ -105,7 +106,7 @@ class Distillation:
         return torch.cat([tokens_N[:, None], ids_NM], 1) if first else ids_NM, on_ids
 
     def _on_vocabulary(self, samples: Sequence[Scored], device: torch.device, dtype: torch.dtype) -> LossOfRows:
-        """The teacher's head is applied here, to a chunk at a time: both whole distributions, and no N×V tensor."""
+        """Return the loss over the vocabulary: the teacher's head is applied to chunks, without an N×V tensor."""
         head = self.teacher_head
         assert head is not None, "the hidden cache needs the teacher's head"
         hidden_ND = _hidden([_present(sample.teacher_hidden) for sample in samples]).to(device)
@@ -130,7 +131,7 @@ class Distillation:
 
 
 def overlap(best_ids: Tensor, ids_CK: Tensor, logp_CK: Tensor, logq_CK: Tensor) -> Metrics:
-    """How much of the teacher's top-k the student's holds, and the advantage of what both hold, if they do."""
+    """Return the overlap of the student's and the teacher's top-k, and the advantage of the shared ids."""
     advantage_C, shared_C = overlap_token_advantage(best_ids, ids_CK, logp_CK, logq_CK)
     ratio_C = overlap_ratio(best_ids, ids_CK).to(logp_CK.dtype)
     return {

@@ -1,4 +1,4 @@
-"""How far the learner was from what drew its tokens, at the moment it learned from them."""
+"""Drift metrics: the distance between the learner and the sampling policy when the learner used the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.records import Scored
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A sample as the loss saw it: tensors over its T tokens."""
+    """Sample as the loss saw it: tensors over its T tokens."""
 
     logp_T: Tensor
     behavior_T: Tensor
@@ -33,7 +33,7 @@ class Seen:
 
 
 def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
-    """Those of `estimators.drift`, of the current policy against the one that drew, by lag too."""
+    """Return the metrics of `estimators.drift` for the current policy against the sampling policy, also by lag."""
     if not samples:
         return {}
     lag_BT = (version - padded([sample.version_T for sample in samples])).clamp(min=0)
@@ -47,7 +47,7 @@ def drift_metrics(samples: Sequence[Seen], *, version: int) -> Metrics:
 
 
 def sharpness(samples: Sequence[Seen]) -> Metrics:
-    """The slope of what drew against the learner, in log-probs: 1, or 1/T where a temperature T is between them."""
+    """Return the slope of the sampler's log-probs against the learner's: 1, or 1/T if a temperature T differs."""
     ours_N = torch.cat([sample.logp_T[sample.mask_T].double() for sample in samples])
     theirs_N = torch.cat([sample.behavior_T[sample.mask_T].double() for sample in samples])
     ours, theirs = ours_N - ours_N.mean(), theirs_N - theirs_N.mean()
@@ -55,43 +55,43 @@ def sharpness(samples: Sequence[Seen]) -> Metrics:
 
 
 def against_teachers(samples: Sequence[Scored], logp: Sequence[Tensor]) -> Metrics:
-    """Student and each teacher on the trained tokens: where they differ most, and whether its rows are in place."""
+    """Compare the student with each teacher on the trained tokens: largest difference, and alignment of rows."""
     pairs: dict[str, list[Pair]] = {}
-    said = set[int]()
+    prefixes = set[int]()
     for sample, logp_T in zip(samples, logp, strict=True):
         if sample.teacher_logp is not None and sample.rollout.trained_tokens:
             p_N = logp_T[torch.tensor(sample.rollout.loss_mask)].double()
-            first = first_news(sample, said)
+            first = first_new_row(sample, prefixes)
             pairs.setdefault(sample.teacher, []).append((torch.tensor(sample.teacher_logp).double(), p_N, first))
-    found = {teacher: compared(its) for teacher, its in pairs.items()}
-    return {f"teacher/{teacher}/{name}": value for teacher, its in found.items() for name, value in its.items()}
+    found = {teacher: comparison(each) for teacher, each in pairs.items()}
+    return {f"teacher/{teacher}/{name}": value for teacher, metrics in found.items() for name, value in metrics.items()}
 
 
 Pair = tuple[Tensor, Tensor, int]
-"""A teacher's and the student's log-probs of one response, and the first row that no other response has had."""
+"""Log-probs of one response by a teacher and by the student, and its first row that no other response contains."""
 
 
-def first_news(sample: Scored, said: set[int]) -> int:
-    """The first trained token that nobody has said after the same words: the same answer twice is no more evidence."""
-    so_far = hash((sample.teacher, sample.rollout.prompt.tokens.tobytes()))
+def first_new_row(sample: Scored, prefixes: set[int]) -> int:
+    """Return the index of the first trained token after a new prefix. A repeated response is no additional evidence."""
+    prefix = hash((sample.teacher, sample.rollout.prompt.tokens.tobytes()))
     new_T = []
     for token in sample.rollout.tokens.tolist():
-        so_far = hash((so_far, token))
-        new_T.append(so_far not in said)
-        said.add(so_far)
+        prefix = hash((prefix, token))
+        new_T.append(prefix not in prefixes)
+        prefixes.add(prefix)
     new_N = np.array(new_T)[sample.rollout.loss_mask]
     return int(new_N.argmax()) if new_N.any() else len(new_N)
 
 
-def compared(pairs: Sequence[Pair]) -> Metrics:
-    """Of a teacher's log-probs with the student's, of so many responses.
+def comparison(pairs: Sequence[Pair]) -> Metrics:
+    """Return statistics of a teacher's and the student's log-probs over several responses.
 
-    What is hard to guess for one is hard for the other, so their log-probs correlate best unshifted.
+    Tokens that are hard to predict are hard for both. Therefore log-probs correlate best without a shift.
     """
     news = [(q_N[first:], p_N[first:]) for q_N, p_N, first in pairs]
 
     def correlation(shift: int) -> float:
-        """Of the teacher's row n + shift with the student's n."""
+        """Return the correlation of the teacher's row n + shift with the student's row n."""
         q_N = torch.cat([q_N[max(shift, 0) : len(q_N) + min(shift, 0)] for q_N, _ in news])
         p_N = torch.cat([p_N[max(-shift, 0) : len(p_N) - max(shift, 0)] for _, p_N in news])
         both = torch.stack([q_N, p_N]).exp()

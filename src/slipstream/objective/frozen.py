@@ -1,9 +1,9 @@
-"""What is decided about a batch before its first gradient, and then stays: masks, advantages, weights.
+"""Decisions about a batch that are made before its first gradient and then stay: masks, advantages, importance weights.
 
-Everything here is small (some numbers per token), on the CPU and in float64, so ranks exchange it and each decides the
-same about the whole batch. The branches of an episode are decided about as one sequence, one behind the other: an
-episode has one reward, counts once in its group's baseline, and is one sequence for corrections that look at sequences.
-Guarantor of invariant 6: what is rejected here is in no loss, denominator or baseline.
+All data here are small (a few numbers per token), on the CPU and in float64. Ranks exchange them, and each rank decides
+the same for the whole batch. The branches of an episode are treated as one sequence, one after the other. An episode
+has one reward, counts once in its group's baseline, and is one sequence for corrections. Guarantor of invariant 6:
+rejected tokens are in no loss, denominator or baseline.
 
 Shapes: B samples, or episodes; T positions (of one of them, or of the longest).
 """
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """Log-probs of all draws at the trained tokens, at the temperature of the distillation loss."""
+    """Log-probs of all draws (extra tokens at the same position), at the temperature of the distillation loss."""
 
     current_NM: Tensor
     behavior_NM: Tensor
@@ -44,7 +44,7 @@ class Draws:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """A sample as seen before its first gradient: tensors over its T tokens."""
+    """Data of a sample before its first gradient: tensors over its T tokens."""
 
     group: int
     episode: int
@@ -52,58 +52,58 @@ class Evidence:
     mask_T: Tensor
     turn_T: Tensor
     behavior_T: Tensor
-    """Log-probs of the emitted tokens under what drew them; the others are the learner's at some version."""
+    """Log-probs of the emitted tokens under the sampling policy. Other log-probs are those of learner versions."""
     old_T: Tensor | None = None
     current_T: Tensor | None = None
     squares_T: Tensor | None = None
-    """Σ_v π_v² of the learner as it is."""
+    """Σ_v π_v² of the current learner."""
     reference_T: Tensor | None = None
     kl_T: Tensor | None = None
-    """KL(what drew the token ‖ the learner as it is), over the vocabulary; infinite where that version is gone."""
+    """KL(sampling policy ‖ current learner) over the vocabulary; infinite if that version is no longer stored."""
     draws: Draws | None = None
     missing: int = 0
-    """Tokens whose version the learner no longer has: what drew them stands for it."""
+    """Number of tokens whose version is no longer stored. The sampler's log-probs replace the version's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frozen:
     mask_T: Tensor
-    """What is trained on: the loss mask less what was rejected."""
+    """Loss mask without the rejected tokens."""
     behavior_T: Tensor
     old_T: Tensor | None = None
-    """What the ratio of the policy loss is taken to."""
+    """Log-probs under the old policy, the denominator of the policy loss's ratio."""
     advantage_T: Tensor | None = None
     weight_T: Tensor | None = None
     chosen_T: Tensor | None = None
-    """What a batch-scope method picked."""
+    """Tokens that a batch-scope method chose."""
     proximal_T: Tensor | None = None
     reference_T: Tensor | None = None
     proximal_NM: Tensor | None = None
-    """Of all draws at its trained tokens: their log-probs as the batch came, and which of them a choice keeps."""
+    """Log-probs of all draws when the batch arrived, and the mask of draws that a choice keeps."""
     keep_NM: Tensor | None = None
     beta: float = 0.0
-    """What the KL to the reference counts."""
+    """Coefficient of the KL to the reference."""
     positive: bool = False
-    """The advantages of its episode, as they are used, sum to more than 0."""
+    """True if the advantages of the sample's episode sum to more than 0."""
     episode_tokens: int = 0
-    """Of its episode, that are left: in this row, or in another branch."""
+    """Number of tokens left in the sample's episode, in all its branches."""
 
 
 def behavior_of(sample: Scored) -> Tensor:
-    """Log-probs of its trained tokens under what drew them, [T]; 0 where a token is masked, whatever stands there."""
+    """Return log-probs of a sample's trained tokens under the sampling policy, [T]; 0 at masked tokens."""
     rollout = sample.rollout
     return torch.from_numpy(np.where(rollout.loss_mask, rollout.logp, 0))
 
 
 def as_it_is(sample: Scored) -> Frozen:
-    """Nothing is rejected, and nothing weighed."""
+    """Return a sample with nothing rejected and nothing weighted."""
     return Frozen(mask_T=torch.tensor(sample.rollout.loss_mask), behavior_T=behavior_of(sample))
 
 
 def freeze(
     samples: Sequence[Evidence], method: Method, *, update: int, beta: float | None = None
 ) -> tuple[list[Frozen], Metrics]:
-    """`beta`: what the KL to the reference counts by now, where it is steered."""
+    """Return the decisions about each sample, and metrics. `beta` is the current coefficient of the reference KL."""
     beta = method.beta if beta is None else beta
     batch, places = episodes_of(samples)
     mask_BT = padded([sample.mask_T for sample in batch])
@@ -118,7 +118,7 @@ def freeze(
     kept_BT = mask_BT
     if method.correction.corrects:
         correction = method.correction.apply(
-            # decoupled, corrections compare the learner at a token's own version to what drew it; bypass, as it is now
+            # decoupled: compare the sampler with the learner at a token's version; bypass: with the current learner
             old_BT if method.decoupled else _current(batch),
             behavior_BT,
             mask_BT,
@@ -166,7 +166,7 @@ def freeze(
 
 
 def episodes_of(samples: Sequence[Evidence]) -> tuple[list[Evidence], list[tuple[int, slice]]]:
-    """The branches of every episode as one, in the order given; and for every sample in which it lies, and where."""
+    """Join the branches of every episode, in the given order. Return also each sample's row and slice in it."""
     branches: dict[tuple[int, int], list[Evidence]] = {}
     for sample in samples:
         branches.setdefault((sample.group, sample.episode), []).append(sample)
@@ -193,7 +193,7 @@ def _joined(parts: Sequence[Evidence]) -> Evidence:
     for name in (each.name for each in fields(Evidence) if each.name.endswith("_T")):
         values = [getattr(part, name) for part in parts]
         found[name] = None if values[0] is None else torch.cat(values)
-    # calls are numbered from 0 in every branch
+    # turns are numbered from 0 in every branch
     above = np.cumsum([0, *(1 + int(part.turn_T.max()) for part in parts[:-1])]).tolist()
     found["turn_T"] = torch.cat([part.turn_T + more for part, more in zip(parts, above, strict=True)])
     return replace(first, missing=sum(part.missing for part in parts), **found)
@@ -208,7 +208,7 @@ def _old(sample: Evidence) -> Tensor:
 
 
 def present(found: T | None) -> T:
-    assert found is not None, "a pass that the method needs was not made"
+    assert found is not None, "a pass that the method needs is missing"
     return found
 
 
@@ -217,7 +217,7 @@ def _current(batch: Sequence[Evidence]) -> Tensor:
 
 
 def _evidence(batch: Sequence[Evidence], method: Method, rewards: Rewards, mask_BT: Tensor) -> dict[str, Any]:
-    """What corrections look at beside log-probs. Rejection by the sign of advantages sees them as before it."""
+    """Return the inputs of corrections beside log-probs. Rejection by advantages uses those before rejection."""
     found: dict[str, Any] = {}
     if method.correction.is_level == "turn":
         found["turns"] = padded([sample.turn_T for sample in batch])
@@ -229,18 +229,18 @@ def _evidence(batch: Sequence[Evidence], method: Method, rewards: Rewards, mask_
 
 
 class Rewards:
-    """What the rewards of a batch make of its tokens: of those that are there, and of those that are left."""
+    """Advantages of a batch from its rewards, for any mask."""
 
     def __init__(self, batch: Sequence[Evidence], method: Method, old_BT: Tensor, beta: float) -> None:
         self.batch, self.method, self.old_BT, self.beta = batch, method, old_BT, beta
         self.charged: Metrics = {}
-        """The KL that was last taken off the rewards."""
+        """Mean KL that was last subtracted from the rewards."""
         self.group_B = torch.tensor([sample.group for sample in batch])
         self.of_each = {name: self._named(name) for name in method.rewards}
         self.reward_B = self._summed(self.of_each)
 
     def advantages(self, mask_BT: Tensor, weight_BT: Tensor | None) -> Tensor:
-        """Of the tokens in the mask, [B, T]; rewards stand on the last of them in a row."""
+        """Return the advantages of the tokens in the mask, [B, T]. A row's reward is at its last token in the mask."""
         policy, reference = self.method.policy, self.method.reference
         assert policy is not None
         rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
@@ -261,7 +261,7 @@ class Rewards:
         return advantage_BT
 
     def _evidence(self, mask_BT: Tensor, weight_BT: Tensor | None) -> dict[str, Any]:
-        """What this advantage needs beside rewards."""
+        """Return the tensor options of this advantage."""
         assert self.method.policy is not None
         found: dict[str, Any] = {}
         for name in ADVANTAGES[self.method.policy.advantage].evidence:
@@ -278,7 +278,7 @@ class Rewards:
                     found[name] = self._squares()
                 case "weights":
                     found[name] = weight_BT
-                case "grad_norm_squared":  # of the weighted answer: ‖Σ_t w_t g_t‖², which is w²‖g‖² where weights agree
+                case "grad_norm_squared":  # ‖Σ_t w_t g_t‖² of the weighted answer, which is w²‖g‖² for equal weights
                     found[name] = self._energy(mask_BT, weight_BT)
         return found
 
@@ -290,7 +290,7 @@ class Rewards:
         return torch.tensor([sample.rewards[name] for sample in self.batch], dtype=torch.float64)
 
     def _summed(self, of_each: Mapping[str, Tensor]) -> Tensor:
-        """Each by its weight, [B]."""
+        """Return the weighted sum of the rewards, [B]."""
         zero_B = torch.zeros(len(self.batch), dtype=torch.float64)
         return sum((weight * of_each[name] for name, weight in self.method.rewards.items()), start=zero_B)
 
@@ -298,7 +298,7 @@ class Rewards:
         return padded([present(sample.squares_T) for sample in self.batch])
 
     def metrics(self, advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
-        """Rewards of the rows that are left, and how many are moved: where a group agrees nothing is learned."""
+        """Return the mean rewards of the rows left, and the share of these rows with an advantage other than 0."""
         left_B = (mask_BT != 0).any(-1)
         moved_B = ((advantage_BT != 0) & (mask_BT != 0)).any(-1)
         rows = max(int(left_B.sum()), 1)
@@ -313,7 +313,7 @@ class Rewards:
 def _kept_draws(
     samples: Sequence[Evidence], method: Method, left: Sequence[Tensor]
 ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-    """What a distillation loss of batch scope chooses among all draws of tokens that are left."""
+    """Return the draws that a batch-scope distillation loss chooses, among all draws of the tokens left."""
     asks = method.loss.asks
     draws = [present(sample.draws) for sample in samples]
     keep_NM, metrics = formula(asks.chooses)(

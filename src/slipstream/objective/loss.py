@@ -1,9 +1,9 @@
-"""The loss of a micro-batch: distillation, policy loss and KL to the reference, on one pass of the head if that can be.
+"""Loss of a micro-batch: distillation, policy loss and KL to the reference, in one pass of the head if possible.
 
-Losses of token scope, at the temperature of the distillation loss, ride on the fused head. A policy loss that must see
-whole rows, or is at another temperature, has a pass of its own. Metrics are divided by the counts like the losses, so
-those of micro-batches add up. Guarantor of invariant 5: every loss is a sum divided by counts that it
-was given, so how a batch is cut, and in which order its parts come, changes nothing.
+Losses of token scope, at the temperature of the distillation loss, are computed in the fused head. A policy loss that
+needs whole rows, or another temperature, has its own pass. Metrics are divided by the counts like the losses, so
+metrics of micro-batches add up. Guarantor of invariant 5: every loss is a sum divided by given counts. The cuts of a
+batch, and the order of its parts, change nothing.
 
 Shapes: N trained tokens, C rows of a chunk, M ids of a row, V vocabulary, B samples, T positions.
 """
@@ -36,20 +36,20 @@ from slipstream.records import Counts, Scored
 
 Metrics = dict[str, Tensor]
 DENSE = 4
-"""A loss over the vocabulary has a dozen tensors of its size: chunks are by so much smaller."""
+"""Factor by which chunks are smaller for a loss over the vocabulary, which needs about twelve tensors of that size."""
 Cut = Callable[[Tensor], Tensor]
-"""From a tensor over N to the [B, T] that a policy loss is shown."""
+"""Function from a tensor over N to the [B, T] that a policy loss receives."""
 
 
 class Objective:
     def __init__(self, method: Method, teacher_head: Head | None = None) -> None:
         self.method, loss, reference = method, method.loss, method.reference
         self.distillation = Distillation(loss, teacher_head) if loss.weight else None
-        self.has_others = method.policy is not None or (reference is not None and reference.into == "loss")
-        self.rides = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
-        """Everything is of token scope and at one temperature: one pass of the fused head."""
+        self.has_policy_terms = method.policy is not None or (reference is not None and reference.into == "loss")
+        self.single_pass = not method.by_row and not (self.distillation and loss.temperature != method.temperature)
+        """True if all parts have token scope and one temperature: one pass of the fused head."""
         self.mean_weight = 1.0
-        """What weights by freshness are divided by, unless the whole gradient is."""
+        """Divisor of freshness weights, unless the whole gradient is divided."""
 
     def __call__(
         self,
@@ -61,19 +61,19 @@ class Objective:
         judged: Sequence[Judged] = (),
         slope_N: Tensor | None = None,
     ) -> tuple[Tensor, Metrics, Tensor]:
-        """The loss, to be differentiated, its metrics, and the emitted tokens' log-probs at sampling temperature.
+        """Return the differentiable loss, its metrics, and the emitted tokens' log-probs at sampling temperature.
 
-        `slope_N` is of `ahead`, and NaN at the tokens whose policy loss is still to be computed.
+        `slope_N` is the gradient from `ahead`, and NaN at tokens whose policy loss is still to be computed.
         """
         terms = self._terms(samples, frozen, counts, hidden_NH.device, _wide(hidden_NH), judged)
         hidden_NH, weight, bias = head.inputs(hidden_NH)
         shape: dict[str, Any] = {"bias": bias, **head.bend}
         losses, metrics = list[Tensor](), Metrics()
-        if self.distillation or self.rides:
+        if self.distillation or self.single_pass:
             loss, metrics, logp_N = self._fused(hidden_NH, weight, shape, samples, terms)
             losses.append(loss)
-        if not self.rides:
-            with torch.set_grad_enabled(self.has_others or terms.draws_NM is not None):
+        if not self.single_pass:
+            with torch.set_grad_enabled(self.has_policy_terms or terms.draws_NM is not None):
                 logp_NM, entropy_N = kept_logprobs_and_entropy_at(
                     hidden_NH,
                     weight,
@@ -91,7 +91,7 @@ class Objective:
                 slope_N = slope_N.to(logp_N)
                 terms.others_N = terms.mask_N & slope_N.isnan()
                 losses.append((slope_N.nan_to_num() * (logp_N - logp_N.detach())).sum())
-            if self.has_others:
+            if self.has_policy_terms:
                 loss, found = terms.others(terms.rows(logp_N), terms.rows)
                 losses.append(loss)
                 merge_metrics(metrics, found)
@@ -111,9 +111,9 @@ class Objective:
     ) -> tuple[Tensor, Metrics, Sequence[Tensor]]:
         """Return the policy loss of whole episodes, its metrics, and its gradient in the log-probs of each sample.
 
-        For losses that look at episodes whose branches may be in different micro-batches: there the gradient by the
-        weights follows from this one. `samples` are all branches of these episodes, those of one behind each other,
-        and `logp` [T] their log-probs by the learner as it is.
+        For losses of episodes whose branches may be in different micro-batches. The gradient with respect to the
+        weights follows from this gradient. `samples` are all branches of these episodes, sorted by episode. `logp` [T]
+        are the current learner's log-probs of each sample.
         """
         masks = [sample.rollout.loss_mask for sample in samples]
         logp_N = torch.cat([logp_T[mask_T] for logp_T, mask_T in zip(logp, masks, strict=True)]).requires_grad_()
@@ -136,14 +136,14 @@ class Objective:
             ids_NM, distilled = row(samples, terms.frozen, terms.tokens_N, terms.dtype)
             temperature, best, on_kept, on_draws = row.temperature, row.best, row.on_kept, row.on_draws
         asked = draws = slice(0, None if ids_NM is None else ids_NM.shape[1])
-        """Where, of all log-probs, those are that the loss asks for; and those of the draws."""
-        draws_NM = terms.draws_NM if self.rides else None
+        """Slices of all log-probs: those for the distillation loss, and those of the draws."""
+        draws_NM = terms.draws_NM if self.single_pass else None
         if draws_NM is not None and ids_NM is not None and not on_draws:
             draws = slice(ids_NM.shape[1], ids_NM.shape[1] + draws_NM.shape[1])
             ids_NM = torch.cat([ids_NM, draws_NM], 1)
 
         def loss_of_chunk(logp_CX: Tensor, rows: slice, *, entropy: Tensor, **beside: Tensor) -> tuple[Tensor, Metrics]:
-            """X: the ids asked for and then what could have been drawn, or the vocabulary."""
+            """Return the loss of a chunk. X: the requested ids and then the sampling support, or the vocabulary."""
             m = logp_CX.shape[1] if ids_NM is None else ids_NM.shape[1]
             asked_CM, emitted_C1 = logp_CX[:, asked], logp_CX[:, :1]
             if ids_NM is None:
@@ -169,7 +169,7 @@ class Objective:
                 loss, found = terms.anchored(drawn_CM, rows)
                 losses.append(loss)
                 metrics |= found
-            if self.rides and self.has_others:
+            if self.single_pass and self.has_policy_terms:
                 loss, found = terms.others(emitted_C[None], lambda x_N: x_N[rows][None])
                 losses.append(loss)
                 metrics |= found
@@ -191,7 +191,7 @@ class Objective:
 
 
 class Terms:
-    """The samples of a micro-batch, their trained tokens joined to tensors over N, and the losses of those."""
+    """Losses of the samples of a micro-batch, whose trained tokens are joined to tensors over N."""
 
     def __init__(
         self,
@@ -215,16 +215,16 @@ class Terms:
         present = [name for name in names if getattr(frozen[0], name) is not None]
         self.frozen_N = {name: self._joined(name, torch.bool if name == "chosen_T" else dtype) for name in present}
         self.others_N = self.mask_N
-        """Where a policy loss and the KL to the reference are computed."""
+        """Tokens at which the policy loss and the KL to the reference are computed."""
         counts_B = torch.tensor([mask_T.sum() for mask_T in self.masks], device=device)
         self.sample_N = torch.arange(len(samples), device=device).repeat_interleave(counts_B)
         episodes = [list(its) for _, its in groupby(range(len(samples)), lambda i: episode_of(samples[i]))]
         self.rows_B = [int(counts_B[its].sum()) for its in episodes]
-        """Trained tokens of each row: of an episode, as far as its branches are behind one another."""
+        """Number of trained tokens of each row. A row is an episode, as far as its branches are adjacent."""
         self.of_rows = [frozen[its[0]] for its in episodes]
         self.episode_tokens_B = torch.tensor([each.episode_tokens for each in self.of_rows], device=device)
         self.worth_N = self.anchor_N = self.draws_NM = None
-        """Where freshness decides: what a token counts in distillation and in the anchor, and its draws."""
+        """With [freshness]: factor of each token in distillation and in the anchor, and its draws. None without."""
         if judged:
             self.worth_N = torch.cat([each.distill_N for each in judged]).to(device, dtype) / mean_weight
             self.weight_B = torch.tensor([each.weighed.w / mean_weight for each in judged], device=device, dtype=dtype)
@@ -234,25 +234,25 @@ class Terms:
             self.drew_NM = joined([sample.rollout.action_logp for sample in samples], device, dtype)
 
     def _of_mask(self, arrays: Sequence[np.ndarray[Any, Any]], dtype: torch.dtype) -> Tensor:
-        """Of what every token has, the rows of trained ones."""
+        """Return the values of trained tokens, joined over the samples."""
         return joined([array[mask_T] for array, mask_T in zip(arrays, self.masks, strict=True)], self.device, dtype)
 
     def _joined(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._of_mask([getattr(each, name).cpu().numpy() for each in self.frozen], dtype)
 
     def with_kept(self, ids_NM: Tensor | None) -> Ids:
-        """These ids and, where samples tell, beside them what could have been drawn."""
+        """Return these ids, followed by the sampling support if samples recorded one."""
         support = self.support
         if ids_NM is None or support is None:
             return ids_NM
         return lambda rows: torch.cat([ids_NM[rows], support[rows]], 1)
 
     def rows(self, x_N: Tensor) -> Tensor:
-        """One row for each sample, or episode, of its trained tokens, [B, T]."""
+        """Return the trained tokens with one row for each sample or episode, [B, T]."""
         return padded(torch.split(x_N, self.rows_B))
 
     def entropy(self, entropy_C: Tensor, rows: slice) -> Metrics:
-        """Of the student at the trained tokens, at the temperature of the pass."""
+        """Return the student's entropy at the trained tokens, at the temperature of the pass."""
         mask_C = self.mask_N[rows]
         return {"student/entropy": entropy_C.detach()[mask_C].sum() / max(self.counts.n_tokens, 1)}
 
@@ -271,18 +271,18 @@ class Terms:
 
     @property
     def units(self) -> float:
-        """What distillation and anchor are divided by, where freshness decides."""
+        """Return the divisor of distillation and anchor with [freshness]."""
         return max(self.counts.n_sequences if self.method.over_samples else self.counts.n_tokens, 1)
 
     def anchored(self, logp_CM: Tensor, rows: slice) -> tuple[Tensor, Metrics]:
-        """The KL to what drew, at the draws that were recorded."""
+        """Return the KL to the sampling policy, estimated from the recorded draws."""
         assert self.anchor_N is not None
         kl_C = rollout_kl_from_cache(logp_CM, self.drew_NM[rows]) * self.anchor_N[rows]
         loss = kl_C.sum() / self.units
         return loss, {"freshness/anchor": loss.detach()}
 
     def _by_teacher(self, loss_C: Tensor, mask_C: Tensor, rows: slice, n_tokens: float) -> Metrics:
-        """The loss of each teacher's samples, and their share of tokens: both divided by all tokens."""
+        """Return the loss of each teacher's samples and their share of tokens. Both are divided by all tokens."""
         found = Metrics()
         for name in self.method.teachers:
             its_B = torch.tensor([teacher == name for teacher in self.teachers], device=self.device)
@@ -292,7 +292,7 @@ class Terms:
         return found
 
     def others(self, logp_BT: Tensor, cut: Cut) -> tuple[Tensor, Metrics]:
-        """Policy loss and reference KL; `cut` shows them the same tokens of every tensor as `logp` has."""
+        """Return policy loss and reference KL. `cut` brings every tensor into the shape of `logp`."""
         policy, reference, counts = self.method.policy, self.method.reference, self.counts
         losses, metrics = list[Tensor](), Metrics()
         known = {name: cut(value_N) for name, value_N in self.frozen_N.items()}
@@ -332,7 +332,7 @@ class Terms:
         return torch.stack(losses).sum(), metrics
 
     def _evidence(self, known: dict[str, Tensor]) -> dict[str, Any]:
-        """What some policy losses need beside the usual."""
+        """Return the additional inputs of some policy losses."""
         found: dict[str, Any] = {}
         if self.method.chooses:
             found["chosen"] = known["chosen_T"]
@@ -344,7 +344,7 @@ class Terms:
 
 
 def _summed(metrics_C: Metrics, mask_C: Tensor, n_tokens: float) -> Metrics:
-    """Per-row metrics over the trained rows: the extreme where the name says so, else the sum over all the counts."""
+    """Reduce per-row metrics over the trained rows: the extreme if the name says so, else the sum over the count."""
     out = Metrics()
     for name, value_C in metrics_C.items():
         kept = value_C[mask_C]

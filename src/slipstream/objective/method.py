@@ -1,4 +1,4 @@
-"""What an update minimises, checked: every part of it does something, and no ratio counts twice (invariant 7)."""
+"""Objective of an update with its checks: every part has an effect, and no ratio counts twice (invariant 7)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ from slipstream.estimators.tables.correction import (
 from slipstream.estimators.tables.policy import LOSSES, scope_of
 from slipstream.scope import Scope
 
-"""Advantages that compare the answers to one prompt, and whose scope is the batch for another reason."""
-OURS = ("generator", "positive", "proximal_logp")
-"""Options of policy losses that are tensors, and not for a config to give."""
+TENSOR_OPTIONS = ("generator", "positive", "proximal_logp")
+"""Options of policy losses that are tensors, which a config cannot set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,23 +37,23 @@ class Method:
     reference: ReferenceConfig | None = None
     freshness: FreshnessConfig | None = None
     teachers: Mapping[str, float] = field(default_factory=dict)
-    """Weights of teachers by name; 1 where it is not here."""
+    """Weights of teachers by name. A missing teacher has weight 1."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """What the policy loss is about: the rewards by name, and what each of them counts."""
+    """Weights of the rewards in the policy loss, by name."""
     temperature: float = 1.0
-    """Of sampling: that of policy losses, corrections and drift."""
+    """Sampling temperature, also used for policy losses, corrections and drift."""
     max_tokens: int = 1
-    """Longest response: the scale of seq-mean-token-sum-norm."""
+    """Largest number of tokens of a response: the scale of seq-mean-token-sum-norm."""
     seed: int = 0
 
     @property
     def decoupled(self) -> bool:
-        """The old policy is the learner at the version that drew a token, not what the sampler said of it."""
+        """Return whether the old policy is the learner at the version that drew a token, instead of the sampler."""
         return self.correction.mode == "decoupled"
 
     @property
     def previous(self) -> bool:
-        """The old policy is the learner before its last update."""
+        """Return whether the old policy is the learner before its last update."""
         return self.policy is not None and self.policy.old == "previous"
 
     def rejects(self, mode: str) -> bool:
@@ -62,17 +61,17 @@ class Method:
 
     @property
     def reads_snapshots(self) -> bool:
-        """Something is asked of the weights that drew a token."""
+        """Return whether any part needs the weights that drew a token."""
         return self.decoupled or self.rejects("seq_max_kl") or self.replays
 
     @property
     def replays(self) -> bool:
-        """How far the learner is from what drew a sample is known by its weights of then."""
+        """Return whether the student's drift is computed with the weights that drew a sample."""
         return self.freshness is not None and self.freshness.drift == "snapshots"
 
     @property
     def anchored(self) -> bool:
-        """The KL to what drew is in the loss."""
+        """Return whether the KL to the sampling policy is in the loss."""
         return self.freshness is not None and self.freshness.anchor > 0
 
     @property
@@ -81,14 +80,14 @@ class Method:
 
     @property
     def weighs_all(self) -> bool:
-        """Freshness weighs every part of the loss, or by 1: the whole gradient may be divided by the mean weight."""
+        """Return whether the gradient may be divided by the mean weight: all parts are weighted, or all with 1."""
         fresh, reference = self.freshness, self.reference
         others = (self.policy is not None and not self.weighs_policy) or (reference and reference.into == "loss")
         return fresh is None or fresh.weight == "equal" or not others
 
     @property
     def by_row(self) -> bool:
-        """The policy loss must see whole rows."""
+        """Return whether the policy loss needs whole rows."""
         if (policy := self.policy) is None:
             return False
         over_rows = (policy.aggregation or LOSSES[policy.loss].agg) == "seq-mean-token-mean"
@@ -96,23 +95,23 @@ class Method:
 
     @property
     def by_episode(self) -> bool:
-        """The policy loss has ratios of whole sequences: a sequence is an episode, with all its branches."""
+        """Return whether the policy loss has ratios of whole sequences (episodes with all their branches)."""
         return self.policy is not None and LOSSES[self.policy.loss].scope == "row"
 
     @property
     def looks_first(self) -> bool:
-        """Something must be known of a batch before its first gradient."""
+        """Return whether anything about a batch must be decided before its first gradient."""
         others = self.policy is not None or self.correction.corrects or self.reference is not None
         return others or self.draws_first
 
     @property
     def chooses(self) -> bool:
-        """A batch-scope policy loss picks its tokens first."""
+        """Return whether a batch-scope policy loss chooses tokens first."""
         return self.policy is not None and LOSSES[self.policy.loss].choice != ""
 
     @property
     def current_first(self) -> bool:
-        """What the learner thinks of the tokens when they arrive must be known before its first step."""
+        """Return whether the learner's log-probs of the tokens are needed before its first step."""
         in_bypass = self.correction.corrects and not self.decoupled
         return self.chooses or self.proximal or in_bypass or self.rejects("negative_seq") or self.weighs_energy
 
@@ -122,7 +121,7 @@ class Method:
 
     @property
     def draws_first(self) -> bool:
-        """The learner's log-probs of all draws, as they arrive, are asked for."""
+        """Return whether the learner's log-probs of all draws are needed before its first step."""
         return self.loss.weight > 0 and bool({"proximal", "keep"} & set(self.loss.asks.takes))
 
     @property
@@ -131,16 +130,16 @@ class Method:
 
     @property
     def beta(self) -> float:
-        """What the KL to the reference counts, or begins with."""
+        """Return the coefficient of the KL to the reference. An adaptive coefficient starts with this value."""
         return self.reference.weight if self.reference is not None else 0.0
 
     @property
     def steers(self) -> bool:
-        """What the KL to the reference counts follows from what it was."""
+        """Return whether the coefficient of the KL to the reference is adaptive."""
         return self.reference is not None and self.reference.control == "adaptive"
 
     def beta_after(self, beta: float, *, kl: float, samples: int) -> float:
-        """What the KL counts after an update of so many samples that saw so much of it."""
+        """Return the coefficient of the KL after an update with this KL and this number of samples."""
         reference = self.reference
         if reference is None or reference.target is None or reference.horizon is None:
             return fixed_beta(beta=beta, kl=kl, samples=samples)
@@ -148,7 +147,7 @@ class Method:
 
     @property
     def scopes(self) -> dict[str, Scope]:
-        """What each part must have in sight, by its name in the config."""
+        """Return the scope of each part, by its name in the config."""
         found: dict[str, Scope] = {"correction": self.correction.scope}
         if self.loss.weight:
             found[f"loss.kind = {self.loss.kind}"] = self.loss.scope
@@ -160,12 +159,12 @@ class Method:
 
     @property
     def over_samples(self) -> bool:
-        """Distillation and anchor are divided by sequences."""
+        """Return whether distillation and anchor are divided by the number of sequences."""
         return self.freshness is not None and self.freshness.over == "samples"
 
     @property
     def over_sequences(self) -> bool:
-        """The policy loss is divided by sequences, and not by tokens; without one, the rest is."""
+        """Return whether the policy loss is divided by sequences, not tokens; if there is none, `over_samples`."""
         if (policy := self.policy) is None:
             return self.over_samples
         return (policy.aggregation or LOSSES[policy.loss].agg).startswith("seq")
@@ -173,24 +172,24 @@ class Method:
     def __str__(self) -> str:
         parts = [f"{self.loss.weight:g} · {self.loss.kind}"] if self.loss.weight else []
         if self.policy is not None:
-            rewards = " + ".join(f"{_times(weight)}{name}" for name, weight in self.rewards.items())
+            rewards = " + ".join(f"{_weight_text(weight)}{name}" for name, weight in self.rewards.items())
             parts.append(f"{self.policy.weight:g} · {self.policy.loss} on {self.policy.advantage} of {rewards}")
         if self.reference is not None:
             steered = f", steered to {self.reference.target:g}" if self.steers else ""
             parts.append(f"{self.reference.weight:g} · KL to the reference in the {self.reference.into}{steered}")
         if (fresh := self.freshness) is not None:
             weighed = 1 if self.loss.weight else 0
-            parts = [f"{weighed_by(fresh)}{part}" for part in parts[:weighed]] + parts[weighed:]
+            parts = [f"{_freshness_text(fresh)}{part}" for part in parts[:weighed]] + parts[weighed:]
             parts += [f"{fresh.anchor:g} · KL to what drew"] if fresh.anchor else []
         preset = next((name for name, preset in PRESETS.items() if preset == self.correction), "of your own")
         return f"loss: {' + '.join(parts)}; correction: {preset}"
 
 
-def weighed_by(fresh: FreshnessConfig) -> str:
+def _freshness_text(fresh: FreshnessConfig) -> str:
     return {"freshness": "freshness · ", "lag": "1/(lag + 1) · ", "equal": ""}[fresh.weight]
 
 
-def _times(weight: float) -> str:
+def _weight_text(weight: float) -> str:
     return "" if weight == 1.0 else f"{weight:g} · "
 
 
@@ -212,7 +211,7 @@ def method_of(config: Config) -> Method:
     if policy is not None:
         _check_policy(config, policy, method)
     _check_horizon(config)
-    _check_cut(config, method)
+    _check_truncation(config, method)
     if config.schedule.learns_as_ready:
         _check_parts(method)
     if config.learner.snapshots and not (config.learner.exact_drift or method.reads_snapshots):
@@ -239,21 +238,21 @@ def _correction(config: Config) -> CorrectionPreset:
         )
     if given.ctpo_clip is not None and found.is_level != "cumulative":
         raise ConfigError('correction.ctpo_clip does nothing: it is for correction.is_level = "cumulative"')
-    if given.verl_compat and not any(_turns_round(mode, bound) for mode, bound in (found.rs or {}).items()):
+    if given.verl_compat and not any(_inverts_bounds(mode, bound) for mode, bound in (found.rs or {}).items()):
         raise ConfigError(
-            "correction.verl_compat does nothing: it turns round bounds (L, U) of k1 rejection that are not (1/U, U)"
+            "correction.verl_compat does nothing: it inverts bounds (L, U) of k1 rejection that are not (1/U, U)"
         )
     return found
 
 
-def _turns_round(mode: str, bound: Threshold) -> bool:
+def _inverts_bounds(mode: str, bound: Threshold) -> bool:
     return mode.endswith("k1") and isinstance(bound, tuple) and not isclose(bound[0] * bound[1], 1.0, rel_tol=1e-12)
 
 
 def _check_correction(config: Config, preset: CorrectionPreset) -> None:
     if config.policy is None and preset.is_level is not None:
         raise ConfigError(
-            f"{_of_correction(config)} weighs a policy loss, and there is none: choose a preset that only rejects "
+            f"{_correction_text(config)} weighs a policy loss, and there is none: choose a preset that only rejects "
             "(…_rs), or add [policy]"
         )
     if config.policy is None and "negative_seq" in (preset.rs or {}):
@@ -264,7 +263,7 @@ def _check_correction(config: Config, preset: CorrectionPreset) -> None:
     if config.learner.snapshots == 0 and "seq_max_kl" in (preset.rs or {}):
         raise ConfigError(
             "correction.rs.seq_max_kl compares with the weights that drew a token, and learner.snapshots = 0 keeps "
-            "none: leave it out, and as many are kept as the schedule needs"
+            "none: drop learner.snapshots, and as many are kept as needed"
         )
     try:
         if config.policy is not None:
@@ -272,18 +271,18 @@ def _check_correction(config: Config, preset: CorrectionPreset) -> None:
         elif preset.mode is not None:
             check_combination(config.loss.kind, preset)
     except ValueError as error:
-        raise ConfigError(f"{_of_correction(config)}: {error}") from None
+        raise ConfigError(f"{_correction_text(config)}: {error}") from None
 
 
-def _of_correction(config: Config) -> str:
-    """What the config says of it, as far as that decides whether it is of any use."""
+def _correction_text(config: Config) -> str:
+    """Return the correction's settings in the config that decide if it has an effect."""
     level = config.correction.is_level
     with_level = f" with is_level = {level!r}" if level is not None else ""
     return f"correction.preset = {config.correction.preset!r}{with_level}"
 
 
 def _check_policy(config: Config, policy: PolicyConfig, method: Method) -> None:
-    known = [name for name in LOSSES[policy.loss].takes if name not in OURS]
+    known = [name for name in LOSSES[policy.loss].takes if name not in TENSOR_OPTIONS]
     for where, given, options in (
         (f"policy.options of {policy.loss}", policy.options, known),
         (
@@ -317,33 +316,32 @@ def _check_rewards(config: Config, policy: PolicyConfig) -> None:
         )
     if policy.advantage == "gdpo" and config.reference is not None and config.reference.into == "reward":
         raise ConfigError(
-            'policy.advantage = "gdpo" is made of task.reward\'s rewards alone, and reference.into = "reward" would '
-            'reach no advantage: write reference.into = "loss"'
+            'policy.advantage = "gdpo" uses task.reward\'s rewards alone, so reference.into = "reward" would '
+            'have no effect: write reference.into = "loss"'
         )
     if weights and len(names) == 1:
         raise ConfigError(
-            "policy.reward_weights says what several rewards count beside each other, and task.reward is "
+            "policy.reward_weights weighs several rewards against each other, and task.reward is "
             f"{names[0]!r} alone: drop it, or write policy.weight"
         )
     for name in weights:
         if name not in names:
             raise ConfigError(str(unknown("reward in policy.reward_weights", name, names)))
     if weights and not any(weights.get(name, 1.0) for name in names):
-        raise ConfigError("policy.reward_weights makes every reward count 0, and nothing is left to learn from")
+        raise ConfigError("policy.reward_weights gives every reward weight 0, and nothing is left to learn from")
 
 
 def _check_horizon(config: Config) -> None:
-    """A step of β must not turn its sign, however large an update is."""
     reference, samples = config.reference, config.learner.batch_size
     if reference is not None and reference.horizon is not None and reference.horizon <= samples / 5:
         raise ConfigError(
             f"reference.horizon = {reference.horizon:g} is not above a fifth of learner.batch_size = {samples}, and β "
-            f"could become 0 in one update: write a few updates' worth of samples, {10 * samples}, say"
+            f"could become 0 in one update: write the samples of several updates, for example {10 * samples}"
         )
 
 
-def _check_cut(config: Config, method: Method) -> None:
-    """What draws leave out makes the rest likelier than the whole distribution has it: no ratio between them is 1."""
+def _check_truncation(config: Config, method: Method) -> None:
+    """Refuse ratios between the truncated distribution that draws and the whole distribution."""
     sampler = config.sampler
     whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
     cut = [name for name, value in whole.items() if getattr(sampler, name) != value]
@@ -352,24 +350,24 @@ def _check_cut(config: Config, method: Method) -> None:
     if not cut:
         return
     named = " and ".join(f"sampler.{name} = {getattr(sampler, name)}" for name in cut)
-    leaves = f"{named} {'leaves' if len(cut) == 1 else 'leave'} out tokens of the distribution that draws"
+    leaves = f"{named} {'leaves' if len(cut) == 1 else 'leave'} out tokens of the sampling distribution"
     drop = ", ".join(f"{name} = {whole[name]:g}" for name in cut)
     if config.loss.weight and config.loss.asks.cache == "student_topk":
         raise ConfigError(
             f'{leaves}, and loss.kind = "{config.loss.kind}" compares the {config.loss.asks.k} best of it, which may '
-            f'be among them: write {drop}, or loss.kind = "reverse_kl_mc" with keep_mask = true'
+            f'be left out: write {drop}, or loss.kind = "reverse_kl_mc" with keep_mask = true'
         )
-    if sampler.keep_mask or (who := _looks_at_behavior(config, method)) is None:
+    if sampler.keep_mask or (comparison := _first_ratio_to_sampler(config, method)) is None:
         return
-    holder, instead = who
+    holder, instead = comparison
     raise ConfigError(
-        f"{leaves}, and {holder} the ratio of a whole one to it, which is below 1 before anything is learned: write "
-        f"keep_mask = true, which sends along what is left, or {drop}, or {instead}"
+        f"{leaves}, and {holder} the ratio of a whole distribution to it, which is below 1 before anything is learned: "
+        f"write keep_mask = true, which records the sampling support, or {drop}, or {instead}"
     )
 
 
-def _looks_at_behavior(config: Config, method: Method) -> tuple[str, str] | None:
-    """The first part that compares with what drew the tokens, and what to write for one that does not."""
+def _first_ratio_to_sampler(config: Config, method: Method) -> tuple[str, str] | None:
+    """Return the first part that compares with the sampling policy, and a replacement to write; or None."""
     loss, policy, reference = config.loss, method.policy, method.reference
     if loss.weight and loss.asks.compares:
         without = (
@@ -389,12 +387,12 @@ def _looks_at_behavior(config: Config, method: Method) -> tuple[str, str] | None
     if reference is not None and reference.into == "loss" and reference.importance:
         return 'reference.into = "loss" weighs its KL by', "reference.importance = false"
     if reference is not None and reference.into == "reward" and old_is_behavior:
-        return 'reference.into = "reward" charges for', "drop [reference]"
+        return 'reference.into = "reward" penalises', "drop [reference]"
     return None
 
 
 def _check_parts(method: Method) -> None:
-    """A periodic schedule learns from groups as they come: nothing may need the whole batch (invariant 5)."""
+    """Refuse parts that need the whole batch: a periodic schedule learns from groups as they come (invariant 5)."""
     for part, scope in method.scopes.items():
         if scope == "batch":
             raise ConfigError(
@@ -423,7 +421,7 @@ def _check_parts(method: Method) -> None:
 
 
 def _divided_by_tokens(method: Method) -> dict[str, bool]:
-    """Of every part of the loss, and not by sequences."""
+    """Return for every part of the loss if it is divided by tokens; otherwise it is divided by sequences."""
     found: dict[str, bool] = {}
     if method.loss.weight or method.anchored:
         found["distillation" if method.loss.weight else "the anchor"] = not method.over_samples

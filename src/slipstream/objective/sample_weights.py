@@ -1,14 +1,14 @@
-"""What the samples of an update are worth, and what each of their tokens counts for it in the loss.
+"""Freshness weights of the samples of an update, and the factor of each token in the loss.
 
-    Σ_i w_i Σ_t (ℓ_it + λ D_roll,it) / w̄N    over tokens, N of which are trained
-    Σ_i w_i (ℓ_i + λ D_roll,i) / w̄|M|        over samples: means over the aligned tokens of each, M episodes
-    w̄ = the mean of w over the samples of the optimizer step: a gradient does not shrink as its samples grow older
-    w_i = relu(f_i − ξ),  f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
+  Σ_i w_i Σ_t (ℓ_it + λ D_roll,it) / w̄N    over tokens, N of which are trained
+  Σ_i w_i (ℓ_i + λ D_roll,i) / w̄|M|        over samples: means over the aligned tokens of each, M episodes
+  w̄ = mean of w over the samples of the optimizer step: gradients do not shrink as samples grow older
+  w_i = relu(f_i − ξ),  f_i = exp(−α√D_roll,i − β√D_sup,i) / (lag_i + 1)
 
-A sample is a lineage: it has a weight of its own, and the means ℓ_i and D_roll,i of an episode are over the aligned
-tokens of all its lineages. What is decided stays for all steps of the update.
+A sample is one lineage (branch) of an episode and has its own weight. The means ℓ_i and D_roll,i of an episode are over
+the aligned tokens of all its branches. Weights stay the same for all steps of the update.
 
-Shapes: B samples, N trained tokens (of one sample, or of several behind one another), M cached draws.
+Shapes: B samples, N trained tokens (of one sample, or of several, one after the other), M cached draws.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from slipstream.protocols import Weighed
 from slipstream.records import Scored
 
 Key = tuple[int, int]
-"""Number of the group, and index in it, or episode of it."""
+"""Group number, and index or episode in the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A sample's weight, and what each of its trained tokens counts for it in distillation and in the anchor."""
+    """Weight of a sample, and the resulting factor of each trained token in distillation and in the anchor."""
 
     weighed: Weighed
     distill_N: Tensor
@@ -41,20 +41,20 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Drifted:
-    """How far student or teacher is at every trained token from what it was, and where that can be known."""
+    """Change of student or teacher at every trained token, as a KL, and the tokens at which it is known."""
 
     kl_N: Tensor
     known_N: Tensor
 
 
 def drifted(sample: Scored, logp_NM: Tensor) -> Drifted:
-    """By the student's log-probs of the draws that were recorded with it."""
+    """Return the student's drift, from its log-probs of the recorded draws."""
     kl_N = rollout_kl_from_cache(logp_NM, torch.from_numpy(sample.rollout.action_logp).double())
     return Drifted(kl_N, torch.ones_like(kl_N, dtype=torch.bool))
 
 
 def supervision(sample: Scored) -> Drifted:
-    """Of its teacher, which stands still unless it was asked again."""
+    """Return the teacher's drift. It is 0 for a sample that was not scored again."""
     if sample.supervision_kl is None:
         n = sample.rollout.trained_tokens
         return Drifted(torch.zeros(n, dtype=torch.float64), torch.ones(n, dtype=torch.bool))
@@ -63,30 +63,31 @@ def supervision(sample: Scored) -> Drifted:
 
 
 def means(drift: Sequence[Drifted]) -> tuple[Tensor, list[float]]:
-    """Of each sample: over what is known, and which share that is."""
+    """Return for each sample the mean drift over the known tokens, and their share."""
     mean_B = aligned_mean(padded([each.kl_N for each in drift]), padded([each.known_N for each in drift]))
     return mean_B, [float(each.known_N.sum()) / max(len(each.known_N), 1) for each in drift]
 
 
 class Judge:
-    """Of one update after the other."""
+    """Freshness weights of the samples of one update at a time."""
 
     def __init__(self, freshness: FreshnessConfig) -> None:
         self.freshness = freshness
         self.begin()
 
     def begin(self) -> None:
-        """Let go of the update before."""
+        """Forget the previous update."""
         self.judged: dict[Key, Judged] = {}
         self.drifted: dict[Key, Drifted] = {}
-        """Where that is known before the pass that learns."""
+        """Drift of samples, if known before the learning pass."""
         self.supervised, self.replayed = Counter[Key](), Counter[Key]()
-        """Aligned tokens of every episode that are learned from."""
+        """Numbers of trained tokens of every episode with known teacher drift, and with known student drift."""
         self.left, self.share = Counter[Key](), dict[Key, tuple[Key, int]]()
-        """Tokens of every episode that are learned from; and of every sample its episode, and how many of these."""
+        """Number of trained tokens of every episode; and for every sample its episode and its number of trained
+        tokens."""
 
     def take(self, samples: Sequence[Scored], frozen: Sequence[Frozen], found: Sequence[Drifted] | None = None) -> None:
-        """Whole episodes, with what is `found` of their drift already."""
+        """Register the samples of whole episodes, with their drift if it is already known."""
         for i, (sample, each) in enumerate(zip(samples, frozen, strict=True)):
             episode, left_N = episode_of(sample), each.mask_T[torch.from_numpy(sample.rollout.loss_mask)]
             if found is not None:
@@ -105,7 +106,7 @@ class Judge:
         version: int,
         draws: Callable[[], Sequence[Tensor]],
     ) -> list[Judged]:
-        """Of these samples; `version` is that of the learner, and `draws` its log-probs of their draws, [N, M] each."""
+        """Return the weights of these samples. `draws` returns the learner's log-probs of their draws, [N, M] each."""
         keys = [key_of(sample) for sample in samples]
         if new := [i for i, key in enumerate(keys) if key not in self.judged]:
             if missing := [i for i in new if keys[i] not in self.drifted]:
@@ -116,15 +117,15 @@ class Judge:
         return [self.judged[key] for key in keys]
 
     def total(self, keys: Iterable[Key]) -> tuple[float, float]:
-        """Return the sum of the weights of these judged samples, and how many samples they are.
+        """Return the sum of the weights of these judged samples, and their number.
 
-        Branches share the one sample that their episode is, by their tokens. Samples that were rejected are none.
+        The branches of an episode count as one sample, shared by their tokens. Rejected samples do not count.
         """
         parts = [(self.judged[key].weighed.w, n / (self.left[e] or 1)) for key in keys for e, n in [self.share[key]]]
         return sum(w * part for w, part in parts), sum(part for _, part in parts)
 
     def weigh(self, samples: Sequence[Scored], drift: Sequence[Drifted], *, version: int) -> list[Weighed]:
-        """What these would be worth now, whoever learns from them later."""
+        """Return the freshness weights that these samples have now."""
         freshness = self.freshness
         (roll_B, rolls), (sup_B, sups) = means(drift), means([supervision(sample) for sample in samples])
         lag_B = torch.tensor([version - oldest(sample, version) for sample in samples], dtype=roll_B.dtype)
@@ -165,7 +166,7 @@ class Judge:
 
 
 def mean_of(totals: Iterable[tuple[float, float]]) -> float:
-    """Return the mean weight of the samples of all ranks; 1 where every weight is 0, and nothing is left to scale."""
+    """Return the mean weight of the samples of all ranks; 1 if all weights are 0."""
     weights, samples = (sum(each) for each in zip(*totals, strict=True))
     return weights / samples if weights else 1.0
 
@@ -179,6 +180,6 @@ def episode_of(sample: Scored) -> Key:
 
 
 def oldest(sample: Scored, version: int) -> int:
-    """The version of its oldest trained token."""
+    """Return the version of the oldest trained token."""
     rollout = sample.rollout
     return int(rollout.versions[rollout.loss_mask].min(initial=version))

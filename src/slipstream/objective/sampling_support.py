@@ -1,4 +1,4 @@
-"""What could have been drawn, of several samples, as estimators take it."""
+"""Sampling supports of several samples, in the form that estimators use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slipstream.records import Rollout
 
 
 def support_of(rollouts: Sequence[Rollout], device: torch.device) -> Support | None:
-    """Of their trained tokens, one sample after the other; None where nothing was left out, or nobody tells."""
+    """Return the supports of all trained tokens in sample order; None if no support was recorded."""
     kept = [rollout.kept for rollout in rollouts if rollout.kept is not None]
     if not kept:
         return None
-    assert len(kept) == len(rollouts), "some samples tell what else could be drawn, and others do not"
+    assert len(kept) == len(rollouts), "some samples have a sampling support, and others do not"
     ids_S, sizes_N = (np.concatenate([getattr(each, name) for each in kept]) for name in ("ids", "sizes"))
     return Support(ids_S, sizes_N, device)

@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "hidden": (
         {"follow": {"copy_every": 2}},
         {"loss": {"kind": "reverse_kl"}},
-        'cache = "hidden" applies the head of one that stays as it is, and teachers.me.follow moves it: write cache',
+        'cache = "hidden" applies one constant head, and teachers.me.follow changes it: write cache',
     ),
     "nothing to learn": (
         {"context": None, "follow": {"ema": 0.9}},
@@ -84,7 +84,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "the same at any time": (
         {"relabel": "stale"},
         {},
-        "relabel has nothing to do, as this teacher says the same at any",
+        "relabel has nothing to do, because this teacher's scores never",
     ),
     "relabelled in vllm": (
         {"engine": "vllm", "relabel": "stale", "context": "{prompt}{last}"},
@@ -94,7 +94,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rounded away": (
         {"follow": {"ema": 0.9}},
         {"learner": {"dtype": "bfloat16"}},
-        'bfloat16 rounds away what it gains: write learner.compute_dtype = "bfloat16" instead',
+        'bfloat16 rounds small changes to 0: write learner.compute_dtype = "bfloat16" instead',
     ),
 }
 
@@ -618,7 +618,7 @@ def test_what_a_context_cannot_have_is_told_in_one_line(tmp_path: Path) -> None:
     where = f"{tmp_path / 'own.py'}:"
     for teacher, tree, message in (
         ({"context": "{prompt}{best}"}, {}, "teachers.me.context shows {best}, which rewards decide: set task.reward"),
-        ({"context": where + "shows"}, {}, "longest is missing: nobody knows how long a context is that a function"),
+        ({"context": where + "shows"}, {}, "longest is missing: a function writes the context"),
         (
             {"context": where + "shows", "engine": "vllm"},
             {},

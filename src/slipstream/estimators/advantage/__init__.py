@@ -1,9 +1,8 @@
-"""Advantages of tokens from their rewards: how much better a sample did than could be expected.
+"""Advantages of tokens from rewards: how much better a sample is than expected.
 
 `groups` labels the rows: rows with the same label answer the same prompt. Rows without valid tokens (empty or rejected)
-count nowhere: not in a group's size, nor its baseline. A lone row has nothing to be compared with: its baseline is 0.
-Rewards at masked positions count for nothing; results are 0 there. Arithmetic is in float64; results have the dtype of
-the rewards, float32 at least.
+are ignored in group sizes and baselines. A row that is alone in its group has baseline 0. Rewards at masked positions
+are ignored; results are 0 there. Arithmetic is in float64. Results have the dtype of the rewards, at least float32.
 
 Shapes: B rows, T positions.
 """
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.advantage.grouping import whiten
-from slipstream.estimators.numerics import blanked
+from slipstream.estimators.numerics import zeroed
 from slipstream.estimators.options import check_options, unknown
 from slipstream.estimators.ratio import same_rows
 from slipstream.estimators.tables.advantage import ADVANTAGES, Estimator
@@ -25,9 +24,10 @@ __all__ = ["ADVANTAGES", "Estimator", "advantage", "whiten"]
 
 
 def advantage(name: str, rewards_BT: Tensor, mask_BT: Tensor, *, groups: Tensor, **kw: Any) -> Any:
-    """The advantages [B, T] by an estimator of `ADVANTAGES`; `gae` returns (advantages, returns).
+    """Return the advantages [B, T] by an estimator of `ADVANTAGES`; `gae` returns (advantages, returns).
 
-    `kw` are the estimator's options. A ValueError names what is unknown, missing or of the wrong shape.
+    `kw` are the options of the estimator. Raise a ValueError for options that are unknown, missing or of the wrong
+    shape.
     """
     if name not in ADVANTAGES:
         raise unknown("advantage", name, ADVANTAGES)
@@ -38,7 +38,7 @@ def advantage(name: str, rewards_BT: Tensor, mask_BT: Tensor, *, groups: Tensor,
     check_options(name, kw, function)
     dtype = torch.promote_types(rewards_BT.dtype, torch.float32)
     valid_BT = mask_BT != 0
-    (rewards,) = blanked(valid_BT, rewards_BT.detach().double())
+    (rewards,) = zeroed(valid_BT, rewards_BT.detach().double())
     result = function(rewards, valid_BT, torch.unique(groups, return_inverse=True)[1], **kw)
     if isinstance(result, tuple):
         return tuple((each * valid_BT).to(dtype) for each in result)

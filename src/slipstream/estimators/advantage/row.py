@@ -1,8 +1,8 @@
-"""Advantages that are one number per row, from the row's total reward. Called through `advantage.advantage`.
+"""Advantages with one number per row, from the row's total reward. Callers use `advantage.advantage`.
 
-S = Σ_t reward of a row, μ and σ the mean and unbiased standard deviation of S in the group (of a lone row 0 and 1).
+S = Σ_t reward of a row, μ and σ the mean and unbiased standard deviation of S in the group (0 and 1 for a lone row).
 
-Shapes: B rows, T positions. `mask` is bool; rewards are 0 where it is; `group_B` numbers the groups.
+Shapes: B rows, T positions. `mask` is bool; masked rewards are 0; `group_B` numbers the groups.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.advantage.grouping import above_weighted, sizes, spread, standard, total, whiten
-from slipstream.estimators.numerics import blanked, same_shape
+from slipstream.estimators.numerics import same_shape, zeroed
 from slipstream.estimators.options import unknown
 
 
 def grpo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, norm: bool = True) -> Tensor:
-    """How far a row stands above its group.  (GRPO, 2402.03300; norm=False: Dr. GRPO, 2503.20783.)
+    """Compare each row's reward with the mean of its group (GRPO, 2402.03300; norm=False: Dr. GRPO, 2503.20783).
 
     (S − μ) / (σ + 1e-6), or S − μ.
-    The default with one reward per answer; norm=False where easy and hard prompts should not weigh alike.
+    Use this advantage by default with one reward per answer. Use norm=False if easy and hard prompts should not count
+    alike.
     """
     return spread(standard(rewards_BT.sum(-1), mask_BT, group_B, norm), mask_BT)
 
 
 def grpo_passk(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    """Only the best row of a group counts, by its lead.  (Pass@k training, 2503.19595.)
+    """Reward only the best row of a group, by its lead over the second best (Pass@k training, 2503.19595).
 
     (best S − second S) / (σ + 1e-6) at the best row, 0 elsewhere and in a group of one.
-    When one right answer among k samples is what matters.
+    Use this advantage if one right answer among k samples is enough.
     """
     score_B, alive_B = rewards_BT.sum(-1), mask_BT.any(-1)
     lead_B = torch.zeros_like(score_B)
@@ -43,10 +44,10 @@ def grpo_passk(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
 
 
 def rloo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    """How far a row stands above the others of its group.  (RLOO, 2402.14740.)
+    """Compare each row's reward with the mean of the other rows of its group (RLOO, 2402.14740).
 
     S − mean of the others' S = n/(n−1)·(S − μ); 0 in a group of one.
-    As `grpo` without dividing by σ, and unbiased: a row is no part of its own baseline.
+    Use this advantage instead of `grpo` to avoid the division by σ. The baseline excludes the row, so it is unbiased.
     """
     score_B, size_B = rewards_BT.sum(-1), sizes(mask_BT, group_B)
     others_B = (total(score_B, group_B) - score_B) / (size_B - 1).clamp(min=1)
@@ -54,10 +55,10 @@ def rloo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
 
 
 def opo(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    """The baseline weighs rows by length, as their gradients do.  (OPO, 2505.23585.)
+    """Compare each row's reward with the length-weighted mean of its group (OPO, 2505.23585).
 
-    S − Σ(len·S)/Σlen.
-    Strictly on-policy training with answers of very different lengths.
+    S − Σ(len·S)/Σlen. Rows are weighted by length, because gradients of longer rows are larger.
+    Use this advantage for strictly on-policy training with answers of very different lengths.
     """
     length_B = mask_BT.sum(-1).double()
     return spread(above_weighted(rewards_BT.sum(-1), length_B, mask_BT, group_B), mask_BT)
@@ -71,11 +72,12 @@ def opob(
     grad_norm_squared: Tensor,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The baseline of least variance under importance weights.  (OPOB in VCPO, 2602.17616.)
+    """Subtract the baseline of least variance under importance weights (OPOB in VCPO, 2602.17616).
 
-    S − b, b = Σ w² ‖g‖² S / Σ w² ‖g‖² in the group; `weights` w and `grad_norm_squared` ‖g‖² are [B], g the gradient of
-    the row's log-prob: by the weights of the model one backward pass for each row, by its logits Σ_t `logit_energy`.
-    Stale rollouts, where few rows dominate the gradient.
+    S − b, b = Σ w² ‖g‖² S / Σ w² ‖g‖² in the group. `weights` w and `grad_norm_squared` ‖g‖² are [B]; g is the gradient
+    of the row's log-prob. With respect to the model's weights g takes one backward pass per row. With respect to the
+    logits ‖g‖² is Σ_t `logit_energy`.
+    Use this advantage for stale rollouts, where few rows dominate the gradient.
     """
     weights = torch.ones_like(grad_norm_squared) if weights is None else weights  # they may be in ‖g‖² already
     same_shape(groups=group_B, weights=weights, grad_norm_squared=grad_norm_squared)
@@ -84,10 +86,10 @@ def opob(
 
 
 def gpg(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    """Group-centred, and scaled up when few rows have a reward at all.  (GPG.)
+    """Subtract the group's mean, and scale up if few rows have a reward (GPG).
 
     α(S − μ), α = rows / max(1, rows with S ≠ 0).
-    With the loss `gpg`: sparse rewards keep the gradient's scale.
+    Use this advantage with the loss `gpg`: the gradient keeps its scale if rewards are sparse.
     """
     score_B, alive_B = rewards_BT.sum(-1), mask_BT.any(-1)
     alpha = alive_B.sum().double() / (score_B != 0).sum().clamp(min=1)
@@ -102,10 +104,10 @@ def gdpo(
     components: Mapping[str, Tensor],
     component_weights: Mapping[str, float] | None = None,
 ) -> Tensor:
-    """Each kind of reward normalised on its own before they are added.  (GDPO, 2601.05242.)
+    """Normalise each kind of reward separately before adding them (GDPO, 2601.05242).
 
-    whiten(Σ_k w_k·GRPO(reward k)); `components` = {name: [B]} take the place of the rewards; w is 1 unless given.
-    Several rewards of different scale, so that none drowns the others.
+    whiten(Σ_k w_k·GRPO(reward k)). `components` = {name: [B]} replace the rewards; w is 1 if not given.
+    Use this advantage for several rewards of different scale, so that none dominates the others.
     """
     if not components:
         raise ValueError("gdpo needs components={name: reward of each row, …}, at least one")
@@ -116,15 +118,15 @@ def gdpo(
     total_B = rewards_BT.new_zeros(len(rewards_BT))
     for name, reward_B in components.items():
         same_shape(groups=group_B, **{name: reward_B})
-        (score_B,) = blanked(mask_BT.any(-1), reward_B.detach().double())
+        (score_B,) = zeroed(mask_BT.any(-1), reward_B.detach().double())
         total_B = total_B + component_weights.get(name, 1.0) * standard(score_B, mask_BT, group_B, norm=True)
     return whiten(spread(total_B, mask_BT), mask_BT)
 
 
 def reinforce_plus_plus_baseline(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
-    """Centred by the group, scaled by the batch.  (REINFORCE++, 2501.03262.)
+    """Subtract the group's mean and scale by the batch (REINFORCE++ with baseline, 2501.03262).
 
     whiten(S − μ at every token).
-    As `grpo`, without a σ that blows up in groups which nearly agree.
+    Use this advantage instead of `grpo` if σ is tiny in groups whose rewards nearly agree.
     """
     return whiten(spread(standard(rewards_BT.sum(-1), mask_BT, group_B, norm=False), mask_BT), mask_BT)

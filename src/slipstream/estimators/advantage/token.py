@@ -1,8 +1,8 @@
-"""Advantages that differ from token to token within a row. Called through `advantage.advantage`.
+"""Advantages that differ from token to token within a row. Callers use `advantage.advantage`.
 
 G_t = Σ_{s≥t} reward.
 
-Shapes: B rows, T positions. `mask` is bool; rewards are 0 where it is; `group_B` numbers the groups.
+Shapes: B rows, T positions. `mask` is bool; masked rewards are 0; `group_B` numbers the groups.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.advantage.grouping import total, whiten
-from slipstream.estimators.numerics import blanked, floored, same_shape
+from slipstream.estimators.numerics import floored, same_shape, zeroed
 
 
 def reinforce_plus_plus(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Discounted reward-to-go against the average of the batch.  (REINFORCE++, 2501.03262.)
+    """Compare the discounted reward-to-go with the average of the batch (REINFORCE++, 2501.03262).
 
-    whiten(G), G_t = reward_t + gamma·G_{t+1}, carried unchanged over masked tokens.
-    One answer per prompt and no critic.
+    whiten(G), G_t = reward_t + gamma·G_{t+1}, unchanged over masked tokens.
+    Use this advantage with one answer per prompt and no critic.
     """
     running_B, returns = rewards_BT.new_zeros(len(rewards_BT)), []
     for t in reversed(range(rewards_BT.shape[-1])):
@@ -28,28 +28,28 @@ def reinforce_plus_plus(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *,
 
 
 def remax(rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, greedy_rewards: Tensor) -> Tensor:
-    """Against the reward of the greedy answer to the same prompt.  (ReMax, 2310.10505.)
+    """Subtract the reward of the greedy answer to the same prompt (ReMax, 2310.10505).
 
     G_t − greedy_rewards [B].
-    One answer per prompt, where an extra greedy rollout is cheaper than a group.
+    Use this advantage with one answer per prompt, if a greedy rollout is cheaper than a group.
     """
     if greedy_rewards.shape != group_B.shape:
         raise ValueError(f"greedy_rewards {tuple(greedy_rewards.shape)} must be [B] with B = {len(group_B)}")
-    (greedy_B,) = blanked(mask_BT.any(-1), greedy_rewards.detach().double())
+    (greedy_B,) = zeroed(mask_BT.any(-1), greedy_rewards.detach().double())
     return _to_go(rewards_BT) - greedy_B[:, None]
 
 
 def gae(
     rewards_BT: Tensor, mask_BT: Tensor, group_B: Tensor, *, values: Tensor, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Exponentially weighted temporal differences of a critic; returns (advantages, returns).  (GAE, 1506.02438.)
+    """Sum exponentially weighted temporal differences of a critic; return (advantages, returns) (GAE, 1506.02438).
 
-    A_t = d_t + gamma·lam·A_{t+1}, d_t = reward_t + gamma·V_{t+1} − V_t; V and A are carried unchanged over masked
-    tokens; returns = A + V; advantages = whiten(A). `values` are the critic's, [B, T].
-    With a critic, when credit within an answer matters.
+    A_t = d_t + gamma·lam·A_{t+1}, d_t = reward_t + gamma·V_{t+1} − V_t. V and A are unchanged over masked tokens.
+    returns = A + V; advantages = whiten(A). `values` are the critic's, [B, T].
+    Use this advantage with a critic, if credit within an answer matters.
     """
     same_shape(rewards=rewards_BT, values=values)
-    (values_BT,) = blanked(mask_BT, values.detach().double())
+    (values_BT,) = zeroed(mask_BT, values.detach().double())
     next_value_B = running_B = rewards_BT.new_zeros(len(rewards_BT))
     steps = []
     for t in reversed(range(rewards_BT.shape[-1])):
@@ -62,7 +62,7 @@ def gae(
 
 
 def logit_energy(logp: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """‖∂ log π(y) / ∂ logits‖² = 1 − 2π(y) + Σ_v π_v², of each token: positions share no logit, so it adds up."""
+    """Return ‖∂ log π(y) / ∂ logits‖² = 1 − 2π(y) + Σ_v π_v² of each token. Sums over tokens are valid."""
     return 1 - 2 * floored(logp).exp() + sum_pi_squared
 
 
@@ -76,17 +76,18 @@ def optimal_token_baseline(
     weights: Tensor | None = None,
     multi_turn: bool = False,
 ) -> Tensor:
-    """A baseline for every position: the group's reward-to-go, weighted by how much gradient led there.  (2602.07078.)
+    """Subtract a baseline for every position: the group's reward-to-go, weighted by gradient energy (2602.07078).
 
     G − B_t, B_t = Σ_i G W / (Σ_i W + 1e-8) over the rows valid at t, W_t = Σ_{s≤t} w_s ρ̄_s², w = 1 − 2π + Σ_v π_v².
-    B is 0 where only one row still goes on. `logp` and `sum_pi_squared` [B, T] belong to the policy that is trained;
-    `weights` [B, T] are truncated importance weights ρ̄, 1 if not given. `multi_turn` lines rows up by the number of the
-    token, tool output not counted, instead of by position.
-    Long answers, where early and late tokens deserve different baselines; with weights it allows for staleness.
+    B is 0 where only one row of the group continues. `logp` and `sum_pi_squared` [B, T] belong to the trained policy.
+    `weights` [B, T] are truncated importance weights ρ̄, 1 if not given. `multi_turn` aligns rows by token number,
+    without tool output, instead of by position.
+    Use this advantage for long answers, where early and late tokens need different baselines. `weights` correct for
+    staleness.
     """
     given = {"logp": logp, "sum_pi_squared": sum_pi_squared} | ({} if weights is None else {"weights": weights})
     same_shape(mask=mask_BT, **given)
-    logp_BT, square_BT, *rest = blanked(mask_BT, *(each.detach().double() for each in given.values()))
+    logp_BT, square_BT, *rest = zeroed(mask_BT, *(each.detach().double() for each in given.values()))
     energy_BT = logit_energy(logp_BT, square_BT) * (rest[0].square() if rest else 1)
     path_BT, to_go_BT = (energy_BT * mask_BT).cumsum(-1), _to_go(rewards_BT)
     if not multi_turn:

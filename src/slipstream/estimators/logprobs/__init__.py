@@ -1,12 +1,12 @@
-"""Log-probs of a language model's head at chosen ids, without ever holding an N×V tensor.
+"""Log-probs of a language model's head at chosen ids, without an N×V tensor.
 
-`logprobs_at` is an ordinary differentiable function. It walks over the vocabulary in tiles, keeping a running
-log-sum-exp, and computes the tiles again in its backward pass: every column of the weight is read once per pass.
-`fused_loss` takes the loss of a few rows as a function and does forward and backward of the head for those rows in one
-sweep over all columns: losses are sums over given counts, so nothing global is needed and nothing is computed twice.
+`logprobs_at` is an ordinary differentiable function. It processes the vocabulary in tiles with a running log-sum-exp,
+and computes the tiles again in the backward pass. Every column of the weight is read once per pass. `fused_loss` takes
+a loss of a few rows as a function. It runs forward and backward of the head for these rows in one pass over all
+columns. Losses are sums over given counts, so nothing global is needed and nothing is computed twice.
 
-Shapes: N rows, C rows of a chunk, M ids per row, V vocabulary, W columns of a tile, H hidden. Products are in the
-dtype of `hidden`; what follows, and every sum over tiles, is in float32 if that is lower.
+Shapes: N rows, C rows of a chunk, M ids per row, V vocabulary, W columns of a tile, H hidden. Products have the dtype
+of `hidden`. Everything after them, and every sum over tiles, is in at least float32.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from slipstream.estimators.logprobs.tiles import Bend, wide
 from slipstream.metric_names import extreme
 
 HELD = 1 << 24
-"""Logits held at a time, unless told otherwise."""
+"""Default number of logits held at a time."""
 BLOCK = 4096
-"""Most rows of a tile."""
+"""Largest number of rows of a tile."""
 
 Metrics = dict[str, Tensor]
 ChunkLoss = Callable[..., tuple[Tensor, Metrics]]
-"""(log-probs of the chunk's rows, which rows) → (their loss, summed; metrics, merged by `merge_metrics`)."""
+"""Function (log-probs of the chunk's rows, slice of rows) → (summed loss; metrics, merged by `merge_metrics`)."""
 Ids = Tensor | Callable[[slice], Tensor] | None
-"""[N, M]; or [C, M] for the rows of a chunk, each with a width of its own; or the whole vocabulary."""
+"""Ids [N, M]; or a function that returns [C, M] for the rows of a chunk, with any width; or None for the whole
+vocabulary."""
 
 
 def logprobs_at(
@@ -47,10 +48,11 @@ def logprobs_at(
     cap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """log softmax(x / temperature) at `ids`, x = scale · (hidden · weightᵀ + bias); differentiable in these three.
+    """Return log softmax(x / temperature) at `ids`, with x = scale · (hidden · weightᵀ + bias).
 
-    With `cap`, as some models have it, x becomes cap · tanh(x / cap). An id may stand twice in a row. Where an id is −1
-    (padding) the result is 0 and so is its gradient. `chunk` is how many logits are held at a time.
+    The result is differentiable in hidden, weight and bias. With `cap`, which some models have, x becomes cap · tanh(x
+    / cap). A row may contain an id twice. At id −1 (padding) result and gradient are 0. `chunk` is the number of logits
+    held at a time.
     """
     logp_NM, _ = _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=False)
     return logp_NM
@@ -67,7 +69,7 @@ def logprobs_and_entropy_at(
     cap: float | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`logprobs_at`, and the entropy of every row's distribution; differentiable in both."""
+    """Return `logprobs_at` and the entropy of every row's distribution; differentiable in both."""
     return _apply(hidden_NH, weight_VH, ids_NM, bias, Bend(temperature, scale, cap), chunk, entropy=True)
 
 
@@ -85,13 +87,12 @@ def fused_loss(
     best: int = 0,
     entropy: bool = False,
 ) -> tuple[Tensor, Metrics]:
-    """The sum of `loss_fn` over chunks of rows, with the gradients of the head already computed.
+    """Return the sum of `loss_fn` over chunks of rows, with the gradients of the head already computed.
 
-    For losses of token scope: the loss of a row may not depend on other rows. `loss_fn` sees log-probs at the ids, or
-    over the whole vocabulary where `ids` is None; only they carry a gradient, whatever else it closes over. With `best`
-    it is also given `best_ids`, the likeliest ids of each row [C, best], and with `entropy` the entropies [C]: both to
-    be looked at, without gradient. `chunk` is how many logits are held at a time. Where ids differ in number from row
-    to row, `ids` may be a function of a chunk.
+    For losses of token scope: the loss of a row must not depend on other rows. `loss_fn` receives log-probs at the ids,
+    or over the whole vocabulary if `ids` is None. Only these log-probs carry a gradient. With `best` it also receives
+    `best_ids`, the most likely ids of each row [C, best], and with `entropy` the entropies [C], both without gradient.
+    `chunk` is the number of logits held at a time. `ids` may be a function of a chunk if the number of ids varies.
     """
     bend = Bend(temperature, scale, cap)
     _check(hidden_NH, weight_VH, ids_NM if isinstance(ids_NM, Tensor) else None, bias, bend, chunk)
@@ -104,13 +105,13 @@ def fused_loss(
 
 
 def merge_metrics(into: Metrics, new: Metrics) -> None:
-    """Add `new` to `into`: the extreme where that is what a name says, else the sum."""
+    """Merge `new` into the metrics `into`: names of extremes keep the extreme, others are summed."""
     for name, value in new.items():
         into[name] = reduced(name, torch.stack([into[name], value])) if name in into else value
 
 
 def reduced(name: str, values_N: Tensor) -> Tensor:
-    """One metric of several: the extreme where that is what its name says, else the sum."""
+    """Reduce several values of a metric to one: the extreme if the name says so, else the sum."""
     match extreme(name):
         case "max":
             return values_N.amax()
@@ -156,8 +157,8 @@ def _check(
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
     if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk is how many logits are held at a time: at least 1, got {chunk}")
-    # on a GPU this would wait for it; an id out of range is then what torch's own gather makes of it
+        raise ValueError(f"chunk, the number of logits held at a time, must be at least 1, got {chunk}")
+    # on a GPU this check would synchronise; torch's gather then reports an id out of range
     if ids_NM is not None and not ids_NM.is_cuda and ids_NM.numel() and int(ids_NM.max()) >= len(weight_VH):
         raise ValueError(f"id {int(ids_NM.max())} is outside the vocabulary of {len(weight_VH)}")
 
@@ -167,21 +168,21 @@ def _slices(n: int, size: int) -> Iterator[slice]:
 
 
 def _tiles(n: int, v: int, held: int) -> Iterator[tuple[slice, slice]]:
-    """(rows, columns) of at most `held` logits; all columns of a block of rows follow each other."""
+    """Yield (rows, columns) of at most `held` logits. All columns of a block of rows follow each other."""
     for rows in _slices(n, min(BLOCK, held)):
         for columns in _slices(v, max(1, held // (rows.stop - rows.start))):
             yield rows, columns
 
 
 def backend(like: Tensor) -> ModuleType:
-    """Where `fold` and `to_gradient` for such tensors are: Triton's on CUDA, as far as it is installed."""
+    """Return the module with `fold` and `to_gradient` for such tensors: Triton on CUDA if installed, else torch."""
     if like.is_cuda and like.dtype != torch.float64 and find_spec("triton") is not None:
         return import_module("slipstream.estimators.logprobs.tiles_triton")
     return tiles
 
 
 class _Products:
-    """hidden · weightᵀ by tiles, all of them in the same memory: fresh memory costs its page faults every time."""
+    """Tiles of hidden · weightᵀ, all in the same memory, because new memory causes page faults each time."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor) -> None:
         self.hidden, self.weight = hidden_NH, weight_VH
@@ -196,13 +197,12 @@ class _Products:
 
 
 def _local(ids_CM: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Ids as columns of a tile, and which of them lie in it."""
+    """Return the ids as columns of a tile, and which of them are inside the tile."""
     inside_CM = (ids_CM >= columns.start) & (ids_CM < columns.stop)
     return (ids_CM - columns.start).clamp(0, columns.stop - columns.start - 1), inside_CM
 
 
 def _at(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, local_CM: Tensor) -> Tensor:
-    """Logits at columns of a tile."""
     at_CM = tile_CW.gather(1, local_CM).to(wide(tile_CW))
     if bias_W is not None:
         at_CM = at_CM + bias_W[local_CM]
@@ -210,7 +210,7 @@ def _at(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, local_CM: Tensor) ->
 
 
 class _Grads:
-    """Gradients of the head's inputs, summed over tiles of the gradient at the products."""
+    """Gradients of the head's inputs, summed over tiles of the gradient with respect to the products."""
 
     def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
         def zeros(like: Tensor) -> Tensor:
@@ -238,7 +238,7 @@ class _Grads:
 
 
 def _add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """into += left · right; in float32 for lower inputs, as rounding every product would bias the sum."""
+    """Add left · right to `into`, in at least float32: rounding every product would bias the sum."""
     if into.dtype == left.dtype:
         into.addmm_(left, right)
     elif into.is_cuda:
@@ -273,7 +273,7 @@ class _Head(torch.autograd.Function):
         entropy_N = lse_N - mean_N if entropy else mean_N
         ctx.save_for_backward(hidden_NH, weight_VH, bias, ids_NM, lse_N, entropy_N)
         ctx.bend, ctx.held, ctx.entropy = bend, held, entropy
-        ctx.set_materialize_grads(False)  # entropies that are only looked at cost nothing here
+        ctx.set_materialize_grads(False)  # an entropy without gradient then costs nothing
         return (at_NM - lse_N[:, None]).masked_fill_(ids_NM < 0, 0.0), entropy_N
 
     @staticmethod
@@ -327,7 +327,7 @@ class _FusedHead(torch.autograd.Function):
             tile_CV = products(rows, columns)
             lse_C, mean_C = over.fold(tile_CV, bias, bend, entropy=entropy)
             beside = {"entropy": lse_C - mean_C} if entropy else {}
-            if best:  # a logit rises with its product
+            if best:  # the largest products are the largest logits
                 beside["best_ids"] = (tile_CV if bias is None else tile_CV + bias).topk(best, -1).indices
             if ids_NM is None:
                 x_CM = bend.logits(tile_CV.to(wide(tile_CV)) if bias is None else tile_CV + bias)
@@ -356,7 +356,7 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_loss,) = outputs
-        if grad_loss == 1:  # a loss that is what backward starts from: no second copy of the weight's gradient
+        if grad_loss == 1:  # backward starts at this loss: avoid a second copy of the weight's gradient
             return *ctx.saved_tensors, *[None] * 7
         scaled = (None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
         return *scaled, *[None] * 7

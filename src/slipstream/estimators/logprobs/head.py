@@ -1,4 +1,4 @@
-"""The head of a language model: a linear layer, and what some models do to its products."""
+"""Head of a language model: a linear layer, with the scale and the cap of some models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.estimators.logprobs.tiles import Bend, wide
 
 @dataclass(frozen=True)
 class Head:
-    """logits = cap · tanh(scale · (hidden · weightᵀ + bias) / cap), without a cap only scaled."""
+    """Head with logits = cap · tanh(scale · (hidden · weightᵀ + bias) / cap); without a cap only scaled."""
 
     linear: nn.Linear
     scale: float = 1.0
@@ -30,16 +30,16 @@ class Head:
 
     @property
     def bend(self) -> dict[str, Any]:
-        """What the estimators of log-probs take beside weight and bias."""
+        """Return the keyword arguments of the log-prob estimators beside weight and bias."""
         return {"scale": self.scale, "cap": self.cap}
 
     def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden state, weight and bias in the lower of their precisions: the first one's under autocast."""
+        """Return hidden state, weight and bias in the lower precision: under autocast that of the hidden state."""
         dtype = min(hidden.dtype, self.weight.dtype, key=lambda each: each.itemsize)
         return hidden.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype)
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
-        """Logits, by these weights or others in their place; bent ones in float32 at least."""
+        """Return logits by the own weights or by the given ones. Scaled or capped logits are in at least float32."""
         own = self.inputs(hidden)
         x = linear(*own) if weight is None else linear(own[0], weight, bias)
         if self.scale == 1.0 and self.cap is None:

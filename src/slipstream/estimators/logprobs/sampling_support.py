@@ -1,10 +1,10 @@
-"""A policy on what truncated sampling left: log-probs conditioned on the ids that could have been drawn.
+"""Log-probs on the support of truncated sampling: conditioned on the ids that could have been drawn.
 
-Two policies that are conditioned on one support share their actions: the ratio between them is 1 where they agree, and
-its mean over draws of the one is 1 whatever the other has learned.  (Keep Sampling Mask: DeepSeek-V3.2, 2512.02556.)
+Two policies on one support have the same actions. The ratio between them is 1 where they agree. Its mean over draws of
+one policy is 1 for any other policy. (Keep Sampling Mask: DeepSeek-V3.2, 2512.02556.)
 
-Shapes: N rows, C rows of a chunk, M ids per row, K ids of the largest support of a chunk (−1 where a row has fewer),
-S ids of all supports, H hidden, V vocabulary.
+Shapes: N rows, C rows of a chunk, M ids per row, S ids of all supports, H hidden, V vocabulary. K is the number of ids
+in the largest support of a chunk (−1 pads smaller ones).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from slipstream.estimators.logprobs import HELD, logprobs_and_entropy_at, logpro
 
 
 class Support:
-    """What could have been drawn at each of N rows: a table of any few of them, and never of all.
+    """Sampling supports of N rows: the ids that could have been drawn. Tables are built for a few rows at a time.
 
-    A support of thousands of ids among many of ten would make a table of all rows as large as the logits.
+    A single table of all rows could be as large as the logits, if one support has thousands of ids.
     """
 
     def __init__(self, ids_S: np.ndarray[Any, Any], sizes_N: np.ndarray[Any, Any], device: torch.device) -> None:
@@ -30,7 +30,7 @@ class Support:
         self.ends = np.concatenate([[0], np.cumsum(sizes_N, dtype=np.int64)])
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """[C, K]"""
+        """Return the table [C, K] of these rows, padded with −1."""
         sizes_C, device = self.sizes_N[rows], self.ids_S.device
         place_K = torch.arange(int(sizes_C.max(initial=1)), device=device)
         inside_CK = place_K < torch.from_numpy(sizes_C).to(device)[:, None]
@@ -38,7 +38,7 @@ class Support:
         return table_CK.masked_scatter_(inside_CK, self.ids_S[self.ends[rows.start] : self.ends[rows.stop]])
 
     def tables(self, columns: int) -> Iterator[tuple[slice, Tensor]]:
-        """Of all rows, cut so that a table and so many columns beside it are at most HELD numbers, or one row."""
+        """Yield (rows, table) for all rows, in chunks of at most HELD numbers, `columns` included, or of one row."""
         cuts, widest = [0], 0
         for row, size in enumerate(self.sizes_N.tolist()):
             widest = max(widest, size)
@@ -50,13 +50,13 @@ class Support:
 
 
 def conditioned(logp_CM: Tensor, support_logp_CK: Tensor, support_CK: Tensor) -> Tensor:
-    """Less the log of the support's mass: log p(a | a ∈ S). Differentiable in both; no support is empty."""
+    """Return log p(a | a ∈ S), differentiable in both inputs. No support may be empty."""
     return logp_CM - support_logp_CK.masked_fill(support_CK < 0, -torch.inf).logsumexp(-1, keepdim=True)
 
 
 def only(logits_CV: Tensor, support_CK: Tensor) -> Tensor:
-    """The logits of the support, −inf elsewhere."""
-    # what pads a row lands in a column of its own, which is cut off
+    """Return the logits of the support, −inf elsewhere."""
+    # padding is written to an extra column, which is removed afterwards
     out_CV = torch.ones(len(logits_CV), logits_CV.shape[1] + 1, dtype=torch.bool, device=logits_CV.device)
     out_CV.scatter_(1, support_CK.where(support_CK >= 0, logits_CV.shape[1]), False)
     return logits_CV.masked_fill(out_CV[:, :-1], -torch.inf)
@@ -65,7 +65,7 @@ def only(logits_CV: Tensor, support_CK: Tensor) -> Tensor:
 def kept_logprobs_at(
     hidden_NH: Tensor, weight_VH: Tensor, ids_NM: Tensor, support: Support | None, **options: Any
 ) -> Tensor:
-    """`logprobs_at`, conditioned on the support where there is one."""
+    """Return `logprobs_at` conditioned on the support, if there is one."""
     if support is None:
         return logprobs_at(hidden_NH, weight_VH, ids_NM, **options)
     m, found = ids_NM.shape[1], []
@@ -78,7 +78,7 @@ def kept_logprobs_at(
 def kept_logprobs_and_entropy_at(
     hidden_NH: Tensor, weight_VH: Tensor, ids_NM: Tensor, support: Support | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The same, and the entropy of the whole distribution."""
+    """Return `kept_logprobs_at` and the entropy of the whole distribution."""
     if support is None:
         return logprobs_and_entropy_at(hidden_NH, weight_VH, ids_NM, **options)
     m, found = ids_NM.shape[1], []

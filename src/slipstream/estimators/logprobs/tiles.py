@@ -1,8 +1,8 @@
-"""The two passes over a tile of the head's raw products that cost memory traffic and nothing else.
+"""Two passes over a tile of the head's raw products, limited by memory bandwidth.
 
-`Bend` says how a product becomes a logit. `fold` reads a tile once and returns each row's log-sum-exp; `to_gradient`
-turns it in place into the gradient at the products. Written in torch over parts of a tile that stay in the cache, so
-that a tile in low precision is never held in float32; `tiles_triton` has the same two for CUDA.
+`Bend` turns a product into a logit. `fold` reads a tile once and returns each row's log-sum-exp. `to_gradient` turns a
+tile in place into the gradient with respect to the products. Both process parts of a tile that fit the cache, so that a
+tile in low precision is never stored in float32. `tiles_triton` has both functions for CUDA.
 
 Shapes: C rows, W columns of a tile, P columns of a part.
 """
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 PART = 1 << 20
-"""Logits worked on at a time."""
+"""Number of logits processed at a time."""
 LOWEST = -1e30
-"""A bias of −inf, as padded vocabularies have it, becomes this: probability 0, and 0 · x stays 0."""
+"""Replacement for a bias of −inf, which padded vocabularies have: probability 0, and 0 · x stays 0."""
 
 
 class Bend(NamedTuple):
-    """From x = product + bias to a logit: scale·x, or cap·tanh(scale·x / cap); then divided by the temperature."""
+    """Function from x = product + bias to a logit: scale·x, or cap·tanh(scale·x / cap), divided by the temperature."""
 
     temperature: float = 1.0
     scale: float = 1.0
@@ -35,7 +35,7 @@ class Bend(NamedTuple):
         return x if factor == 1.0 else x * factor
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """The derivative of a logit by its product."""
+        """Return the derivative of a logit with respect to its product."""
         factor = self.scale / self.temperature
         if self.cap is None:
             return factor
@@ -43,12 +43,12 @@ class Bend(NamedTuple):
 
 
 def wide(tensor: Tensor) -> torch.dtype:
-    """Float32, or better if the tensor is."""
+    """Return float32, or the dtype of the tensor if that is wider."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Of every row, the log-sum-exp of its logits and, with `entropy`, their mean under softmax (else 0)."""
+    """Return for every row the log-sum-exp of its logits and, with `entropy`, their mean under softmax (else 0)."""
     lse_C = tile_CW.new_full((len(tile_CW),), -torch.inf, dtype=wide(tile_CW))
     mean_C = torch.zeros_like(lse_C)
     for columns in _parts(tile_CW):
@@ -59,7 +59,7 @@ def fold(tile_CW: Tensor, bias_W: Tensor | None, bend: Bend, *, entropy: bool) -
 
 
 def _with_mean(x_CP: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-sum-exp, and the mean under softmax, by one exp for both."""
+    """Return log-sum-exp and mean under softmax, with one exp for both."""
     most_C1 = x_CP.amax(1, keepdim=True)
     weight_CP = (x_CP - most_C1).exp_()
     sum_C = weight_CP.sum(1)
@@ -67,7 +67,7 @@ def _with_mean(x_CP: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def merge(lse_C: Tensor, mean_C: Tensor, other_lse_C: Tensor, other_mean_C: Tensor) -> tuple[Tensor, Tensor]:
-    """What `fold` would have said of two tiles in one."""
+    """Return the result of `fold` for two tiles together."""
     both_C = torch.logaddexp(lse_C, other_lse_C)
     mean_C = (lse_C - both_C).exp() * mean_C + (other_lse_C - both_C).exp() * other_mean_C
     return both_C, mean_C
@@ -83,10 +83,10 @@ def to_gradient(
     entropy_C: Tensor | None = None,
     grad_entropy_C: Tensor | None = None,
 ) -> None:
-    """In place, p · (−total − (log p + entropy) · ∂entropy) · the bend's slope.
+    """Replace the tile by p · (−total − (log p + entropy) · ∂entropy) · slope, in place.
 
-    That is the gradient at the products from log-probs whose gradients sum to `total` and from the entropy, less what
-    belongs to the chosen ids themselves.
+    This is the gradient with respect to the products, without the part of the chosen ids themselves. `total` is the sum
+    of the gradients of the log-probs; ∂entropy is the gradient of the entropy.
     """
     for columns in _parts(tile_CW):
         x_CP = _logits(tile_CW, bias_W, bend, columns)

@@ -1,4 +1,4 @@
-"""`fold` and `to_gradient` of `tiles` as Triton kernels: a read, and a read and write, of a tile as it is.
+"""Triton kernels for `fold` and `to_gradient` of `tiles`, which process a tile in its own dtype.
 
 Shapes: C rows, W columns of a tile.
 """
@@ -97,7 +97,7 @@ def _to_gradient(  # type: ignore[no-untyped-def]
 
 
 def _factors(bend: Bend) -> tuple[float, float]:
-    """What a product is multiplied by before and after tanh."""
+    """Return the factors of a product before and after tanh."""
     cap = bend.cap or 1.0
     return bend.scale / cap, cap / bend.temperature
 

@@ -1,7 +1,8 @@
-"""Policy losses by name: one door.
+"""Policy losses by name.
 
-The door floors log-probs, silences masked positions, weighs and sums; what is between is a formula for the loss of each
-token (`token`, `row`, `batch`). Which there are and when to use them: `tables.policy`.
+`policy_loss` floors log-probs, zeroes masked positions, applies importance weights and reduces to one number. The
+formula for the loss of each token is in `token`, `row` or `batch`. `tables.policy` lists the losses and when to use
+them.
 
 Shapes: B rows, T positions.
 """
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.aggregate import aggregate
-from slipstream.estimators.numerics import RATIO_BOUND, blanked, floored, same_shape
+from slipstream.estimators.numerics import RATIO_BOUND, floored, same_shape, zeroed
 from slipstream.estimators.options import check_options, only
 from slipstream.estimators.ratio import same_rows
 from slipstream.estimators.tables.policy import ALIASES, LOSSES, Mode, PolicyLoss, scope_of
@@ -40,17 +41,16 @@ def policy_loss(
     sequence_tokens: Tensor | None = None,
     **hyper: Any,
 ) -> tuple[Tensor, Metrics]:
-    """The loss of a method of `LOSSES`, differentiable in `logp`, and its metrics.
+    """Return the loss of a method of `LOSSES`, differentiable in `logp`, and its metrics.
 
-    `logp_old` are the log-probs of the policy that the ratio is taken to. `weights` [B, T] (detached) multiply the loss
-    of each token. `agg` is the method's own aggregation unless given, with the counts of the global batch, and those of
-    `aggregate` where several rows are one sequence. `hyper` are
-    the method's options; a batch-scope method also takes the choice of `prepare` as `chosen`, and makes it from the
-    rows it is given if that is missing.
+    `logp_old` are the log-probs of the policy in the denominator of the ratio. `weights` [B, T] (detached) multiply the
+    loss of each token. `agg` None uses the aggregation of the method. The counts are those of the global batch; see
+    `aggregate` for several rows that are one sequence. `hyper` are the options of the method. For a batch-scope method
+    they may include the result of `prepare` as `chosen`. Otherwise the choice is made from the given rows.
 
-    Metrics are scalars: `kl` (mean −δ), `ratio` and `ratio_max` of tokens, `clip_fraction` (tokens at which the trust
-    region acted). Means are sums over the tokens given divided by n_tokens, so those of micro-batches add up. A choice
-    made here adds its own metrics, those of `prepare`.
+    Metrics are scalars: `kl` (mean −δ), `ratio` and `ratio_max` of tokens, and `clip_fraction` (share of tokens at
+    which the trust region acted). Means are sums over the given tokens divided by n_tokens, so metrics of micro-batches
+    add up. A choice that is made here adds the metrics of `prepare`.
     """
     method = method_of(name)
     same_rows(logp=logp_BT, logp_old=logp_old_BT, advantages=advantages_BT, mask=mask_BT)
@@ -65,7 +65,7 @@ def policy_loss(
 
     if weights is not None:
         same_shape(logp=logp_BT, weights=weights)
-        (weights,) = blanked(mask, weights.detach().to(loss_BT.dtype))
+        (weights,) = zeroed(mask, weights.detach().to(loss_BT.dtype))
         loss_BT = loss_BT * (_row_weight(weights, mask) if method.weighs_rows else weights)
     counts: dict[str, Any] = {"n_tokens": n_tokens, "n_sequences": n_sequences, "sequence_tokens": sequence_tokens}
     loss = aggregate(loss_BT, mask, agg or method.agg, scale=scale, **counts)
@@ -75,11 +75,11 @@ def policy_loss(
 def prepare(
     name: str, logp_BT: Tensor, logp_old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor, **hyper: Any
 ) -> tuple[Tensor, Metrics]:
-    """The tokens, [B, T] of bool, that a batch-scope method picks from the whole batch, and metrics of the pick.
+    """Return the tokens that a batch-scope method picks from the whole batch, [B, T] of bool, and metrics.
 
-    Cut them with the batch and hand each piece to `policy_loss` as `chosen`. `hyper` as for `policy_loss`. Metrics are
-    of the whole batch: clip_cov `cov_candidates`; m2po `second_moment` of what is left, `second_moment_before`,
-    `masked_fraction`, `budget_missed`.
+    Cut the result like the batch, and pass each piece to `policy_loss` as `chosen`. `hyper` is as in `policy_loss`.
+    Metrics are those of the whole batch. clip_cov: `cov_candidates`. m2po: `second_moment` of the tokens left,
+    `second_moment_before`, `masked_fraction`, `budget_missed`.
     """
     method = method_of(name)
     if method.choose is None:
@@ -92,14 +92,14 @@ def prepare(
 
 
 def _tensors(logp_BT: Tensor, old_BT: Tensor, advantages_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, ...]:
-    """In one dtype, float32 at least; floored; 0 where masked; only `logp` differentiable. And the mask as bool."""
+    """Return floored log-probs (only `logp` differentiable) and advantages, 0 where masked, and the mask as bool."""
     dtype = torch.promote_types(torch.promote_types(logp_BT.dtype, old_BT.dtype), torch.float32)
     logp, old = floored(logp_BT.to(dtype)), floored(old_BT.detach().to(dtype))
-    return *blanked(mask_BT, logp, old, advantages_BT.detach().to(dtype)), mask_BT != 0
+    return *zeroed(mask_BT, logp, old, advantages_BT.detach().to(dtype)), mask_BT != 0
 
 
 def _row_weight(weights_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """The geometric mean of a row's weights, [B, 1]; 0 if any of them is."""
+    """Return the geometric mean of each row's importance weights, [B, 1]; 0 if any of them is 0."""
     logs_BT = weights_BT.log().masked_fill(~mask_BT, 0.0)
     return (logs_BT.sum(-1, keepdim=True) / mask_BT.sum(-1, keepdim=True).clamp(min=1)).exp()
 

@@ -1,10 +1,10 @@
-"""Policy losses that choose tokens by looking at the whole batch, as a pure choice and a loss that takes it.
+"""Policy losses that choose tokens from the whole batch.
 
-`choose_…` runs once without gradient over the batch and returns (chosen, metrics); the loss takes the choice as
-`chosen` [B, T], so the batch may then be cut anywhere. Called through `policy.prepare` and `policy.policy_loss`.
+`choose_…` runs once over the batch without gradient and returns (chosen, metrics). The loss takes the choice as
+`chosen` [B, T], so that the batch may then be cut anywhere. Callers use `policy.prepare` and `policy.policy_loss`.
 
-δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, lo = clip_low, hi = clip_high. Covariance of a token:
-(A − Ā)(logπ − mean logπ), means over the valid tokens of the batch.
+δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, lo = clip_low, hi = clip_high. The covariance of a token is
+(A − Ā)(logπ − mean logπ), with means over the valid tokens of the batch.
 
 Shapes: B rows, T positions, N some of the B·T positions. `mask` is bool.
 """
@@ -32,11 +32,11 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Loss:
-    """PPO that leaves out a few of the tokens which would sharpen the policy most.  (Clip-Cov, 2505.22617.)
+    """Exclude a few of the tokens that sharpen the policy most from PPO's loss (Clip-Cov, 2505.22617).
 
-    max(−A r, −A clip(r, 1−lo, 1+hi)), 0 at the chosen tokens: max(⌊cov_fraction·valid tokens⌋, 1) of
-    those with cov_low < covariance < cov_high that PPO does not clip, drawn at random with `generator`.
-    When entropy falls too fast and exploration dies.
+    max(−A r, −A clip(r, 1−lo, 1+hi)), 0 at the chosen tokens. These are max(⌊cov_fraction·valid tokens⌋, 1) tokens,
+    drawn at random with `generator` from those with cov_low < covariance < cov_high that PPO does not clip.
+    Use this loss when entropy falls too fast and exploration stops.
     """
     loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
     return loss_BT.masked_fill(chosen, 0.0), clipped_BT | chosen
@@ -72,13 +72,12 @@ def kl_cov(
     chosen: Tensor,
     kl_coef: float = 0.1,
 ) -> Loss:
-    """An unclipped surrogate that holds back the tokens which would sharpen the policy most.  (KL-Cov, 2505.22617.)
+    """Restrain the tokens that sharpen the policy most in an unclipped surrogate (KL-Cov, 2505.22617).
 
-    −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·valid tokens⌋) of greatest covariance.
-    The paper's Eq. 14 has KL(π_old‖π) for |δ|, which is what its authors released and verl computes. It is the better
-    of the two on one drawn token: both are at rest at δ = 0, and |δ| pulls the token back to it from either side, where
-    −δ, the KL's estimate, would push up the very tokens that were chosen for rising too fast.
-    As `clip_cov`, without chance: those tokens are restrained instead of left out.
+    −A r, plus kl_coef·|δ| at the chosen tokens: the max(1, ⌊cov_fraction·valid tokens⌋) tokens of largest covariance.
+    Eq. 14 of the paper has KL(π_old‖π) instead of |δ|; the authors' code and verl compute |δ|. For one drawn token |δ|
+    is better: |δ| pulls the token back to δ = 0 from both sides. The KL's estimate −δ would raise it further.
+    Use this loss like `clip_cov`, without randomness: the chosen tokens are restrained and not left out.
     """
     delta_BT = logp_BT - old_BT
     return -advantage_BT * bounded_exp(delta_BT) + kl_coef * delta_BT.abs() * chosen, chosen
@@ -94,11 +93,12 @@ def choose_kl_cov(
 
 
 def m2po(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, chosen: Tensor) -> Loss:
-    """An unclipped surrogate that masks outliers until the batch is within a second-moment budget.  (M2PO, 2510.01161.)
+    """Mask outliers of an unclipped surrogate until a second-moment budget is met (M2PO, 2510.01161).
 
-    −A r, 0 at the chosen tokens: harmful ones (A > 0 and r > 1, or A < 0 and r < 1) in order of falling (log r)² until
-    the mean of (log r)² over all tokens left is ≤ budget; all of them, and the metric `budget_missed`, if it never is.
-    Very stale batches: it masks far fewer tokens than a clip does, and the outliers only.
+    −A r, 0 at the chosen tokens. Harmful tokens have A > 0 and r > 1, or A < 0 and r < 1. Those with the largest
+    (log r)² are chosen, until the mean of (log r)² over the tokens left is ≤ budget. If the budget cannot be met, all
+    harmful tokens are chosen and the metric `budget_missed` is 1.
+    Use this loss for very stale batches: far fewer tokens are masked than with a clip, and only outliers.
     """
     loss_BT = -advantage_BT * bounded_exp(logp_BT - old_BT)
     return loss_BT.masked_fill(chosen, 0.0), chosen
@@ -113,7 +113,7 @@ def choose_m2po(
 
 
 def _covariance(logp_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Of valid tokens; masked ones hold 0 on entry and something meaningless on return."""
+    """Return the covariance of each valid token. Masked tokens must be 0 and have no defined result."""
     valid, logp_BT, advantage_BT = mask_BT.sum().clamp(min=1), logp_BT.double(), advantage_BT.double()
     return (advantage_BT - advantage_BT.sum() / valid) * (logp_BT - logp_BT.sum() / valid)
 

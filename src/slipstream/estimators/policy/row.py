@@ -1,6 +1,6 @@
-"""Policy losses of row scope: a token's loss depends on the other tokens of its row. See `token` for the terms.
+"""Policy losses of row scope: the loss of a token depends on the other tokens of its row. See `token` for the symbols.
 
-A row is a whole sequence: where an episode has several branches, the trained tokens of all of them, one branch behind
+A row is a whole sequence. For an episode with several branches the row is the trained tokens of all branches, one after
 the other.
 
 Shapes: B rows, T positions. `mask` is bool.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.estimators.numerics import RATIO_BOUND
-from slipstream.estimators.policy.token import Loss, clipped_surrogate, nowhere, self_ratio
+from slipstream.estimators.policy.token import Loss, clipped_surrogate, no_tokens, self_ratio
 from slipstream.estimators.ratio import importance_ratio
 from slipstream.estimators.tables.correction import CTPO_CLIP
 
@@ -26,11 +26,11 @@ def gspo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Loss:
-    """PPO on the length-normalised ratio of the whole row.  (GSPO, 2507.18071.)
+    """Apply PPO to the length-normalised ratio of the whole row (GSPO, 2507.18071).
 
     s = exp(mean_t δ), max(−A s, −A clip(s, 1−lo, 1+hi)), gradient through s.
-    Outcome rewards on long answers and mixture-of-experts models. s moves far less than r: the paper's clips are near
-    3e-4, not 0.2.
+    Use this loss for one reward per long answer and for mixture-of-experts models. s changes far less than r: the
+    paper's clips are near 3e-4, not 0.2.
     """
     ratio_BT = importance_ratio("geometric", logp_BT - old_BT, mask_BT)
     return clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
@@ -45,10 +45,10 @@ def gspo_token(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Loss:
-    """GSPO whose gradient reaches each token by itself.  (GSPO-token, 2507.18071; the form verl calls gspo.)
+    """Apply GSPO with one gradient per token (GSPO-token, 2507.18071; the form that verl calls gspo).
 
-    As `gspo` with sg(s)·exp(logπ − sg logπ) for s.
-    `gspo` with advantages that differ from token to token; the same gradient where they do not.
+    `gspo` with sg(s)·exp(logπ − sg logπ) in place of s.
+    Use this loss instead of `gspo` if advantages differ from token to token; otherwise the gradients are equal.
     """
     ratio_BT = importance_ratio("geometric", logp_BT.detach() - old_BT, mask_BT) * self_ratio(logp_BT)
     return clipped_surrogate(ratio_BT, advantage_BT, clip_low, clip_high)
@@ -63,10 +63,10 @@ def gmpo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Loss:
-    """The geometric mean of ratios that are clipped token by token.  (GMPO, 2507.20673.)
+    """Use the geometric mean of ratios that are clipped token by token (GMPO, 2507.20673).
 
     −Ā R at every token of the row, R = exp(mean_t sgnA·min(sgnA δ, sgnA clip(δ, −lo, hi))), Ā the row's mean advantage.
-    As `gspo`, with single outliers clipped before they can tip the row. The clip is on δ: the paper uses 0.4.
+    Use this loss instead of `gspo` if single outlier tokens dominate rows. The clip is on δ: the paper uses 0.4.
     """
     sign_BT, delta_BT = advantage_BT.sign(), logp_BT - old_BT
     clipped_BT = sign_BT * delta_BT.clamp(-clip_low, clip_high)
@@ -77,11 +77,10 @@ def gmpo(
 
 
 def topr(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, positive: Tensor) -> Loss:
-    """Imitate good rows, forget bad ones only as far as they are still likely.  (TOPR, 2503.14286.)
+    """Imitate good rows, and push bad rows down only while they are likely (TOPR, 2503.14286).
 
-    −w A logπ; w = 1 on the rows that `positive` [B] marks, those whose advantages sum to more than 0, else
-    sg(min(Π_t r, 1)).
-    Very stale or offline data: bad rows stop pushing once the policy has left them.
+    −w A logπ. w = 1 on the rows that `positive` [B] marks, whose advantages sum to more than 0, else sg(min(Π_t r, 1)).
+    Use this loss for very stale or offline data: bad rows have no effect once they are unlikely under the policy.
     """
     if positive.shape != logp_BT.shape[:1]:
         raise ValueError(f"positive {tuple(positive.shape)} must be [B] with B = {len(logp_BT)}")
@@ -92,22 +91,22 @@ def topr(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor,
 
 
 def minpro(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Loss:
-    """Weights that hold the prefix too, by its least likely token instead of its product.  (MinPRO, 2601.22718.)
+    """Weight each token by the smallest prefix ratio times its own ratio (MinPRO, 2601.22718).
 
     −sg(w) A logπ, w_t = (min_{s<t} r_s)·r_t.
-    Long answers under staleness, where token ratios are biased and products explode.
+    Use this loss for long, stale answers, where token ratios are biased and products of ratios explode.
     """
     weight_BT = importance_ratio("prefix_min", logp_BT.detach() - old_BT, mask_BT)
-    return -weight_BT * advantage_BT * logp_BT, nowhere(mask_BT)
+    return -weight_BT * advantage_BT * logp_BT, no_tokens(mask_BT)
 
 
 def ctpo(
     logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, ctpo_clip: float = CTPO_CLIP
 ) -> Loss:
-    """Weights that are the product over the prefix, clipped wider the further on.  (CTPO, 2605.07331.)
+    """Weight each token by the prefix product of ratios, with a clip that widens along the row (CTPO, 2605.07331).
 
     −sg(w) A logπ, log w_t = Σ_{s≤t} δ_s clipped to ±ctpo_clip·√t.
-    As `minpro`, when drift is spread evenly over the row.
+    Use this loss like `minpro`, when drift is spread evenly over the row.
     """
     delta_BT = logp_BT.detach() - old_BT
     weight_BT = importance_ratio("cumulative", delta_BT, mask_BT, c=ctpo_clip)

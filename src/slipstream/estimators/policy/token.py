@@ -1,8 +1,8 @@
-"""Policy losses of token scope, before any weighting or summing: the formulas behind `policy.policy_loss`.
+"""Formulas of policy losses of token scope, before weights and aggregation.
 
-Each takes the log-probs of the emitted tokens under the current policy and under the old one, the advantages and the
-mask, and returns (loss, acted): the loss of every token, and at which tokens the trust region acted. They are called
-through `policy_loss`, which has floored the log-probs, put 0 where the mask is 0, and looked after dtypes and shapes.
+Each function takes log-probs of the emitted tokens under the current and the old policy, advantages and the mask. It
+returns (loss, acted): the loss of every token, and the tokens at which the trust region acted. `policy_loss` calls
+these functions after it has floored log-probs, zeroed masked positions, and checked dtypes and shapes.
 
 δ = logπ − logπ_old, r = exp(δ clamped to ±20), A advantage, sg stop-gradient, lo = clip_low, hi = clip_high.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.estimators.numerics import blanked, bounded_exp, floored, same_shape
+from slipstream.estimators.numerics import bounded_exp, floored, same_shape, zeroed
 
 Loss = tuple[Tensor, Tensor]
 
@@ -29,10 +29,10 @@ def vanilla(
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
 ) -> Loss:
-    """PPO's clipped surrogate with the dual clip.  (Schulman et al., 1707.06347; Ye et al., 1912.09729.)
+    """Clip the ratio as in PPO, with the dual clip (Schulman et al., 1707.06347; Ye et al., 1912.09729).
 
     max(−A r, −A clip(r, 1−lo, 1+hi)), and where A < 0 at most −A·dual_clip.
-    The default while rollouts are nearly on-policy; a token that left the region has no gradient.
+    Use this loss, the default, for nearly on-policy rollouts. A token outside the clip range has no gradient.
     """
     loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - old_BT), advantage_BT, clip_low, clip_high)
     most_BT = torch.where(advantage_BT < 0, -advantage_BT * dual_clip, torch.inf)
@@ -40,12 +40,12 @@ def vanilla(
 
 
 def reinforce(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> Loss:
-    """The plain policy gradient.  (REINFORCE, Williams 1992; GPG is the same loss on its own advantages.)
+    """Apply the plain policy gradient (REINFORCE, Williams 1992; GPG is the same loss with its own advantages).
 
     −A logπ.
-    On-policy, or when importance weights given from outside already hold the whole correction.
+    Use this loss on-policy, or with importance weights that already hold the whole correction.
     """
-    return -advantage_BT * logp_BT, nowhere(mask_BT)
+    return -advantage_BT * logp_BT, no_tokens(mask_BT)
 
 
 def cispo(
@@ -57,10 +57,10 @@ def cispo(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Loss:
-    """A clipped ratio as a constant weight, so that every token keeps a gradient.  (MiniMax-M1, 2506.13585.)
+    """Use the clipped ratio as a constant weight, so that every token keeps a gradient (MiniMax-M1, 2506.13585).
 
     −sg(clip(r, 1−lo, 1+hi)) A logπ.
-    When clipping silences rare but decisive tokens; there is no trust region, so watch the KL.
+    Use this loss if clipping removes the gradient of rare but decisive tokens. There is no trust region: watch the KL.
     """
     ratio_BT = bounded_exp(logp_BT - old_BT).detach()
     weight_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high)
@@ -76,14 +76,14 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> Loss:
-    """A sigmoid instead of the clip: the gradient fades smoothly as r leaves 1.  (SAPO, 2511.20347.)
+    """Use a sigmoid instead of the clip: the gradient fades smoothly as r leaves 1 (SAPO, 2511.20347).
 
-    −A σ(τ(r − 1))·4/τ with τ = tau_pos where A > 0, else tau_neg; the gradient at r = 1 is the plain one.
-    When the edge of PPO's clip makes training jumpy.
+    −A σ(τ(r − 1))·4/τ with τ = tau_pos where A > 0, else tau_neg. The gradient at r = 1 is the plain policy gradient.
+    Use this loss when the hard edge of PPO's clip makes training unstable.
     """
     tau_BT = torch.full_like(advantage_BT, tau_neg).masked_fill(advantage_BT > 0, tau_pos)
     gate_BT = torch.sigmoid(tau_BT * (bounded_exp(logp_BT - old_BT) - 1)) * 4 / tau_BT
-    return -advantage_BT * gate_BT, nowhere(mask_BT)
+    return -advantage_BT * gate_BT, no_tokens(mask_BT)
 
 
 def dppo_tv(
@@ -96,10 +96,10 @@ def dppo_tv(
     clip_high: float = 0.2,
     dppo_truncation: float = 20.0,
 ) -> Loss:
-    """A trust region in probability instead of ratio: drop tokens whose probability moved too far.  (DPPO, 2602.04879.)
+    """Drop tokens whose probability, instead of the ratio, moved too far (DPPO-TV, 2602.04879).
 
     −A sg(min(r, dppo_truncation)) logπ, kept while π − π_old ≤ hi (A > 0) or π_old − π ≤ lo (A ≤ 0).
-    Under engine mismatch, where rare tokens have wild ratios and hardly any mass.
+    Use this loss if inference and training engines disagree: rare tokens then have extreme ratios and little mass.
     """
     moved_BT = (logp_BT.exp() - old_BT.exp()).detach()
     keep_BT = torch.where(advantage_BT > 0, moved_BT <= clip_high, -moved_BT <= clip_low)
@@ -116,11 +116,11 @@ def dppo_kl(
     clip_high: float = 0.2,
     dppo_truncation: float = 20.0,
 ) -> Loss:
-    """As `dppo_tv`, by the KL of "this token or another" between old and current policy.  (DPPO, 2602.04879.)
+    """Drop tokens with a large binary KL ("this token or another") between the two policies (DPPO-KL, 2602.04879).
 
-    D = π_old log(π_old/π) + (1−π_old) log((1−π_old)/(1−π)); dropped if D > hi and π > π_old (A > 0), or if D > lo and
-    π < π_old (A ≤ 0).
-    As `dppo_tv`, but stricter about tokens that were almost certain or almost impossible.
+    D = π_old log(π_old/π) + (1−π_old) log((1−π_old)/(1−π)). Dropped if D > hi and π > π_old (A > 0), or if D > lo and π
+    < π_old (A ≤ 0).
+    Use this loss like `dppo_tv`, if tokens with probabilities near 0 or 1 need a stricter limit.
     """
     logp, old = logp_BT.detach(), old_BT
     kl_BT = old.exp() * (old - logp) + (-torch.expm1(old)) * (_log_rest(old) - _log_rest(logp))
@@ -129,12 +129,12 @@ def dppo_kl(
 
 
 def dro(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, *, dro_beta: float = 0.5) -> Loss:
-    """The plain policy gradient with a quadratic pull back to the old policy.  (DRO, Richemond et al. 2024.)
+    """Add a quadratic penalty towards the old policy to the plain policy gradient (DRO, Richemond et al. 2024).
 
     −(A logπ − ½ dro_beta δ²).
-    Off-policy or offline data without importance ratios: nothing explodes and no token is silenced.
+    Use this loss for off-policy or offline data without importance ratios: none explodes, every token has a gradient.
     """
-    return -(advantage_BT * logp_BT - dro_beta / 2 * (logp_BT - old_BT).square()), nowhere(mask_BT)
+    return -(advantage_BT * logp_BT - dro_beta / 2 * (logp_BT - old_BT).square()), no_tokens(mask_BT)
 
 
 def decoupled_ppo(
@@ -148,14 +148,14 @@ def decoupled_ppo(
     clip_high: float = 0.2,
     weight_cap: float = 5.0,
 ) -> Loss:
-    """PPO around a recent proximal policy, reweighted from the policy that drew the token.  (AReaL, 2505.24298.)
+    """Apply PPO around a recent proximal policy, with weights for the policy that drew the token (AReaL, 2505.24298).
 
     −sg(w)·min(r A, clip(r, 1−lo, 1+hi) A), r = π/π_prox, w = π_prox/π_old, and w = 0 where w > weight_cap.
-    π_old is the behaviour policy; `proximal_logp` [B, T] are the learner's log-probs when the batch arrived.
-    Asynchronous training: the clip measures what this update moved, not how old the sample is.
+    π_old is the behaviour policy. `proximal_logp` [B, T] are the learner's log-probs when the batch arrived.
+    Use this loss for asynchronous training: the clip measures the change by this update and not the age of the sample.
     """
     same_shape(logp=logp_BT, proximal_logp=proximal_logp)
-    (proximal_BT,) = blanked(mask_BT, floored(proximal_logp.detach().to(old_BT.dtype)))
+    (proximal_BT,) = zeroed(mask_BT, floored(proximal_logp.detach().to(old_BT.dtype)))
     weight_BT = bounded_exp(proximal_BT - old_BT)
     dropped_BT = weight_BT > weight_cap
     loss_BT, clipped_BT = clipped_surrogate(bounded_exp(logp_BT - proximal_BT), advantage_BT, clip_low, clip_high)
@@ -172,11 +172,11 @@ def aspo(
     clip_high: float = 0.2,
     dual_clip: float = 3.0,
 ) -> Loss:
-    """PPO with the ratio turned over for good tokens: those still improbable are lifted most.  (ASPO, 2510.06062.)
+    """Invert PPO's ratio for good tokens, so that improbable ones are raised most (ASPO, 2510.06062).
 
-    A > 0: −A sg(1/r²)·r, its value 1/r bounded by dual_clip and the gradient kept (their soft dual clip), so no clip of
-    r; A ≤ 0: `vanilla`.
-    When entropy collapses because probable good tokens are pushed further and rare ones are not.
+    A ≤ 0: `vanilla`. A > 0: −A sg(1/r²)·r without a clip of r.
+    The value 1/r is limited to dual_clip, and its gradient is kept (soft dual clip).
+    Use this loss when entropy collapses because probable good tokens are raised further and rare ones are not.
     """
     bad_BT, clipped_BT = vanilla(
         logp_BT, old_BT, advantage_BT, mask_BT, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
@@ -187,22 +187,19 @@ def aspo(
     return torch.where(good, good_BT, bad_BT), torch.where(good, flipped_BT > dual_clip, clipped_BT)
 
 
-# --- pieces -----------------------------------------------------------------------------------------------------------
-
-
 def clipped_surrogate(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float) -> Loss:
-    """max(−A ratio, −A clip(ratio, 1−lo, 1+hi)), and where the clip won."""
+    """Return max(−A ratio, −A clip(ratio, 1−lo, 1+hi)), and the positions where the clip decided."""
     plain_BT = -advantage_BT * ratio_BT
     bounded_BT = -advantage_BT * ratio_BT.clamp(1 - clip_low, 1 + clip_high)
     return torch.maximum(plain_BT, bounded_BT), bounded_BT > plain_BT
 
 
 def self_ratio(logp_BT: Tensor) -> Tensor:
-    """1, with the gradient ∇logπ."""
+    """Return 1 with the gradient ∇logπ."""
     return (logp_BT - logp_BT.detach()).exp()
 
 
-def nowhere(mask_BT: Tensor) -> Tensor:
+def no_tokens(mask_BT: Tensor) -> Tensor:
     return torch.zeros_like(mask_BT)
 
 
@@ -212,5 +209,5 @@ def _truncated(logp_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, keep_BT: T
 
 
 def _log_rest(logp: Tensor) -> Tensor:
-    """log(1 − p), floored."""
+    """Return log(1 − p), floored."""
     return floored((-torch.expm1(logp.clamp(max=0.0))).log())

@@ -1,1 +1,1 @@
-"""Which policy losses, advantages and corrections there are, and what each takes: all but the mathematics."""
+"""Tables of policy losses, advantages and corrections with their options, without formulas."""

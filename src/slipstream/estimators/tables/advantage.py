@@ -1,4 +1,4 @@
-"""The table of advantages: what each depends on, what it is given, and what to know before choosing it."""
+"""Table of advantages: scope, inputs, and descriptions for users who choose one."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import Literal
 from slipstream.estimators.options import Function, Options, formula, options_of
 
 Scope = Literal["row", "group", "batch"]
-"""What an advantage depends on. The group is what travels the pipeline, so group scope goes wherever row scope does."""
+"""Data that an advantage depends on. Groups are never split, so group scope costs no more than row scope."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimator:
-    """An advantage estimator, and what to know before choosing it."""
+    """Advantage estimator and the description for users."""
 
     formula: str
-    """module.function, under slipstream.estimators.advantage."""
+    """Formula as module.function under slipstream.estimators.advantage."""
     settings: tuple[str, ...] = ()
-    """Options that a person chooses."""
     scope: Scope
     compares: bool
-    """The answers to one prompt, with each other: alone, one has no advantage."""
+    """True if answers to one prompt are compared with each other. A single answer then has no advantage."""
     baseline: str
     use_when: str
     evidence: tuple[str, ...] = ()
-    """Options that are tensors, found out about the batch."""
+    """Options that are tensors, computed from the batch."""
     cost: str = "–"
 
     @property
@@ -34,12 +33,12 @@ class Estimator:
 
     @property
     def options(self) -> Options:
-        """Its options with their defaults (`options.REQUIRED` where there is none)."""
+        """Return the options with defaults; `options.REQUIRED` marks options without a default."""
         return options_of(self.function)
 
     @property
     def weighs_energy(self) -> bool:
-        """Its baseline weighs tokens by how much gradient they have: π and Σπ² of the learner as it is."""
+        """Return whether the baseline weights tokens by gradient energy, from π and Σπ² of the current learner."""
         return not {"sum_pi_squared", "grad_norm_squared"}.isdisjoint(self.evidence)
 
     @property
@@ -53,14 +52,14 @@ ADVANTAGES: dict[str, Estimator] = {
         settings=("norm",),
         scope="group",
         compares=True,
-        baseline="the group's mean, over its σ",
-        use_when="several answers per prompt, one reward each: the default",
+        baseline="the group's mean, divided by its σ",
+        use_when="the default: several answers per prompt, one reward each",
     ),
     "grpo_passk": Estimator(
         formula="row.grpo_passk",
         scope="group",
         compares=True,
-        baseline="the second best of the group, over its σ",
+        baseline="the second best of the group, divided by its σ",
         use_when="one right answer in k is enough",
     ),
     "rloo": Estimator(
@@ -68,30 +67,30 @@ ADVANTAGES: dict[str, Estimator] = {
         scope="group",
         compares=True,
         baseline="the mean of the others in the group",
-        use_when="as grpo, unbiased and not divided by σ",
+        use_when="as grpo, but unbiased and not divided by σ",
     ),
     "opo": Estimator(
         formula="row.opo",
         scope="group",
         compares=True,
         baseline="the group's mean weighted by length",
-        use_when="strictly on-policy, lengths differ a lot",
+        use_when="training is strictly on-policy and lengths differ a lot",
     ),
     "opob": Estimator(
         formula="row.opob",
         scope="group",
         compares=True,
         baseline="the group's mean weighted by w²‖g‖²",
-        use_when="stale rollouts, where few rows dominate",
+        use_when="rollouts are stale and few rows dominate the gradient",
         evidence=("grad_norm_squared",),
-        cost="a pass over the batch for π and Σπ²; ‖g‖² is by the logits, not by the weights",
+        cost="a pass over the batch for π and Σπ²; ‖g‖² is with respect to logits, not weights",
     ),
     "gpg": Estimator(
         formula="row.gpg",
         scope="batch",
         compares=True,
         baseline="the group's mean, scaled by the share of rewarded rows",
-        use_when="with the loss gpg, sparse rewards",
+        use_when="with the loss gpg, if rewards are sparse",
     ),
     "gdpo": Estimator(
         formula="row.gdpo",
@@ -106,7 +105,7 @@ ADVANTAGES: dict[str, Estimator] = {
         scope="batch",
         compares=True,
         baseline="the group's mean, then whitened",
-        use_when="groups that nearly agree make grpo noisy",
+        use_when="rewards nearly agree within groups, which makes grpo noisy",
     ),
     "reinforce_plus_plus": Estimator(
         formula="token.reinforce_plus_plus",
@@ -114,16 +113,16 @@ ADVANTAGES: dict[str, Estimator] = {
         scope="batch",
         compares=False,
         baseline="the batch mean of the discounted reward-to-go",
-        use_when="one answer per prompt, no critic",
+        use_when="there is one answer per prompt and no critic",
     ),
     "remax": Estimator(
         formula="token.remax",
         scope="row",
         compares=False,
         baseline="the greedy answer's reward",
-        use_when="one answer per prompt, a greedy rollout is affordable",
+        use_when="there is one answer per prompt, and a greedy rollout is affordable",
         evidence=("greedy_rewards",),
-        cost="one more answer to every prompt, greedy, graded and never trained on",
+        cost="one more greedy answer per prompt, which is graded but not trained on",
     ),
     "gae": Estimator(
         formula="token.gae",
@@ -131,9 +130,9 @@ ADVANTAGES: dict[str, Estimator] = {
         scope="batch",
         compares=False,
         baseline="a critic, then whitened",
-        use_when="there is a critic, credit within an answer matters",
+        use_when="there is a critic, and credit within an answer matters",
         evidence=("values",),
-        cost="a critic, which is not there",
+        cost="a critic, which is not available",
     ),
     "optimal_token_baseline": Estimator(
         formula="token.optimal_token_baseline",
@@ -141,7 +140,7 @@ ADVANTAGES: dict[str, Estimator] = {
         scope="group",
         compares=True,
         baseline="the group's reward-to-go at each position, weighted by gradient energy",
-        use_when="long answers, stale rollouts; with multi_turn = true (TIR-OTB) where tools answer in between",
+        use_when="answers are long or stale; with multi_turn = true (TIR-OTB) if tool output is in between",
         evidence=("logp", "sum_pi_squared", "weights"),
         cost="a pass over the batch for π and Σπ²",
     ),

@@ -1,4 +1,4 @@
-"""The table of corrections: units, rejection modes, presets; which of them go together, and with which losses."""
+"""Table of corrections: units, rejection modes, presets, and their valid combinations with losses."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from slipstream.estimators.options import formula, unknown
 from slipstream.scope import Scope
 
 Unit = Literal["token", "sequence", "geometric", "prefix_min", "cumulative", "turn"]
-"""Over what ratios are multiplied to one weight: see `ratio.importance_ratio`."""
+"""Unit over which token ratios are multiplied to one weight: see `ratio.importance_ratio`."""
 Threshold = float | tuple[float, float]
-"""One number truncates from above; a pair is a band."""
+"""Bounds of importance weights: one number truncates from above, a pair is a band."""
 
 UNIT_SCOPE: dict[str, Scope] = {unit: "token" if unit == "token" else "row" for unit in get_args(Unit)}
 ONE_PER_ROW = frozenset({"sequence", "geometric"})
-"""Units whose ratio is the same at every token of a row."""
+"""Units with the same ratio at every token of a row."""
 CTPO_CLIP = 0.05
-"""c of ±c√t, the upper bound in the authors' released recipe (theirs has another, 0.025, below)."""
+"""Bound c of ±c√t: the upper bound in the authors' released recipe (their lower bound is 0.025)."""
 
 Bounds = Mapping[str, Threshold]
-"""Rejection modes and their bounds; a sample must pass all of them."""
+"""Bounds by rejection mode. A sample must pass all modes."""
 
 RS_MODES = (
     *("token_k1", "token_k2", "token_k3"),
@@ -42,7 +42,7 @@ SCOPE: dict[str, Scope] = {
 def checked(
     is_level: str | None, is_threshold: Threshold, is_normalize: bool, rs: Bounds | None
 ) -> tuple[Threshold, dict[str, tuple[float, float]]]:
-    """The threshold, and for each mode the interval of the statistic that is kept; or what to write instead."""
+    """Return the threshold and for each mode the interval of its statistic. Raise a ValueError for invalid settings."""
     if is_level is not None and is_level not in UNIT_SCOPE:
         raise unknown("is_level", str(is_level), UNIT_SCOPE)
     if is_normalize and is_level is None:
@@ -76,12 +76,9 @@ def _positive(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < math.inf
 
 
-# --- presets ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CorrectionPreset:
-    """A correction and the mode and loss it is meant for. `mode` None: metrics only; `loss` None: any."""
+    """Correction with the mode and loss that it is meant for. `mode` None: metrics only. `loss` None: any loss."""
 
     mode: Literal["decoupled", "bypass"] | None = None
     is_level: Unit | None = None
@@ -100,7 +97,7 @@ class CorrectionPreset:
             raise unknown("loss of a correction", str(self.loss), LOSSES_OF)
         if self.mode is None and self.corrects:
             raise ValueError(
-                "weights and rejection need a mode: a preset 'decoupled_…' or 'bypass_…' says what they are measured to"
+                "importance weights and rejection need a mode: choose a preset 'decoupled_…' or 'bypass_…'"
             )
 
     @property
@@ -109,29 +106,29 @@ class CorrectionPreset:
 
     @property
     def scope(self) -> Scope:
-        """The widest scope of its parts."""
+        """Return the widest scope of the parts."""
         parts = [*(self.rs or ()), *([self.is_level] if self.is_level else []), *["is_normalize"] * self.is_normalize]
         return max((SCOPE[part] for part in parts), key=("token", "row", "batch").index, default="token")
 
     def apply(self, *tensors: Any, **evidence: Any) -> Any:
-        """`correction.correct` with these settings; `evidence` may be `turns`, `kl`, `advantages` and `current`."""
+        """Call `correction.correct` with these settings. `evidence` can be `turns`, `kl`, `advantages`, `current`."""
         settings = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("mode", "loss")}
         return formula("correction.correct")(*tensors, **settings, **evidence)
 
 
 LOSSES_OF = {"ppo_clip": ("vanilla",), "reinforce": ("reinforce", "gpg")}
-"""Policy losses that a preset's `loss` stands for."""
+"""Policy losses by the `loss` of a preset."""
 RATIO_TO_BEHAVIOR = frozenset({"reverse_kl_mc", "decoupled_ppo", "m2po"})
-"""Losses that hold the ratio to the policy that drew the token, in either mode."""
+"""Losses that contain the ratio to the policy that drew the token, in both modes."""
 RATIO_TO_OLD = frozenset({"vanilla", "cispo", "gspo", "gspo_token", "gmpo", "geo_mean", "sapo", "dppo_tv", "dppo_kl"})
 RATIO_TO_OLD |= {"clip_cov", "kl_cov", "topr", "aspo", "minpro", "ctpo"}
-"""Losses that hold the ratio to the old policy: in bypass, that is the policy that drew the token."""
+"""Losses that contain the ratio to the old policy. In bypass mode this is the policy that drew the token."""
 
 
 def check_combination(loss: str, preset: CorrectionPreset, *, policy: bool = False) -> None:
-    """A ValueError where the correction would do nothing, or would count a ratio twice. Guarantor of invariant 7.
+    """Raise a ValueError for a correction without effect, or one that counts a ratio twice. Guarantor of invariant 7.
 
-    `policy` says which m2po is meant: as a policy loss it holds the ratio to the old policy.
+    `policy` selects the policy loss m2po, which contains the ratio to the old policy, not the distillation loss m2po.
     """
     mode = preset.mode
     to_behavior, to_old = RATIO_TO_BEHAVIOR, RATIO_TO_OLD
@@ -144,13 +141,13 @@ def check_combination(loss: str, preset: CorrectionPreset, *, policy: bool = Fal
             f"loss {loss} already holds the ratio to the rollout policy ({mode} mode): importance weights would count "
             f"it twice. Leave out is_level={preset.is_level!r}; rejection (rs) may stay"
         )
-    looks_at_old = loss in to_behavior | to_old | {"dro"}  # dro: a penalty, no ratio
+    looks_at_old = loss in to_behavior | to_old | {"dro"}  # dro has a penalty and no ratio
     if not preset.corrects and (mode == "decoupled" or (mode == "bypass" and not looks_at_old)):
         raise ValueError(f"{mode} mode with loss {loss} corrects nothing: set is_level or rs, or use preset 'disabled'")
 
 
-# verl's ±0.1 % on the mean of a row: of rows whose T log-ratios scatter by σ, erf(0.001·√(T/2)/σ) stay. With σ = 0.01
-# that is 99.8 % of 1,000 tokens and 31 % of 16, so it is for long answers and engines that agree; (0.99, 1.01) is not
+# verl's ±0.1 % on the mean of a row keeps a share erf(0.001·√(T/2)/σ) of rows with T log-ratios of deviation σ.
+# For σ = 0.01 this is 99.8 % at 1,000 tokens and 31 % at 16: it suits long answers and engines that agree closely.
 _GEO, _K3, _ICEPOP = {"seq_mean_k1": (0.999, 1.001)}, {"seq_mean_k3": 0.01}, (0.5, 5.0)
 _decoupled = partial(CorrectionPreset, "decoupled")
 _bypass_ppo = partial(CorrectionPreset, "bypass", loss="ppo_clip")

@@ -1,4 +1,4 @@
-"""The table of policy losses: what each may look at, how it is summed, and what to know before choosing it."""
+"""Table of policy losses: inputs, aggregation, and descriptions for users who choose one."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from slipstream.estimators.options import Function, Options, formula, options_of
 from slipstream.scope import Scope
 
 Mode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-"""From per-token losses to one number: see `aggregate`."""
+"""Reductions of token losses to one number: see `aggregate`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A method: its formula, what it may look at, and what to know before choosing it."""
+    """Policy loss with formula, scope and description."""
 
     formula: str
-    """module.function, under slipstream.estimators.policy."""
+    """Formula as module.function under slipstream.estimators.policy."""
     takes: tuple[str, ...] = ()
-    """Its hyper-parameters."""
     scope: Scope
     agg: Mode = "token-mean"
     choice: str = ""
-    """Batch scope: formula of the choice of tokens that `prepare` freezes."""
+    """Formula of the choice of tokens that `prepare` freezes, for batch scope. Empty for other scopes."""
     weighs_rows: bool = False
-    """Importance weights enter as their geometric mean over the row."""
+    """True if importance weights enter as their geometric mean over the row."""
     trust_region: str
     importance: str
     targets: str
@@ -41,7 +40,7 @@ class PolicyLoss:
 
     @property
     def options(self) -> Options:
-        """What it takes, with the defaults (`options.REQUIRED` where there is none)."""
+        """Return the options with defaults; `options.REQUIRED` marks options without a default."""
         if self.choose is None:
             return options_of(self.loss)
         return {name: default for name, default in options_of(self.choose, self.loss).items() if name != "chosen"}
@@ -55,49 +54,49 @@ def method(name: str) -> PolicyLoss:
 
 
 def scope_of(name: str, agg: Mode | None = None) -> Scope:
-    """The scope of a method together with its aggregation: a mean over the row needs the whole row anyway."""
+    """Return the scope of a method with its aggregation. A mean over the row needs the whole row."""
     found = method(name)
     by_row = (agg or found.agg) == "seq-mean-token-mean"
     return "row" if found.scope == "token" and by_row else found.scope
 
 
 ALIASES = {"geo_mean": "gmpo"}
-"""verl's names where ours is the paper's."""
+"""Other names of losses, used by verl."""
 
 LOSSES: dict[str, PolicyLoss] = {
     "vanilla": PolicyLoss(
         formula="token.vanilla",
         takes=("clip_low", "clip_high", "dual_clip"),
         scope="token",
-        trust_region="hard clip of the token ratio, and a ceiling on bad tokens",
+        trust_region="hard clip of the token ratio, and a bound on the loss of bad tokens",
         importance="token ratio",
-        targets="too large a step; bad tokens with exploding ratios",
-        use_when="rollouts are at most an update or two old",
+        targets="steps that are too large; bad tokens with exploding ratios",
+        use_when="rollouts are at most one or two updates old",
     ),
     "reinforce": PolicyLoss(
         formula="token.reinforce",
         scope="token",
         trust_region="none",
-        importance="none of its own: weights from outside",
-        targets="bias from clipping",
-        use_when="on-policy, or with importance weights of a bypass preset",
+        importance="none; uses the weights of a correction preset",
+        targets="bias of clipping",
+        use_when="rollouts are on-policy, or a bypass preset gives importance weights",
     ),
     "gpg": PolicyLoss(
         formula="token.reinforce",
         scope="token",
         trust_region="none",
-        importance="none of its own: weights from outside",
-        targets="bias from clipping",
+        importance="none; uses the weights of a correction preset",
+        targets="bias of clipping",
         use_when="as a baseline, with the gpg advantage",
     ),
     "cispo": PolicyLoss(
         formula="token.cispo",
         takes=("clip_low", "clip_high"),
         scope="token",
-        trust_region="none: the weight is bounded, the step is not",
+        trust_region="none: the weight is bounded, but not the step",
         importance="clipped token ratio, stop-gradient",
-        targets="rare decisive tokens silenced by the clip",
-        use_when="reflective tokens lose their gradient under vanilla",
+        targets="rare decisive tokens that lose their gradient by clipping",
+        use_when="rare decisive tokens lose their gradient under vanilla",
     ),
     "gspo": PolicyLoss(
         formula="row.gspo",
@@ -106,8 +105,8 @@ LOSSES: dict[str, PolicyLoss] = {
         agg="seq-mean-token-mean",
         trust_region="hard clip of the row's geometric mean ratio",
         importance="geometric mean over the row",
-        targets="length trap; routing flips of mixtures of experts",
-        use_when="one reward per answer, long answers; with clips near 3e-4",
+        targets="row ratios that explode with length; unstable routing in mixtures of experts",
+        use_when="one reward per long answer; with clips near 3e-4",
     ),
     "gspo_token": PolicyLoss(
         formula="row.gspo_token",
@@ -116,8 +115,8 @@ LOSSES: dict[str, PolicyLoss] = {
         agg="seq-mean-token-mean",
         trust_region="hard clip of the row's geometric mean ratio",
         importance="geometric mean over the row, stop-gradient",
-        targets="as gspo, with credit by token",
-        use_when="gspo, but advantages differ within an answer",
+        targets="as gspo, with advantages per token",
+        use_when="as gspo, if advantages differ within an answer",
     ),
     "gmpo": PolicyLoss(
         formula="row.gmpo",
@@ -125,9 +124,9 @@ LOSSES: dict[str, PolicyLoss] = {
         scope="row",
         agg="seq-mean-token-mean",
         weighs_rows=True,
-        trust_region="log-ratio of each token clipped on the side its advantage pushes to",
+        trust_region="log-ratio of each token clipped in the direction of its advantage",
         importance="geometric mean of clipped token ratios",
-        targets="length trap; single outlier tokens",
+        targets="row ratios that explode with length; single outlier tokens",
         use_when="gspo suffers from outliers; with clips near 0.4",
     ),
     "sapo": PolicyLoss(
@@ -137,17 +136,17 @@ LOSSES: dict[str, PolicyLoss] = {
         agg="seq-mean-token-mean",
         trust_region="sigmoid: the gradient fades as the ratio leaves 1",
         importance="token ratio, in the sigmoid",
-        targets="jumps at the edge of a hard clip",
-        use_when="clip_fraction is high and training is jumpy",
+        targets="gradients that jump at the edge of a hard clip",
+        use_when="clip_fraction is high and training is unstable",
     ),
     "dppo_tv": PolicyLoss(
         formula="token.dppo_tv",
         takes=("clip_low", "clip_high", "dppo_truncation"),
         scope="token",
-        trust_region="drops tokens whose probability moved too far",
+        trust_region="drops tokens whose probability changed too much",
         importance="truncated token ratio (20), stop-gradient",
-        targets="ratios as a bad proxy of distance",
-        use_when="rare tokens have wild ratios, as under engine mismatch",
+        targets="ratios that do not measure the distance of policies",
+        use_when="rare tokens have extreme ratios, for example if engines disagree",
     ),
     "dppo_kl": PolicyLoss(
         formula="token.dppo_kl",
@@ -155,8 +154,8 @@ LOSSES: dict[str, PolicyLoss] = {
         scope="token",
         trust_region="drops tokens whose binary KL is too large",
         importance="truncated token ratio (20), stop-gradient",
-        targets="ratios as a bad proxy of distance",
-        use_when="as dppo_tv, stricter near probabilities 0 and 1",
+        targets="ratios that do not measure the distance of policies",
+        use_when="as dppo_tv, but stricter near probabilities 0 and 1",
     ),
     "clip_cov": PolicyLoss(
         formula="batch.clip_cov",
@@ -176,7 +175,7 @@ LOSSES: dict[str, PolicyLoss] = {
         trust_region="|δ| penalty at the tokens of highest covariance",
         importance="token ratio",
         targets="entropy collapse",
-        use_when="entropy falls too fast, and leaving tokens out is too coarse",
+        use_when="entropy falls too fast, and clip_cov removes too much",
     ),
     "dro": PolicyLoss(
         formula="token.dro",
@@ -184,17 +183,17 @@ LOSSES: dict[str, PolicyLoss] = {
         scope="token",
         trust_region="quadratic penalty on δ",
         importance="none",
-        targets="ratio blow-up on offline data",
-        use_when="data are so old that ratios mean nothing",
+        targets="exploding ratios on offline data",
+        use_when="data are so old that ratios are meaningless",
     ),
     "m2po": PolicyLoss(
         formula="batch.m2po",
         takes=("budget",),
         choice="batch.choose_m2po",
         scope="batch",
-        trust_region="budget for the batch mean of δ²",
+        trust_region="bound on the batch mean of δ²",
         importance="token ratio",
-        targets="heavy tails of stale ratios",
+        targets="extreme ratios of stale tokens",
         use_when="rollouts are many updates old",
     ),
     "decoupled_ppo": PolicyLoss(
@@ -202,35 +201,35 @@ LOSSES: dict[str, PolicyLoss] = {
         takes=("proximal_logp", "clip_low", "clip_high", "weight_cap"),
         scope="token",
         trust_region="hard clip around the proximal policy",
-        importance="proximal to behaviour, stop-gradient, dropped above a cap",
-        targets="clip used up by staleness",
-        use_when="asynchronous rollouts, log-probs recomputed on arrival",
+        importance="proximal/behaviour ratio, stop-gradient, 0 above a cap",
+        targets="clips that measure staleness instead of the step",
+        use_when="rollouts are asynchronous, and several steps are made per batch",
     ),
     "topr": PolicyLoss(
         formula="row.topr",
         takes=("positive",),
         scope="row",
         trust_region="none for good rows, truncation for bad ones",
-        importance="whole-row ratio in [0, 1] on bad rows, stop-gradient",
-        targets="bad rows pushed away without end",
-        use_when="very stale or offline data with right and wrong answers",
+        importance="row ratio in [0, 1] on bad rows, stop-gradient",
+        targets="bad rows that are pushed down without limit",
+        use_when="data are very stale or offline, with right and wrong answers",
     ),
     "aspo": PolicyLoss(
         formula="token.aspo",
         takes=("clip_low", "clip_high", "dual_clip"),
         scope="token",
-        trust_region="hard clip for bad tokens, a cap on the weight of good ones",
+        trust_region="hard clip for bad tokens, a bound on the weight of good tokens",
         importance="token ratio, inverted for good tokens",
-        targets="entropy collapse: the probable is rewarded most",
-        use_when="vanilla only sharpens what the student already does",
+        targets="entropy collapse, because probable tokens gain most",
+        use_when="vanilla only sharpens the present behaviour of the student",
     ),
     "minpro": PolicyLoss(
         formula="row.minpro",
         scope="row",
-        trust_region="none of its own: the least prefix ratio damps the weight",
-        importance="least prefix ratio times token ratio, stop-gradient",
-        targets="prefix bias of token ratios, length trap of products",
-        use_when="long answers under staleness",
+        trust_region="none: the smallest prefix ratio lowers the weight",
+        importance="smallest prefix ratio times token ratio, stop-gradient",
+        targets="prefix bias of token ratios; products that explode with length",
+        use_when="answers are long and stale",
     ),
     "ctpo": PolicyLoss(
         formula="row.ctpo",
@@ -239,6 +238,6 @@ LOSSES: dict[str, PolicyLoss] = {
         trust_region="log of the prefix product clipped to ±c√t",
         importance="prefix product, stop-gradient",
         targets="as minpro, with the whole product",
-        use_when="as minpro, drift spread evenly over the row",
+        use_when="as minpro, if drift is spread evenly over the row",
     ),
 }
