@@ -251,7 +251,7 @@ def test_the_end_of_a_run_is_summed_up_from_its_lines() -> None:
     ]
     assert summary(digest([{"kind": "eval", "update": 1}, *lines])) == [
         "trained 15 tokens/s; busy: rollout 90%, scoring 30%, learner 50%",
-        "overlap 1.25 of the three stages over the whole run, 1.70 of all that kept workers busy after warm-up",
+        "overlap 1.25 of the three stages over the whole run, 1.70 of all work after warm-up",
         "lag 3.6 updates on average, 8 at most; the learner waited 25% of the time for data, 0% for its turn, 12% for "
         "a publish",
         "1 groups dropped or restarted, 7 tokens thrown away",

@@ -1,4 +1,4 @@
-"""What a run says of itself: pure functions from headers and clock readings to numbers."""
+"""The metrics of a run: pure functions from sample headers and times to numbers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from slipstream.records import Header
 Metrics = dict[str, float]
 Interval = tuple[float, float]
 Workers = dict[str, list[Interval]]
-"""Of each worker of a stage."""
+"""Busy intervals of each worker of a stage."""
 WARMUP = 5
+"""Number of first updates that averages over a run leave out."""
 TREND, ENDS = 100, 10
-"""Updates over which the trend of lengths is taken, and how many at either end are averaged."""
+"""Number of updates over which the trend of lengths is taken, and number of updates averaged at each end."""
 
 
 def lag_metrics(headers: Iterable[Header], version: int) -> Metrics:
-    """Lag of a token: the learner's version when it is consumed, less its own. Exact, over trained tokens."""
+    """Return mean, maximum and histogram of the lags of trained tokens: learner's `version` minus token's version."""
     lags: Counter[int] = Counter()
     for header in headers:
         for made_at, count in header.versions:
@@ -33,12 +34,11 @@ def lag_metrics(headers: Iterable[Header], version: int) -> Metrics:
 
 
 def mean_lag(header: Header, version: int) -> float:
-    """Over the trained tokens of one response."""
     return sum((version - made_at) * count for made_at, count in header.versions) / max(header.trained_tokens, 1)
 
 
 def sample_metrics(headers: Sequence[Header]) -> Metrics:
-    """Lengths, how responses ended, and rewards, of which an episode has one however many branches it has."""
+    """Return metrics of lengths, truncation and rewards; an episode counts once for rewards, however many branches."""
     episodes = {(header.number, header.episode): header for header in headers}.values()
     lengths = [header.tokens for header in headers]
     numbers: Metrics = {
@@ -59,13 +59,12 @@ def sample_metrics(headers: Sequence[Header]) -> Metrics:
 
 
 EPISODE = ("turns", "calls", "failed", "looped", "premature", "seconds", "failures", "branches")
-"""What is counted of every episode, and told as its mean."""
+"""Counts of each episode that are reported as means."""
 OWN = "own/"
-"""What an environment counts itself."""
+"""Prefix of the counts that an environment defines itself."""
 
 
 def episode_metrics(headers: Sequence[Header]) -> Metrics:
-    """Of those that acted upon an environment."""
     episodes = list({(h.number, h.episode): h for h in headers if "turns" in h.outcome}.values())
     if not episodes:
         return {}
@@ -81,12 +80,11 @@ def episode_metrics(headers: Sequence[Header]) -> Metrics:
 
 
 LIMITS = {"out_of_turns": "turns", "out_of_time": "time"}
-"""What ends an episode beside its length, by how that is written."""
+"""Limits of an episode beside its length: finish reason by metric name."""
 
 
 def trend(lengths: Sequence[float]) -> Metrics:
-    """By what responses have grown in 100 updates, or in all there are, but for 20 at least: the mean of the last 10
-    over that of the first 10 of them."""
+    """Return mean length in the last 10 over the first 10 of up to 110 updates; empty for fewer than 20 updates."""
     lengths = lengths[-TREND - ENDS :]
     if len(lengths) < 2 * ENDS:
         return {}
@@ -94,11 +92,11 @@ def trend(lengths: Sequence[float]) -> Metrics:
 
 
 def trust_metrics(headers: Sequence[Header]) -> Metrics:
-    """What teachers said: the reverse KL of what drew to each of them, and how many tokens are on the floor.
+    """Return the reverse KL from the sampler to each teacher, and the number of floored teacher log-probs.
 
-    teacher/kl is the mean of log b − log q over the tokens that were drawn from b: KL(b ‖ q) on average, and so never
-    below 0. Tokens of one response depend on one another, so its standard error is that of a ratio of sums over
-    responses: √(k/(k−1) · Σ (gap − kl·tokens)²) / Σ tokens, of k responses.
+    teacher/kl is the mean of log b − log q over tokens drawn from b. Its expectation is KL(b ‖ q) ≥ 0. Tokens of one
+    response depend on one another. So the standard error is that of a ratio of sums over k responses:
+    √(k/(k−1) · Σ (gap − kl·tokens)²) / Σ tokens.
     """
     by_teacher: dict[str, list[Header]] = {}
     for header in headers:
@@ -116,7 +114,7 @@ def trust_metrics(headers: Sequence[Header]) -> Metrics:
 
 
 def relabel_metrics(headers: Sequence[Header]) -> Metrics:
-    """How far the supervision of what was scored once more has moved, over the tokens of which that is known."""
+    """Return how far the supervision of relabelled samples has moved, over the tokens where that is known."""
     asked = [header for header in headers if header.moved is not None and header.trained_tokens]
     if not asked:
         return {}
@@ -131,7 +129,7 @@ def relabel_metrics(headers: Sequence[Header]) -> Metrics:
 
 
 def throughput(tokens: Sequence[float], finished: Sequence[float], *, warmup: int = WARMUP) -> float:
-    """Response tokens per second over the updates after the first `warmup`: Σ_{j>w} n_j / (t_J − t_w)."""
+    """Return response tokens per second over the updates after the first `warmup`: Σ_{j>w} n_j / (t_J − t_w)."""
     if len(tokens) != len(finished):
         raise ValueError(f"{len(tokens)} token counts for {len(finished)} times")
     if len(tokens) <= warmup or warmup < 1:
@@ -140,7 +138,7 @@ def throughput(tokens: Sequence[float], finished: Sequence[float], *, warmup: in
 
 
 def merged(intervals: Iterable[Interval]) -> float:
-    """Seconds in which at least one of these intervals lies."""
+    """Return the seconds covered by at least one of these intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -149,12 +147,12 @@ def merged(intervals: Iterable[Interval]) -> float:
 
 
 def usage(busy: Mapping[str, Workers], stages: Mapping[str, Workers], seconds: float) -> Metrics:
-    """How much the stages overlap, from the intervals of every stage's workers in so many seconds of wall clock.
+    """Return how much the stages overlap, from the busy intervals of all workers in `seconds` of wall clock.
 
-    overlap/stages  (T_rollout + T_score + T_learn) / T_wall of rolling out, scoring and learning alone; T_rollout is
-                    the mean over its workers, the others are merged  (AsyncOPD, 2606.24143)
-    overlap/busy    the same of all that keeps a worker: publishes, exports, checkpoints and held-out prompts too
-    stage/…, busy/… the parts of either; idle/…: the share in which a worker had nothing to do
+    overlap/stages  (T_rollout + T_score + T_learn) / T_wall of rollout, scoring and learning alone. T_rollout is the
+                    mean over samplers. The other times merge the intervals of workers (AsyncOPD, 2606.24143).
+    overlap/busy    the same for all work, including publishes, exports, checkpoints and evaluation
+    stage/…, busy/… the parts of these sums; idle/…: share of the time in which a worker had no work
     """
     seconds, numbers, idle = max(seconds, 1e-9), Metrics(), Metrics()
     for kind, of_kind in (("stage", stages), ("busy", busy)):
@@ -178,9 +176,9 @@ OVER_STEPS: dict[str, Callable[[Sequence[float]], float]] = {"max": max, "min": 
 
 
 def over_steps(steps: Sequence[Mapping[str, float]]) -> Metrics:
-    """The metrics of an update of several optimizer steps: means, extremes, and how the drift grew from first to last.
+    """Combine the metrics of an update's optimizer steps: means, extremes, and drift at the first and last step.
 
-    Steps of an update learn from data of the same age: what its KL to the policy that drew gains is their own doing.
+    All steps of an update learn from data of the same age. So growth of the KL to the sampler is due to the steps.
     """
     if len(steps) == 1:
         return dict(steps[0])
@@ -197,13 +195,13 @@ def over_steps(steps: Sequence[Mapping[str, float]]) -> Metrics:
 COUNTED: tuple[str, ...] = ("time", "tokens", "samples", "lag/mean", "lag/max", "dropped", "restarted", "thrown_tokens")
 COUNTED += ("overlap/stages", "overlap/busy", "busy/rollout", "busy/score", "busy/learn")
 COUNTED += ("seconds/update", "seconds/data", "seconds/turn", "seconds/weights")
-"""What a digest is made of; 0 where an update does not say it."""
+"""Metrics that a digest reads; a missing one counts as 0."""
 
 
 def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
-    """A whole run in a few numbers, from its metrics.jsonl, after warm-up; empty for a run too short to tell.
+    """Summarise the metrics lines of a run after warm-up; return {} for fewer than two updates after update `since`.
 
-    `overlap/stages` alone is of all of it, from the first rollout to the end of the last update, as AsyncOPD has it.
+    Only `overlap/stages` includes the warm-up, from the first rollout to the last update, as in AsyncOPD.
     """
     made = [line for line in lines if line["kind"] == "train" and line["update"] > since]
     lines = [{**dict.fromkeys(COUNTED, 0.0), **line} for line in made]
@@ -232,14 +230,14 @@ def digest(lines: Iterable[Mapping[str, Any]], *, since: int = 0) -> Metrics:
 
 
 def summary(run: Mapping[str, float]) -> list[str]:
-    """What a person wants to know of a run: speed, overlap, staleness, and what the learner waited for."""
+    """Return a run's digest as text: speed, overlap, staleness, and what the learner waited for."""
     if not run:
         return []
     found = [
         f"trained {run['tokens_per_s']:,.0f} tokens/s; busy: rollout {run['busy/rollout']:.0%}, scoring "
         f"{run['busy/score']:.0%}, learner {run['busy/learn']:.0%}",
         f"overlap {run['overlap/stages']:.2f} of the three stages over the whole run, {run['overlap/busy']:.2f} of all "
-        "that kept workers busy after warm-up",
+        "work after warm-up",
         f"lag {run['lag/mean']:.1f} updates on average, {run['lag/max']:.0f} at most; the learner waited "
         f"{run['waits/data']:.0%} of the time for data, {run['waits/turn']:.0%} for its turn, "
         f"{run['waits/weights']:.0%} for a publish",
@@ -248,23 +246,23 @@ def summary(run: Mapping[str, float]) -> list[str]:
         found.append(f"{run['lost']:.0f} groups dropped or restarted, {run['thrown_tokens']:,.0f} tokens thrown away")
     again = [f"{name.removeprefix('restarts/')} {n:.0f} ×" for name, n in run.items() if name.startswith("restarts/")]
     if again:
-        found.append(f"died and were started again: {', '.join(again)}")
+        found.append(f"workers died and were restarted: {', '.join(again)}")
     return found
 
 
 def avg_at_n(correct: Sequence[Sequence[float]]) -> float:
-    """Mean over problems of the mean over their samples."""
+    """Return the mean over problems of the mean over their samples."""
     return fmean(fmean(samples) for samples in correct)
 
 
 def standard_error(correct: Sequence[Sequence[float]]) -> float | None:
-    """Of avg@n, problems being independent: s/√P of the means of P problems. None knows it of one problem."""
+    """Return the standard error of avg@n: s/√P of the means of P independent problems; None for a single problem."""
     means = [fmean(samples) for samples in correct]
     return stdev(means) / sqrt(len(means)) if len(means) > 1 else None
 
 
 def pass_at_k(correct: Sequence[Sequence[float]], k: int) -> float:
-    """The unbiased estimate from n ≥ k samples of each problem: 1 − C(n−c, k)/C(n, k).  (Chen et al., 2107.03374.)"""
+    """Return the unbiased estimate from n ≥ k samples per problem: 1 − C(n−c, k)/C(n, k) (Chen et al., 2107.03374)."""
 
     def one(samples: Sequence[float]) -> float:
         n, c = len(samples), sum(sample >= 1.0 for sample in samples)

@@ -231,7 +231,7 @@ def test_a_damaged_run_is_one_line_or_said(home: Path, capsys: pytest.CaptureFix
     run = home / "runs" / "first"
     (run / "final" / "generation_config.json").write_text("{}")
     _, said = found(capsys, "runs/first", "--data", "math.jsonl")
-    assert said == "note: runs/first/final: generation_config.json is not as it was saved, in its 2 bytes\n"
+    assert said == "note: runs/first/final: generation_config.json differs from what was saved, in its 2 bytes\n"
     weights = run / "final" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
     capsys.readouterr()

@@ -182,7 +182,7 @@ MUST: dict[str, tuple[Rule, Synthetic, str]] = {
         lambda n: {"teacher/a/kl": 0.1, "teacher/a/kl_error": 0.1, "teacher/b/kl": -1.0, "teacher/b/kl_error": 0.1},
         "^teacher/b: mean reverse KL",
     ),
-    "unusable": (unusable_scores, lambda n: {"teacher/invalid": 8.0}, "of 160 of the last 1440 responses"),
+    "unusable": (unusable_scores, lambda n: {"teacher/invalid": 8.0}, "for 160 of the last 1440 responses"),
     "changing": (
         unusable_scores,
         lambda n: {"teacher/differed": 0.5},
@@ -206,7 +206,11 @@ MUST: dict[str, tuple[Rule, Synthetic, str]] = {
         lambda n: {"grad_norm": 0.0, "correction/rollout_rs_masked_fraction": 1.0},
         "was 0: the correction rejects every token",
     ),
-    "agreed": (idle, lambda n: {"grad_norm": 0.0, "policy/rows_moved": 0.0}, "was 0: every group agrees in its reward"),
+    "agreed": (
+        idle,
+        lambda n: {"grad_norm": 0.0, "policy/rows_moved": 0.0},
+        "was 0: rewards within each group are equal",
+    ),
     "still": (still_reward, lambda n: {"reward/exact": 0.0}, "reward/exact has been 0 for 30 updates"),
 }
 MUST_NOT: dict[str, tuple[Rule, Synthetic]] = {
@@ -394,7 +398,7 @@ def test_a_teacher_that_clamps_many_answers_stops_the_run_and_the_others_are_tra
         def _lied(self, handle: Handle, honest: Handle) -> Handle:
             return super()._lied(handle, honest) if handle.header.index == 1 else honest
 
-    with pytest.raises(Unhealthy, match=r"of \d+ of the last \d+ responses the teacher's scores could not be used"):
+    with pytest.raises(Unhealthy, match=r"the teacher's scores could not be used for \d+ of the last \d+ responses"):
         train(tmp_path, Often(clamped))
     lines, ledger = read_lines(tmp_path / "metrics.jsonl"), read_lines(tmp_path / "ledger.jsonl")
     assert lines[0]["teacher/invalid"] == 8 and lines[0]["samples"] == 8
@@ -462,7 +466,7 @@ def test_a_run_does_not_go_on_from_the_weights_that_an_update_destroyed(tmp_path
         train(tmp_path, toy.ToyScorer(TEACHER), learner=learner, checkpoint={"every": every, "keep": 2})
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} >= {"5", "6.suspect"}
     assert newest(tmp_path).standing.version == 5
-    with pytest.raises(RunDirError, match=r"6.suspect is of a run that went wrong there.*--from with one of .*5$"):
+    with pytest.raises(RunDirError, match=r"6.suspect was saved when the run went wrong.*--from with one of .*5$"):
         newest(tmp_path, 6)
     Checkpoints(tmp_path / "checkpoints").forget_after(0)
     with pytest.raises(RunDirError, match=r"rename it to 6 to go on from it all the same, or begin a new run$"):
@@ -505,10 +509,10 @@ def test_whoever_does_not_answer_is_named_after_ten_seconds_and_then_ever_more_s
 
     virtual.run(work())
     assert said == [
-        (28.0, "teacher main has not answered for 10 s (2 asked and waiting)"),
-        (38.0, "teacher main has not answered for 20 s (2 asked and waiting)"),
-        (58.0, "teacher main has not answered for 40 s (2 asked and waiting)"),
-        (63.0, "teacher main is no longer silent, after 45 s"),
+        (28.0, "teacher main has not answered for 10 s (2 requests are open)"),
+        (38.0, "teacher main has not answered for 20 s (2 requests are open)"),
+        (58.0, "teacher main has not answered for 40 s (2 requests are open)"),
+        (63.0, "teacher main answers again after 45 s"),
     ]
 
 

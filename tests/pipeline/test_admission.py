@@ -492,7 +492,7 @@ def test_what_stood_must_fit_the_schedule_and_the_updates() -> None:
     standing = Standing(version=2, submitted=16, dropped={}, restarted=0, in_flight=dict.fromkeys(range(4, 16), 0))
     with pytest.raises(ConfigError, match="12 groups were in flight and this schedule has 4 credits"):
         Admission(asynchronous(2, Async(tau=1)), updates=9, standing=standing)
-    with pytest.raises(ConfigError, match="updates = 7: more than that is submitted already, write at least 8"):
+    with pytest.raises(ConfigError, match="updates = 7: groups of later updates are in flight, write at least 8"):
         Admission(asynchronous(2, Async(tau=5)), updates=7, standing=standing)
     again = Admission(asynchronous(2, Async(tau=5)), updates=8, standing=standing)
     assert again.quota() == again.remaining == 0

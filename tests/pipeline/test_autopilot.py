@@ -172,7 +172,7 @@ def test_publishes_that_take_long_come_half_as_often_with_as_much_in_flight_and_
     assert autopilot.every == 4 and autopilot.tau >= 1
     look(60, 0.001)
     assert autopilot.every == 1 and autopilot.tau >= 7, "what is in flight stays"
-    assert [each.partition(" ")[0] + each.partition("as")[2] for each in said if "publish_every" in each] == [
+    assert [each.partition(" ")[0] + each.partition("because")[2] for each in said if "publish_every" in each] == [
         *2 * ["publish_every publishes take 30% of the time"],
         *2 * ["publish_every publishes take 0% of the time"],
     ]

@@ -85,7 +85,7 @@ def test_whatever_happens_no_size_is_gone_back_to_until_all_is_forgotten(seed: i
         seen = Seen(1.0, waited, chance.lognormvariate(0, 1), busy, dict(sizes))
         change = autoscale.look(seen, PLENTY_OF_ROOM)
         if change:
-            back = change.why == "more of them brought too little"
+            back = change.why == "the added workers brought too little"
             for kind, size in change.sizes.items():
                 assert 1 <= size <= most and size != sizes[kind]
                 assert back or size not in left[kind]
@@ -166,7 +166,7 @@ def test_a_run_finds_how_many_samplers_it_needs_and_keeps_them(tmp_path: Path, s
     lines = read_lines(tmp_path / "metrics.jsonl")
     late = lines[50:-1]  # the last one waits for the longest response, whoever is there
     assert sum(line["seconds/data"] for line in late) < 0.02 * sum(line["seconds/update"] for line in late)
-    sizes = [int(line.partition(", as ")[0].split()[-1]) for line in said if line.startswith("replicas: ")]
+    sizes = [int(line.partition(", because ")[0].split()[-1]) for line in said if line.startswith("replicas: ")]
     assert sizes[:2] == [2, 4] and sizes[-1] in (5, 6, 7) and len(sizes) <= 5
 
 
@@ -175,7 +175,7 @@ def test_who_asks_for_more_where_the_run_decides_is_refused(tmp_path: Path) -> N
         with RunLog(tmp_path, []) as log:
             run = Run(auto(Sync(), updates=3, groups=2), scalable(), PROMPTS, log)
             await run.train()
-            with pytest.raises(ConfigError, match='sampler: its replicas = "auto" leaves that to the run'):
+            with pytest.raises(ConfigError, match='sampler: with replicas = "auto" the run chooses this number itself'):
                 run.admission.updates += 1
                 run.scale(["sampler=2"], lambda _: None)
 

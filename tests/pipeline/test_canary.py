@@ -87,7 +87,7 @@ def test_an_answer_is_compared_by_root_mean_square_and_the_worst_token_is_named(
     assert reference[0] is not None and reference[0].tolist() == [[-1.0], [-2.0]], "the median"
     found = difference(TEXT, reference, said(-1.0, -6.0))
     assert found.apart == pytest.approx(4 / 2**0.5)
-    assert found.said == f"token {TEXT[0].tokens[1]} at place 1 of text 0 had log-prob -2.00, now -6.00"
+    assert found.said == f"token {TEXT[0].tokens[1]} at position 1 of text 0 had log-prob -2.00, now -6.00"
 
 
 def test_what_cannot_be_scored_any_more_is_infinitely_far_and_what_never_could_is_left_out() -> None:
@@ -129,9 +129,9 @@ GOOD = {"drift/k3_kl": 1e-6, "drift/ppl_ratio": 1.0}
     "numbers, versions, said",
     [
         (GOOD, {7}, ""),
-        (GOOD, {6}, "its tokens name version 6, and it can have had only 7"),
-        (GOOD, {7, 6}, "its tokens name version 6, 7, and"),
-        (GOOD, {8}, "its tokens name version 8, and"),
+        (GOOD, {6}, "its tokens name version 6, but only version 7 is possible"),
+        (GOOD, {7, 6}, "its tokens name version 6, 7, but"),
+        (GOOD, {8}, "its tokens name version 8, but"),
         (GOOD | {"drift/k3_kl": 0.01}, {7}, r"not the learner's: KL 0.01 \(limit 0.001\)"),
         (GOOD | {"drift/ppl_ratio": 1.5}, {7}, r"perplexity ratio 1.500"),
         (GOOD | {"drift/k3_kl": float("nan")}, {7}, "KL nan"),
@@ -377,7 +377,9 @@ def test_a_teacher_that_does_not_answer_its_canary_is_asked_again(tmp_path: Path
 
     told = list[str]()
     train(tmp_path, scorer := Absent(), told=told, updates=7)
-    assert told == ["scorer did not answer its canary, and is asked again: teacher main at http://x answers 503"]
+    assert told == [
+        "scorer did not answer its canary request, which will be repeated: teacher main at http://x answers 503"
+    ]
     assert scorer.times == 3 + 1 + 1 + 1, "at the start, after update 5, after update 6, and after the last"
 
 
@@ -456,7 +458,7 @@ def test_a_moving_teacher_is_compared_with_what_the_learner_knows_of_its_version
 @pytest.mark.parametrize("lie", ["negated", "constant", "slow drift", "plus 0.5"])
 def test_a_moving_teacher_that_lies_from_an_update_on_is_found(tmp_path: Path, lie: str) -> None:
     scorer, learner = moving(lie=LIES[lie], after=began_at(BEGINS, 2))
-    with pytest.raises(Unhealthy, match="teacher main is not what the learner sent: a log-prob by scorer is"):
+    with pytest.raises(Unhealthy, match="teacher main lacks the exported weights: a log-prob by scorer is"):
         train(tmp_path, scorer, learner=learner, **MOVES)
     assert BEGINS <= len(read_lines(tmp_path / "metrics.jsonl")) <= BEGINS - 1 + 2 * EVERY
 
@@ -509,7 +511,7 @@ BAD_SAMPLERS: dict[str, tuple[Callable[[], Any], str]] = {
     "log-probs too low": (lambda: Wrong(lambda x: x - 0.3, 7), "its log-probs are not the learner's"),
     "log-probs halved": (lambda: Wrong(lambda x: 0.5 * x, 7), "its log-probs are not the learner's"),
     "stale weights": (lambda: Stale(7), "stale weights, or log-probs of another distribution"),
-    "wrong version": (lambda: Misdated(7), "its tokens name version 7, and it can have had only 8"),
+    "wrong version": (lambda: Misdated(7), "its tokens name version 7, but only version 8 is possible"),
 }
 
 

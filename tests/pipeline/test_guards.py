@@ -73,7 +73,7 @@ def test_length_surge_acts_while_responses_grow_and_lets_go_when_they_have_stopp
     # the ten that came a hundred before
     assert 160 < acting[0] < 170 and 290 < acting[-1] < 320
     assert acting == list(range(acting[0], acting[-1] + 1)), "it comes once and goes once"
-    assert len(said) == 2 and said[0].startswith("guards.length_surge: responses are 1.2") and "over" in said[1]
+    assert len(said) == 2 and said[0].startswith("guards.length_surge: responses are 1.2") and "ended" in said[1]
 
 
 def test_length_surge_leaves_slow_growth_and_noise_alone() -> None:

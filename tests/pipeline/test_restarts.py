@@ -48,7 +48,7 @@ def test_calls_wait_for_the_only_sampler_and_others_go_on_without_it(tmp_path: P
     assert alone.trained() == list(range(16)) and alone.seconds == pytest.approx(4 * 6 + 11)
     assert [line.get("restarts/sampler", 0) for line in alone.lines] == [0, 1, 1, 1]
     said = summary(digest([{"kind": "train", **line} for line in alone.lines]))
-    assert said[-1] == "died and were started again: sampler 1 ×"
+    assert said[-1] == "workers died and were restarted: sampler 1 ×"
     two = Simulated(tmp_path / "two", Sync(), mortal(1, samplers=2), updates=8)
     assert two.seconds == pytest.approx(8 * 6) and two.trained() == list(range(32))
     assert two.lines[-1]["restarts/sampler-0"] == 1

@@ -37,12 +37,12 @@ def test_what_is_asked() -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ("sampler", r"'sampler' is no change: write sampler=\+2, teacher.main=-1 or sampler=3"),
-        ("sampler=1.5", "is no change"),
+        ("sampler", r"'sampler' is not a valid change: write sampler=\+2, teacher.main=-1 or sampler=3"),
+        ("sampler=1.5", "is not a valid change"),
         ("samplers=1", "no kind of worker is called 'samplers'; did you mean 'sampler'"),
         ("learner=2", "no kind of worker is called 'learner'; known: sampler, teacher.main"),
-        ("sampler=-2", "sampler=-2: there are 2, and one must stay"),
-        ("teacher.main=0", "teacher.main=0: there are 1, and one must stay"),
+        ("sampler=-2", "sampler=-2: there are 2, and at least one must stay"),
+        ("teacher.main=0", "teacher.main=0: there are 1, and at least one must stay"),
     ],
 )
 def test_what_cannot_be_asked(change: str, line: str) -> None:
@@ -160,7 +160,7 @@ def test_who_comes_takes_its_share_and_who_leaves_hands_over_what_it_has(tmp_pat
         made = scalable(lambda *_: 100, slots=2, learn=1.0)
         with RunLog(tmp_path, []) as log:
             run = Run(config(Async(tau=0), updates=12), made, PROMPTS, log, say=said.append)
-            with pytest.raises(ConfigError, match="the run is only starting"):
+            with pytest.raises(ConfigError, match="the run is still starting"):
                 run.scale([], lambda _: None)
             task = asyncio.create_task(run.train())
             await asyncio.sleep(130.0)

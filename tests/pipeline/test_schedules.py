@@ -195,8 +195,8 @@ def test_a_run_in_which_nothing_moves_is_stopped_and_says_who_waits_for_whom(tmp
 @pytest.mark.parametrize(
     ("where", "says"),
     [
-        ("accumulate", "no checkpoint could be saved: Stalled: the learner has been writing it for 60 s"),
-        ("step", "nothing is saved: the update in hand may have made some of its optimizer steps"),
+        ("accumulate", "no checkpoint could be saved: Stalled: the learner has not finished saving after 60 s"),
+        ("step", "no checkpoint is saved: the current update may have made only some of its optimizer steps"),
     ],
 )
 def test_a_learner_that_hangs_does_not_hold_up_the_end(tmp_path: Path, where: str, says: str) -> None:
@@ -249,7 +249,7 @@ def test_no_end_waits_longer_than_patience(tmp_path: Path, until: float | None) 
         made = replace(engines(), learner=Hangs(lambda _: 1.0))
         run = Run(config(Sync(), updates=3), made, PROMPTS, log, patience=30, say=said.append)
         assert virtual.run(main(run))[0] < 200
-    assert said[0].startswith("no checkpoint could be saved: Stalled: the learner has been writing it for ")
+    assert said[0].startswith("no checkpoint could be saved: Stalled: the learner has not finished saving after ")
 
 
 def test_an_update_that_is_interrupted_in_its_step_is_whole(tmp_path: Path) -> None:
@@ -492,7 +492,7 @@ def test_a_stuck_run_says_who_waits_for_whom(tmp_path: Path) -> None:
 
         virtual.run(main())
     assert report == [
-        "after 50.0 s, 48.0 s after the last move, at version 0",
+        "after 50.0 s, 48.0 s after the last change, at version 0",
         "groups: 1 rolling, 3 waiting, 0 scoring, 0 ready, 0 learning, 0 trained; 4 of 4 credits in use",
         "learner waits for scored groups, for 50.0 s",
         "sampler works on group 0 for 50.0 s",

@@ -304,7 +304,9 @@ def test_a_teacher_that_is_gone_stops_the_run_by_name_though_another_goes_on_sco
     said: list[str] = []
     with pytest.raises(EngineError, match="scoring by code failed at the last 15 tries, .*: ConnectionError: nobody"):
         run_with(tmp_path, Named("math", 1), Gone("code", 2), said=said)
-    assert said == ["scoring by code has failed at the last 5 tries, and is tried again: ConnectionError: nobody there"]
+    assert said == [
+        "scoring by code has failed at the last 5 tries, and will be retried: ConnectionError: nobody there"
+    ]
     reasons = [entry["reason"] for entry in read_lines(tmp_path / "ledger.jsonl") if entry["end"] == "dropped"]
     assert reasons.count("scoring failed") == 2, "it does not go on dropping all that teacher's groups"
 

@@ -73,13 +73,16 @@ def renamed(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (lambda c: os.truncate(c / "8" / "table.npy", 100), "table.npy is not as it was saved, in its 100 by"),
+    "truncated": (
+        lambda c: os.truncate(c / "8" / "table.npy", 100),
+        "table.npy differs from what was saved, in its 100 by",
+    ),
     "emptied": (lambda c: (c / "8" / "manifest.json").write_text(""), "manifest.json cannot be read"),
     "missing": (lambda c: (c / "8" / "table.npy").unlink(), "table.npy is missing"),
     "without a manifest": (lambda c: (c / "8" / "manifest.json").unlink(), "manifest.json is missing"),
     "changed by hand": (
         lambda c: (c / "8" / "standing.json").write_text((c / "8" / "standing.json").read_text().replace("8", "9", 1)),
-        "standing.json is not as it was saved",
+        "standing.json differs from what was saved",
     ),
     "no checkpoint but a student": (
         lambda c: shutil.rmtree(c / "8") or (c.parent / "final").rename(c / "8"),
@@ -102,7 +105,7 @@ def test_a_damaged_checkpoint_is_skipped_with_one_line(run: Path, name: str) -> 
     (line,) = said
     assert line.startswith(f"{run / 'checkpoints' / '8'} is damaged: ") and says in line
     said.clear()
-    with pytest.raises(RunDirError, match="has no whole checkpoint 8: leave --from away, or write another of 2, 4"):
+    with pytest.raises(RunDirError, match="checkpoint 8 of .* is damaged: leave --from away, or write another of 2, 4"):
         newest(run, 8, say=said.append)
     assert newest(run, 2, say=said.append).standing.version == 2
     with pytest.raises(RunDirError, match="has no checkpoint 3: write --from with one of 2, 4"):
@@ -379,7 +382,7 @@ def test_a_directory_that_disappears_stops_a_run_and_is_not_made_again(
             happens(run)
 
     monkeypatch.setattr(RunLog, "metrics", then)
-    with pytest.raises(RunDirError, match="cannot be written: (No such file|another file has come)"):
+    with pytest.raises(RunDirError, match="cannot be written: (No such file|the file was replaced)"):
         go(run, Sync())
     assert run.exists() == (happens is replaced)
 
@@ -492,10 +495,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "fewer updates than there are": (
         lambda run: None,
         ["--from", "4", "--updates", "3"],
-        "updates = 3: more than that",
+        "updates = 3: groups of later",
     ),
     "no such checkpoint": (lambda run: None, ["--from", "3"], "has no checkpoint 3: write --from with one of 2, 4"),
-    "none is whole": (damaged, ["--updates", "6"], "has no whole checkpoint to go on from: begin a new run"),
+    "none is whole": (damaged, ["--updates", "6"], "has no undamaged checkpoint to go on from: begin a new run"),
     "no checkpoints": (
         lambda run: shutil.rmtree(run / "checkpoints"),
         ["--updates", "6"],
@@ -504,12 +507,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "a setting": (
         rewrite("config.toml", "lr = 1e-05", "lr = 0.5"),
         ["--updates", "6"],
-        "was changed: learner.lr = 0.5 (it was 1e-05); put it back, or say that it is meant: --change learner.lr",
+        "was changed: learner.lr = 0.5 (it was 1e-05); put it back, or confirm the change: --change learner.lr",
     ),
     "two settings, one meant": (
         lambda run: [rewrite("config.toml", a, b)(run) for a, b in (("lr = 1e-05", "lr = 0.5"), ("m = 2", "m = 3"))],
         ["--updates", "6", "--change", "learner.*"],
-        "was changed: loss.m = 3 (it was 2); put it back, or say that it is meant: --change loss.m",
+        "was changed: loss.m = 3 (it was 2); put it back, or confirm the change: --change loss.m",
     ),
     "the seed": (
         rewrite("config.toml", "seed = 0", "seed = 1"),
@@ -525,7 +528,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "no meta.json": (
         lambda run: (run / "meta.json").unlink(),
         ["--updates", "6"],
-        "meta.json does not say what the run began with",
+        "meta.json does not exist: it holds the settings",
     ),
     "an emptied ledger": (
         lambda run: (run / "ledger.jsonl").write_text(""),

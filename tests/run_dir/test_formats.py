@@ -158,7 +158,7 @@ def test_a_checkpoint_in_which_a_file_is_a_link_is_damaged(home: Path) -> None:
     at.rename(home / "weights")
     at.symlink_to(home / "weights")
     said: list[str] = []
-    with pytest.raises(RunDirError, match="has no whole checkpoint"):
+    with pytest.raises(RunDirError, match="has no undamaged checkpoint"):
         newest(home / "run", say=said.append)
     assert "model.safetensors is a link" in said[0]
 

@@ -303,9 +303,9 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path: Path) -> No
     assert [len(sink.told) for sink in (failing, other)] == [1, 2]
     assert other.said == [(["4\n"], 1), (["4\n"], 2)]
     assert said == [
-        "Mute failed and is left out from now on, metrics.jsonl has it all: no texts",
-        "Failing failed and is left out from now on, metrics.jsonl has it all: no route to host",
-        "Late failed and is left out from now on, metrics.jsonl has it all: still sending",
+        "Mute failed and gets no more metrics, metrics.jsonl has them all: no texts",
+        "Failing failed and gets no more metrics, metrics.jsonl has them all: no route to host",
+        "Late failed and gets no more metrics, metrics.jsonl has them all: still sending",
     ]
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 2
 

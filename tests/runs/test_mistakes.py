@@ -408,11 +408,11 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no whole one": (
         none_whole,
         "resume run --updates 3",
-        "run has no whole checkpoint to go on from: begin a new run",
+        "run has no undamaged checkpoint to go on from: begin a new run",
     ),
-    "that is not whole": (none_whole, "resume run --from 1", "run has no whole checkpoint 1: leave --from away"),
+    "that is not whole": (none_whole, "resume run --from 1", "checkpoint 1 of run is damaged: leave --from away"),
     "no config": (lost("config.toml"), "resume run", "run holds no run: there is no config.toml in it"),
-    "no meta": (lost("meta.json"), "resume run --updates 3", "meta.json does not say what the run began with"),
+    "no meta": (lost("meta.json"), "resume run --updates 3", "meta.json does not exist: it holds the settings"),
     "no metrics": (lost("metrics.jsonl"), "resume run --updates 3", "metrics.jsonl was changed: "),
     "an empty ledger": (without_text("ledger.jsonl"), "resume run --updates 3", "ledger.jsonl was changed: "),
     "a broken config": (
@@ -435,7 +435,7 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "a change that is not said": (
         rewritten("config.toml", "max_tokens = 16", "max_tokens = 8"),
         "resume run --updates 3",
-        "was changed: sampler.max_tokens = 8 (it was 16); put it back, or say that it is meant: --change sampler.max_t",
+        "was changed: sampler.max_tokens = 8 (it was 16); put it back, or confirm the change: --change sampler.max_t",
     ),
     "another student": (
         rewritten("config.toml", "builtin:student", "builtin:teacher"),

@@ -324,7 +324,7 @@ def test_a_stall_report_can_be_asked_for_and_stops_nothing(
         time.sleep(0.02)
     os.kill(pid, signal.SIGTERM)
     assert coordinators.end() == 143
-    for part in ("after the last move, at version", "credits in use", "sampler ", "scorer ", "learner "):
+    for part in ("after the last change, at version", "credits in use", "sampler ", "scorer ", "learner "):
         assert part in coordinators.output()
 
 

@@ -1,1 +1,1 @@
-"""Time and order: what may start when, and who waits for whom. Of the engines it sees the protocols only."""
+"""The order of the work in time: which rollout, scoring and update starts when. Engines are seen only as protocols."""

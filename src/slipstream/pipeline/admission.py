@@ -1,21 +1,20 @@
-"""Credits, as a pure state machine: no task, clock or tensor. The unit is the group, known by its number.
+"""Admission of groups by credits: a pure state machine without tasks, clock or tensors. A group is known by its number.
 
     submit ─▶ rolling ─rolled─▶ waiting ─take─▶ scoring ─scored─▶ ready ─learn─▶ learning ─train─▶ trained
                  ▲                                                  │                                 │
                  └───────────────── restart ────────────────────────┤            publish: credit returned
                                                      drop(reason): credit returned
 
-Guarantor of invariant 1: a credit comes back only when its group has been trained on and the weights of that update
-are published, so `submitted − published ≤ credits` always; and where the schedule promises a bound on age, an update
-that would break it is held, and one that has broken it raises. Guarantor of invariant 2: every submitted group ends
-exactly once, trained or dropped, and admission ends when as many updates are made as were asked for: of B groups each,
-or of fewer where batches are submitted whole and members of one were dropped.
+Guarantor of invariant 1: a credit returns only after its group is trained and the weights of that update are published.
+So `submitted − published ≤ credits` always holds. If the schedule promises a bound on lag, an update that would break
+the bound waits, and a group beyond the bound raises. Guarantor of invariant 2: every submitted group ends exactly once,
+trained or dropped. Admission ends after the configured number of updates. An update has B groups, or fewer if the
+schedule submits whole batches and groups of the batch were dropped.
 
-Guarantor, too, that updates keep the mixture of what was submitted. A group has a source: its teacher, and with
-`schedule.mixture` also its value in a column of the data. The turns of the sources come in the order of submission;
-which group of a source takes its next turn is decided by who comes first. So an update is made of as many groups of
-every source as in the order of submission, whatever the lengths of their answers, and waits for no group that another
-of its source can stand in for.
+This module also guarantees that updates keep the mixture of sources. The source of a group is its teacher, and with
+`schedule.mixture` also its value in a data column. Sources get their turns in the order of submission. Each turn goes
+to the first ready group of its source. So slow groups do not change the shares of sources. No update waits for a group
+that another group of the same source can replace.
 """
 
 from __future__ import annotations
@@ -29,41 +28,41 @@ from slipstream.errors import ConfigError
 from slipstream.pipeline.schedules import Schedule
 
 Line = dict[int, None]
-"""An ordered set: numbers in the order in which they came."""
+"""An ordered set of group numbers, in the order of arrival."""
 
 
 @dataclass(slots=True)
 class Ticket:
-    """What is remembered of a group between submission and training."""
+    """The state of a group between submission and training."""
 
     batch: int
-    """First number of those that were submitted together."""
+    """Number of the first group that was submitted together with this one."""
     version: int
-    """No token of the group is from an older policy; exact once it is rolled out."""
+    """Version of the group's oldest token once the group is rolled out, and a lower bound of it before."""
     source: str
-    """Of which an update has its share."""
+    """Source of the group, for the mixture; empty if the schedule ignores sources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Where a run stands at the end of an update: enough to go on from there."""
+    """The saved state of admission at the end of an update, from which a run continues."""
 
     version: int
     submitted: int
     dropped: dict[str, int]
     restarted: int
     in_flight: dict[int, int]
-    """Groups that had not ended, and the batch each was submitted with."""
+    """Batch of each group that had not ended, by group number."""
     versions: dict[int, int] = field(default_factory=dict)
-    """Of each of them, what its oldest token cannot be older than."""
+    """`Ticket.version` of each of these groups."""
     waiting: list[int] = field(default_factory=list)
-    """Those of them that are rolled out, in the order in which they are scored."""
+    """Groups that are rolled out and not scored, in the order of scoring."""
     ready: list[int] = field(default_factory=list)
-    """And those that are scored, in the order in which they came."""
+    """Groups that are scored, in the order of arrival."""
     sources: dict[int, str] = field(default_factory=dict)
-    """Of every group that had not ended."""
+    """Source of each group that had not ended."""
     turns: list[str] = field(default_factory=list)
-    """Whose turn comes when."""
+    """Sources in the order of their turns, one for each group that had not ended."""
 
 
 class Admission:
@@ -75,13 +74,13 @@ class Admission:
         source: Callable[[int], str] = lambda _: "",
         standing: Standing | None = None,
     ) -> None:
-        """`source` tells of which a group is, by its number."""
+        """Start a run, or continue one from `standing`. `source` returns the source of a group number."""
         self.schedule, self.updates = schedule, updates
         self.credits, self.publish_every = schedule.credits, schedule.publish_every
-        """`credits` are how many groups may be in flight now: what the schedule has, or fewer."""
+        """The current limits. `credits` bounds the groups in flight, and is at most the schedule's number."""
         self.source = source if schedule.order == "mixture" else lambda _: ""
         self.version = self.published_version = standing.version if standing else 0
-        """Updates made, and those whose weights are in every sampler."""
+        """Number of updates made, and the last update whose weights are in every sampler."""
         self.submitted = standing.submitted if standing else 0
         self.dropped = Counter[str](standing.dropped if standing else {})
         self.restarted = standing.restarted if standing else 0
@@ -92,10 +91,10 @@ class Admission:
         }
         """Groups between submission and training, in the order of submission."""
         self.turns = list(standing.turns if standing else ()) or [ticket.source for ticket in self.live.values()]
-        """A source for every live group: whose turn it is first, and so on."""
+        """Sources in the order of their turns, one for each live group."""
         assert Counter(self.turns) == Counter(ticket.source for ticket in self.live.values())
         self.batches = Counter(in_flight.values())
-        """How many groups are live of those that were submitted together; oldest first."""
+        """Number of live groups of each batch (groups submitted together), oldest batch first."""
         self.waiting: Line = dict.fromkeys(standing.waiting if standing else ())
         self.ready: Line = dict.fromkeys(standing.ready if standing else ())
         self.rolling: Line = {n: None for n in in_flight if n not in self.waiting and n not in self.ready}
@@ -104,17 +103,17 @@ class Admission:
         self.trained: Line = {}
         self.published = self.submitted - self.dropped.total() - len(self.live)
         self.gated = False
-        """From the end of an update until its weights are in every sampler: nothing may start under old weights."""
+        """True from the end of an update until its weights are in every sampler; no group may start meanwhile."""
         if len(self.live) > schedule.credits:
             raise ConfigError(
-                f"{len(self.live)} groups were in flight and this schedule has {schedule.credits} credits: write the "
-                "schedule that the run had"
+                f"{len(self.live)} groups were in flight and this schedule has {schedule.credits} credits: write "
+                "the schedule that the run began with"
             )
         if self.remaining < 0:
             least = updates - self.remaining // schedule.groups
-            raise ConfigError(f"updates = {updates}: more than that is submitted already, write at least {least}")
+            raise ConfigError(f"updates = {updates}: groups of later updates are in flight, write at least {least}")
 
-    # --- what may happen -------------------------------------------------------------------------------------
+    # --- queries ---------------------------------------------------------------------------------------------
 
     @property
     def in_use(self) -> int:
@@ -122,12 +121,12 @@ class Admission:
 
     @property
     def coming(self) -> bool:
-        """Whether anything is on its way to the learner."""
+        """Return whether any group is on its way to the learner."""
         return bool(self.rolling or self.waiting or self.scoring)
 
     @property
     def remaining(self) -> int:
-        """Groups that are still to be submitted. A drop adds one, or closes its batch short."""
+        """Number of groups still to be submitted. A drop adds one, or makes its batch one group smaller."""
         if self.schedule.submit == "batch":
             return (self.updates - self.version - len(self.batches)) * self.schedule.groups
         return self.updates * self.schedule.groups - (self.submitted - self.dropped.total())
@@ -137,34 +136,34 @@ class Admission:
         return self.remaining == 0 and self.in_use == 0
 
     def quota(self) -> int:
-        """How many groups may be submitted now, if any."""
+        """Return the number of groups that may be submitted now; not positive if none may."""
         if self.gated:
             return 0
         if self.schedule.submit == "stream":
-            # where fewer credits are allowed than updates hold that are not published, the next one still comes about
+            # `allow` may set fewer credits than unpublished updates hold; the next update must still fill
             allowed = max(self.credits, len(self.trained) + self.schedule.groups)
             return min(allowed - self.in_use, self.remaining)
-        # whole batches, however many of their groups were dropped: each is an update by which those behind it age
+        # count batches, not groups: a batch with dropped groups is still an update, by which later batches age
         room = len(self.batches) < self.schedule.credits // self.schedule.groups
         return min(self.schedule.groups, self.remaining) if room else 0
 
     def scorable(self) -> bool:
-        """Whether the scoring of what waits may begin: at once, or when nothing rolls out any more."""
+        """Return whether waiting groups may be scored now; with serial stages only after all groups are rolled out."""
         return bool(self.waiting) and (self.schedule.stages == "overlap" or not self.rolling)
 
     @property
     def size(self) -> int:
-        """Groups of the next update; fewer where members of a batch that was submitted whole were dropped."""
+        """Number of groups of the next update; smaller if groups of a batch that was submitted whole were dropped."""
         oldest = next(iter(self.batches.values()), 0) if self.schedule.submit == "batch" else 0
         return oldest or self.schedule.groups
 
     @property
     def enough(self) -> bool:
-        """Whether the learner has something to learn from, were it not for order and age."""
+        """Return whether the learner has enough ready groups, regardless of order and age."""
         return len(self.ready) >= (1 if self.schedule.learn == "ready" else self.size)
 
     def learnable(self) -> list[int]:
-        """What the learner may take now, in the order in which it is consumed; empty while it must wait."""
+        """Return the groups that the learner may take now, in learning order; empty while the learner must wait."""
         schedule = self.schedule
         if not self.enough or (schedule.stages == "turns" and (self.gated or self.coming)):
             return []
@@ -175,26 +174,26 @@ class Admission:
 
     @property
     def full(self) -> bool:
-        """Whether what is being learned from makes an update."""
+        """Return whether the groups being learned from fill an update."""
         return len(self.learning) == self.size
 
     @property
     def publishes_next(self) -> bool:
-        """Whether weights are published after the next update; where the cadence was shortened, at the latest then."""
+        """Return whether a publish follows the next update, at most `publish_every` updates after the last one."""
         after = self.version + 1
         return after % self.publish_every == 0 or after - self.published_version >= self.publish_every
 
     def outdated(self) -> list[int]:
-        """Groups that are older than max_lag and cannot be learned from any more: to be restarted or dropped."""
+        """Return the groups that are older than max_lag: they must be restarted or dropped."""
         if self.schedule.max_lag is None or self.schedule.on_old == "wait" or self.gated:
             return []
         oldest = self.version - self.schedule.max_lag
-        rolled = (*self.waiting, *self.scoring, *self.ready)  # the others may not have a token yet
+        rolled = (*self.waiting, *self.scoring, *self.ready)  # groups that are rolling may not have a token yet
         return [number for number in rolled if self.live[number].version < oldest]
 
     @property
     def standing(self) -> Standing:
-        """What is being scored, or learned from, is so anew where this is gone on with."""
+        """State to save; a resumed run repeats the scoring and the learning that are not finished."""
         return Standing(
             version=self.version,
             submitted=self.submitted,
@@ -208,10 +207,10 @@ class Admission:
             turns=list(self.turns),
         )
 
-    # --- what happens ----------------------------------------------------------------------------------------
+    # --- transitions -----------------------------------------------------------------------------------------
 
     def submit(self) -> list[int]:
-        """Take credits for as many groups as may start; returns their numbers."""
+        """Take credits for all groups that may start, and return their numbers."""
         first = self.submitted
         while (count := self.quota()) > 0:
             batch = self.submitted
@@ -224,20 +223,19 @@ class Admission:
         return list(range(first, self.submitted))
 
     def allow(self, credits: int, publish_every: int) -> None:
-        """From now on so many groups may be in flight, and so many updates are made between two publishes. If there are
-        more, none starts until enough are published: what is there stays, so order and bounds hold as before."""
+        """Change the limits; groups in flight above the new limit stay, and none starts until enough are published."""
         assert self.schedule.groups * publish_every <= credits <= self.schedule.credits
         assert self.schedule.submit == "stream"
         self.credits, self.publish_every = credits, publish_every
 
     def rolled(self, number: int, version: int) -> None:
-        """A group has come back; its oldest token is of this version."""
+        """Record that a group is rolled out and that its oldest token is from this version."""
         _move(number, self.rolling, self.waiting)
         assert version >= self.live[number].version, f"group {number} holds tokens from before its submission"
         self.live[number].version = version
 
     def take(self) -> list[int]:
-        """Begin to score what may be scored; returns the numbers."""
+        """Move waiting groups to scoring if they may be scored, and return their numbers."""
         numbers = list(self.waiting) if self.scorable() else []
         for number in numbers:
             _move(number, self.waiting, self.scoring)
@@ -247,7 +245,7 @@ class Admission:
         _move(number, self.scoring, self.ready)
 
     def rescore(self, number: int) -> bool:
-        """Have a group scored once more, if it is being scored or ready; returns whether it is."""
+        """Send a group that is being scored or ready back to be scored again; return whether it was in such a state."""
         place = self.scoring if number in self.scoring else self.ready
         if number not in place:
             return False
@@ -255,7 +253,7 @@ class Admission:
         return True
 
     def learn(self) -> list[int]:
-        """Take what the learner may take; returns the numbers."""
+        """Move the groups that the learner may take to learning, and return their numbers."""
         numbers, bound = self.learnable(), self.schedule.bound
         for number in numbers:
             _move(number, self.ready, self.learning)
@@ -265,7 +263,7 @@ class Admission:
         return numbers
 
     def train(self) -> None:
-        """An update has been made of what was learned from. Credits stay out until its weights are published."""
+        """Record an update from the groups in learning. Their credits return when its weights are published."""
         assert self.full
         for number in list(self.learning):
             _move(number, self.learning, self.trained)
@@ -276,23 +274,24 @@ class Admission:
         self.gated = nothing_left or published
 
     def publish(self) -> None:
-        """The weights of all updates so far are in every sampler."""
+        """Record that the weights of all updates so far are in every sampler."""
         self.published += len(self.trained)
         self.trained.clear()
         self.published_version = self.version
         self.gated = False
 
     def restart(self, number: int) -> None:
-        """A group begins again under the weights that are published now, on the same credit; also one that the learner
-        was to take, if it could not."""
+        """Start a group again under the published weights with the same credit, whatever state it is in."""
         del self._place(number)[number]
         self.rolling[number] = None
         self.live[number].version = self.published_version
         self.restarted += 1
 
     def refresh(self, begun: Container[int]) -> list[int]:
-        """All that has begun under older weights than are published next, and is not learned from, begins again under
-        those, on the same credits and in the same turns; returns the numbers. Nothing may be rolling out."""
+        """Restart the groups begun under older weights than the next published ones; return their numbers.
+
+        `begun` holds the groups that have tokens. Groups in learning stay as they are. No rollout may be running.
+        """
         assert self.gated, "there are no newer weights to begin under"
         older = [number for number, ticket in self.live.items() if ticket.version < self.version]
         stale = [number for number in older if number in begun and number not in self.learning]
@@ -302,14 +301,12 @@ class Admission:
         return stale
 
     def drop(self, number: int, reason: str) -> None:
-        """A group ends without being trained on, and its credit returns at once."""
+        """End a group without training on it; its credit returns at once."""
         del self._place(number)[number]
         source = self._leave(number).source
         last = len(self.turns) - 1 - self.turns[::-1].index(source)
-        del self.turns[last]  # the others come as they were
+        del self.turns[last]  # the last turn of the source, so that earlier turns do not shift
         self.dropped[reason] += 1
-
-    # --- how ---------------------------------------------------------------------------------------------------
 
     def _place(self, number: int) -> Line:
         places = (self.rolling, self.waiting, self.scoring, self.ready, self.learning)
@@ -325,8 +322,10 @@ class Admission:
         return ticket
 
     def _whose_turn_it_is(self, candidates: Iterable[int]) -> list[int]:
-        """The first of them that, with what is learned from already, have the next B turns; none, if some cannot be
-        taken and a whole batch is asked for."""
+        """Return the first candidates that fit the next B turns, less the turns taken by groups in learning.
+
+        The list is empty if the schedule learns from whole batches and some turns stay open.
+        """
         missing, chosen = self.size - len(self.learning), list[int]()
         wanted = Counter(self.turns[: self.size])
         wanted.subtract(self.live[number].source for number in self.learning)
@@ -339,10 +338,10 @@ class Admission:
         return chosen if self.schedule.learn == "ready" or len(chosen) == missing else []
 
     def _oldest_within(self, max_lag: int) -> list[int]:
-        """The oldest ready groups, if all that stay behind can still be consumed in time.
+        """Return the oldest ready groups, or none if a group that is left could then exceed max_lag.
 
-        After this update everybody left, the oldest first, gets the next turn of its source, B of which make an update:
-        nobody's may come too late. Holding only for groups that are not finished would not be enough.
+        After this update the groups that are left take the next turns of their sources, oldest first. B turns make an
+        update. No turn may come too late for its group. This includes groups that are ready and were not chosen.
         """
         v, groups = self.version, self.schedule.groups
         age = {number: (self.live[number].version, number) for number in self.live}

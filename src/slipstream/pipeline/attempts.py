@@ -1,7 +1,7 @@
-"""What was tried at every prompt so far, for teachers that are shown it.
+"""The memory of earlier attempts at each prompt, for teachers that are shown them.
 
-`best` is the best attempt of all, those of the group that is about to be scored among them; `last` is the newest one
-that another group has made. Bounded: prompts that were not tried for the longest time are forgotten first.
+`best` is the best attempt so far, including those of the group about to be scored. `last` is the newest attempt by
+another group. Memory is bounded: the prompts tried least recently are forgotten first.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from slipstream.records import Attempts, Group, Handle, Header
 
 LIMIT = 1 << 27
-"""Characters that are remembered."""
+"""Maximum number of characters in memory."""
 
 
 @dataclass
 class Tried:
-    """At one prompt."""
+    """The attempts at one prompt."""
 
     best: str = ""
     best_reward: float | None = None
     newest: list[tuple[int, str, float | None]] = field(default_factory=list)
-    """Of each of the last two groups, by its number, the last attempt and its reward."""
+    """Group number, last attempt and its reward, for each of the last two groups."""
 
     @property
     def size(self) -> int:
@@ -33,7 +33,7 @@ class Tried:
 
 class Memory:
     def __init__(self, reward: str = "", *, before: Mapping[str, Any] | None = None, limit: int = LIMIT) -> None:
-        """`reward` says which attempt is the best; `before` is the `state` that another one had."""
+        """Create a memory, empty or from the saved state `before`; `reward` names the reward that ranks attempts."""
         self.reward, self.limit = reward, limit
         self.prompts = OrderedDict((prompt, Tried(**tried)) for prompt, tried in (before or {}).items())
         self.size = sum(tried.size for tried in self.prompts.values())
@@ -43,7 +43,7 @@ class Memory:
         return {prompt: asdict(tried) for prompt, tried in self.prompts.items()}
 
     def note(self, group: Group) -> list[Handle]:
-        """A group was rolled out; it goes on without its texts."""
+        """Remember the attempts of a rolled-out group, and return its handles without their texts."""
         headers = [handle.header for handle in group]
         tried = self.prompts.pop(headers[0].prompt, None) or Tried()
         self.size -= tried.size
@@ -60,7 +60,7 @@ class Memory:
         return [Handle(replace(handle.header, said=""), handle.body) for handle in group]
 
     def shown(self, header: Header, names: Collection[str]) -> Attempts:
-        """To the teacher of this response: so much of it as these names say."""
+        """Return the attempts to show to the teacher of this response; `names` selects the fields."""
         tried = self.prompts.get(header.prompt, Tried())
         others = [(text, reward) for number, text, reward in tried.newest if number != header.number]
         last, last_reward = others[-1] if others else ("", None)

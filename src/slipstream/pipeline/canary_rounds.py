@@ -1,9 +1,10 @@
-"""Ask the canaries of `canary`, and act on the answers: stop a replica that is wrong, and have others redo its work.
+"""Rounds of canary requests, which stop a replica whose answers are wrong and let other replicas redo its work.
 
-Everybody is asked before the first rollout (`begin`), then every [health].canary updates, and at the next chance after
-a worker came or a stage recovered from failures. Teachers are asked while everything else goes on (`after_update`),
-samplers and teachers that follow the student between a publish and the first rollout under it (`after_publish`): there
-the learner has the same weights. `Worker.since` holds the groups that a worker answered since it was last found good.
+All workers are checked before the first rollout (`begin`), then every [health].canary updates. They are also checked at
+the next opportunity after a worker joined or a stage recovered from failures. Fixed teachers are checked while the run
+continues (`after_update`). Samplers and teachers that follow the student are checked after a publish, before the first
+rollout under it (`after_publish`): then the learner has the same weights. `Worker.since` holds the groups that a worker
+answered since its last good check.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from slipstream.records import Attempts, Batch, Group, Handle, Prompt, Rollout, 
 
 @dataclass
 class Watched:
-    """A teacher, what it is asked, and what it said at the start."""
+    """A teacher with canary texts and reference answers."""
 
     name: str
     pool: Pool[Scorer]
     texts: list[Rollout]
     attempts: Attempts | None
-    """Empty ones, where the teacher is shown attempts."""
+    """Empty attempts for a teacher that is shown attempts, else None."""
     exact: bool
     """True for a teacher that computes in float32 on this machine."""
     reference: canary.Reference = field(default_factory=list)
-    """Stays empty for a teacher that follows the student: the learner has its weights, and is asked itself."""
+    """Empty before the first check, and always for a teacher that follows the student: the learner is the reference."""
     limit: float = 0.0
     good: int = 0
-    """The update after which one of its replicas was last found good."""
+    """The update after which one of the replicas last passed a check."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -69,9 +70,11 @@ class Canaries:
         last: Mapping[str, float],
         say: Callable[[str], None],
     ) -> None:
-        """Samplers are asked these `questions`, `exact` if they and the learner compute in float32. `redo` has a group
-        that this worker answered scored again, or rolled out again, if it is not learned from. `last` is the last line
-        of metrics of an earlier part of the run."""
+        """Prepare the checks of `samplers` by the prompts `questions`, and of `teachers` by their texts.
+
+        `exact` is True if samplers and learner compute in float32. `redo(number, worker, roll)` repeats the scoring or,
+        with `roll`, the rollout of a group that is not learned from yet. `last` is the metrics line before a resume.
+        """
         self.every, self.updates, self.stops = health.canary, updates, health.stop
         self.learner, self.samplers, self.scorers, self.redo, self.say = learner, samplers, scorers, redo, say
         self.fixed = [watched for watched in teachers if not isinstance(watched.pool, MovingTeacher)]
@@ -79,12 +82,12 @@ class Canaries:
         self.questions, self.sampling, self.exact = questions, canary.drawn_by(sampling), exact
         self.counts = {name: round(last.get(f"canary/{name}", 0)) for name in ("retired", "redone", "trained")}
         self.apart = dict[str, float]()
-        """The largest differences since the update before."""
+        """Largest differences since the previous update, for "sampler" and "teacher"."""
         self.asked = self.drawn = 0
-        """The updates after which teachers that do not move, and all others, were last asked."""
+        """Updates after which the fixed teachers, and the other workers, were last checked."""
         self.task: asyncio.Task[Any] | None = None
-        self.told = set[str]()
-        """Workers that are wrong and go on, as there is no other."""
+        self.reported = set[str]()
+        """Workers already reported as wrong; a worker without a replacement continues."""
 
     @property
     def state(self) -> dict[str, Any]:
@@ -95,24 +98,22 @@ class Canaries:
         found, self.apart = (self.counts | self.apart if self.every else {}), {}
         return {f"canary/{name}": float(value) for name, value in found.items()}
 
-    # --- when ------------------------------------------------------------------------------------------------
-
     async def begin(self, update: int) -> None:
-        """Ask everybody, before the first rollout."""
+        """Check all workers, before the first rollout."""
         if self.every:
             self.asked = self.drawn = update
             await self._ask_all(update, canary.ASKED)
             await self._draw_all(update)
 
     def after_update(self, update: int, tasks: asyncio.TaskGroup) -> None:
-        """Begin to ask the teachers that do not move, if it is time."""
+        """Start a check of the fixed teachers, if one is due."""
         idle = self.task is None or self.task.done()
         if self.fixed and idle and self._due(update, self.asked, *(watched.pool for watched in self.fixed)):
             self.asked = update
             self.task = tasks.create_task(self._ask_all(update, 1))
 
     async def after_publish(self, version: int) -> None:
-        """Ask the samplers, and the teachers that move, if it is time."""
+        """Check the samplers and the teachers that follow the student, if a check is due."""
         if self._due(version, self.drawn, self.samplers, *(watched.pool for watched in self.following)):
             self.drawn = version
             await self._draw_all(version)
@@ -124,13 +125,11 @@ class Canaries:
         return bool(self.every) and (new or update - last >= self.every or last < update == self.updates)
 
     def trained(self, numbers: Collection[int], update: int) -> None:
-        """Remember of whose answers an update was made."""
+        """Record in `Worker.since` which answers an update was made of."""
         for pool in (self.samplers, *self.scorers):
             for worker in pool.workers:
                 learned = dict.fromkeys(worker.since.keys() & numbers, update)
                 worker.since = worker.since | learned if self.every else {}
-
-    # --- teachers that do not move ---------------------------------------------------------------------------
 
     async def _ask_all(self, update: int, times: int) -> None:
         await asyncio.gather(*(self._ask(watched, update, times) for watched in self.fixed))
@@ -145,7 +144,7 @@ class Canaries:
             watched.reference = canary.reference_of([said for each in answers.values() for said in each])
             watched.limit = canary.limit_of(texts, list(answers.values()), exact=watched.exact)
             if all(each is None for each in watched.reference):
-                self.say(f"teacher {watched.name} cannot score fixed texts, and changes in it will not be found")
+                self.say(f"teacher {watched.name} cannot score fixed texts: its changes will not be noticed")
         for worker, each in answers.items():
             far = max((canary.difference(texts, watched.reference, said) for said in each), key=lambda d: d.apart)
             self._note("teacher", far.apart)
@@ -155,26 +154,24 @@ class Canaries:
                 continue
             wrong = (
                 f"teacher {watched.name} has changed: log-probs of fixed texts by {worker.name} are {far.apart:.2g} "
-                f"from those at the start (root mean square, limit {watched.limit:.2g}): {far.said}"
+                f"away from those at the start (root mean square, limit {watched.limit:.2g}): {far.said}"
             )
             worker.good = max(worker.good, watched.good if times > 1 else 0)
             self._bad(pool, worker, wrong, harmful=worker.good < update, roll=False)
 
     async def _answers(self, pool: Pool[Any], worker: Worker[Any], asked: Sequence[Coroutine[Any, Any, Any]]) -> Any:
-        """Return the answers of a worker to all of these, or None; it is asked again at the next chance then."""
+        """Return the answers of a worker to all requests; on failure return None and check again later."""
         try:
             return await asyncio.gather(*asked)
         except WorkerDied as error:
-            pool.bury(worker, error)
+            pool.handle_death(worker, error)
         except (SlipstreamError, *DEFECTS) as error:
             if not isinstance(error, RecordsLost):
                 raise
-        except Exception as error:  # whatever an engine raises, as in `Tries`
-            self.say(f"{worker.name} did not answer its canary, and is asked again: {first_line(error)}")
+        except Exception as error:  # an engine may raise anything, as in `Tries`
+            self.say(f"{worker.name} did not answer its canary request, which will be repeated: {first_line(error)}")
         worker.unproven = True
         return None
-
-    # --- samplers, and teachers that move --------------------------------------------------------------------
 
     async def _draw_all(self, version: int) -> None:
         found = await asyncio.gather(*(self._draw(worker, version) for worker in list(self.samplers.workers)))
@@ -185,12 +182,12 @@ class Canaries:
             await asyncio.gather(*(self._follow(watched, worker, shown, version) for worker in [*watched.pool.workers]))
 
     async def _draw(self, worker: Worker[Sampler], version: int) -> Group | None:
-        """Return what a sampler drew, if it is as it must be."""
+        """Return the canary answers of a sampler if they pass the check, else None."""
         done, asked = list(worker.since), [worker.engine.generate(each, self.sampling) for each in self.questions]
         drawn = await self._answers(self.samplers, worker, asked) or ()
         handles = [handle for group in drawn if not unfinished(group) for handle in group]
         handles = [handle for handle in handles if handle.header.finish != "error" and handle.header.trained_tokens]
-        if not handles:  # handed over, or every episode failed: there is no evidence
+        if not handles:  # handed over, or every episode failed: nothing to check
             return None
         numbers = await self.learner.compare(Batch((handles,), version + 1))
         self._note("sampler", numbers["drift/k3_kl"])
@@ -202,20 +199,16 @@ class Canaries:
         return handles
 
     async def _follow(self, watched: Watched, worker: Worker[Scorer], handles: Group, version: int) -> None:
-        """Compare what a teacher that follows the student says with what the learner, which has its weights, says."""
+        """Compare scores by a teacher that follows the student with those that the learner gives with its weights."""
         done, pool = list(worker.since), watched.pool
         for scored in await self._answers(pool, worker, [worker.engine.score(handles)]) or ():
-            apart = canary.furthest(await self.learner.compare(Batch((scored,), version + 1), watched.name), scored)
+            apart = canary.worst_gap(await self.learner.compare(Batch((scored,), version + 1), watched.name), scored)
             self._note("teacher", apart)
             if apart <= canary.FOLLOWS[watched.exact]:
                 self._good(worker, done, version)
                 continue
-            wrong = (
-                f"teacher {watched.name} is not what the learner sent: a log-prob by {worker.name} is {apart:.2g} off"
-            )
+            wrong = f"teacher {watched.name} lacks the exported weights: a log-prob by {worker.name} is {apart:.2g} off"
             self._bad(pool, worker, wrong, harmful=False, roll=False)
-
-    # --- and then --------------------------------------------------------------------------------------------
 
     def distrust(self, worker: Worker[Sampler], wrong: str) -> None:
         self._bad(self.samplers, worker, f"{worker.name} cannot be trusted: {wrong}", harmful=False, roll=True)
@@ -229,8 +222,8 @@ class Canaries:
             worker.since.pop(number, None)
 
     def _bad(self, pool: Pool[Any], worker: Worker[Any], wrong: str, *, harmful: bool, roll: bool) -> None:
-        """Stop a replica, or the run if it is the last one, and have others redo what it answered since it was good."""
-        if worker not in pool.workers:  # it was stopped for another answer, or has left
+        """Stop a replica (the last one: the run) and let others redo its answers since its last good check."""
+        if worker not in pool.workers:  # already stopped for another answer, or gone
             return
         updates = sorted(update for update in worker.since.values() if update)
         wrong += f" (found good after update {worker.good})"
@@ -240,10 +233,10 @@ class Canaries:
         if not others and self.stops:
             wrong += "; no other replica is left (health.stop = false goes on regardless)"
             raise Unhealthy(wrong, harmful=harmful or bool(updates))
-        if others or worker.name not in self.told:
+        if others or worker.name not in self.reported:
             self.counts["trained"] += len(updates)
             self.say(f"health: {wrong}" + ("; it gets no more work" if others else ""))
-        self.told.add(worker.name)
+        self.reported.add(worker.name)
         answered, worker.since, worker.unproven = worker.since, {}, False
         if others:
             pool.retire(worker)

@@ -1,8 +1,8 @@
-"""Checkpoints: written beside, synced, then renamed, so that what has a name is whole; and found out if it is not.
+"""Checkpoints: written under a temporary name, synced, then renamed, so that a checkpoint is complete or absent.
 
-checkpoints/N holds the learner after update N (a HF directory, and its optimizer), what was rolled out, scored and half
-rolled out then, where admission and the run's files stood (`standing.json`), and a manifest of every byte
-(`run_dir.atomic_files.seal`). A run that goes on from it forgets whatever came later and goes on with what was in flight:
+checkpoints/N holds the learner after update N (a HF directory and the optimizer state) and all groups in flight. It
+also holds the state of admission and of the run's files (`standing.json`) and a manifest with checksums
+(`atomic_files.seal`). A resumed run discards everything later than its checkpoint and continues the groups in flight. So
 every group still ends exactly once.
 """
 
@@ -26,29 +26,29 @@ from slipstream.run_dir.writing import Mark
 
 STANDING = "standing.json"
 SMALL = 1 << 24
-"""Bytes whose checksums are not worth a thread."""
+"""Largest number of bytes whose checksums are computed without a thread."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What there is to go on from."""
+    """A saved state from which a run continues."""
 
     path: Path
     standing: Standing
     mark: Mark
-    """Where the run's files stood."""
+    """Sizes and checksums of the run's files at the checkpoint."""
     attempts: Mapping[str, Any]
-    """What was tried at each prompt, where that is remembered."""
+    """Attempts remembered for each prompt; empty if no teacher is shown attempts."""
     canaries: Mapping[str, Any]
-    """What each teacher said of fixed texts at the start of the run."""
+    """Reference answers of each teacher to the canary texts."""
 
 
 class Checkpoints:
     def __init__(self, directory: Path, *, every: int = 0, minutes: float = 0, keep: int = 1, proof: int = 0) -> None:
-        """`proof` is how many updates it takes to see that weights are sound."""
+        """Manage a directory of checkpoints; weights count as sound after `proof` further updates."""
         self.directory, self.every, self.minutes, self.keep, self.proof = directory, every, minutes, keep, proof
         self.last = 0.0
-        """Seconds after the beginning at which there was one, or the run went on."""
+        """Time of the last checkpoint or resume, in seconds of the trace's clock."""
 
     def due(self, update: int, now: float) -> bool:
         by_time = self.minutes > 0 and now - self.last >= 60 * self.minutes
@@ -70,11 +70,11 @@ class Checkpoints:
         stopping: bool = False,
         suspect: bool = False,
     ) -> Path:
-        """Nothing may happen between the standing, the groups, the attempts, the mark and this call: they are of one
-        moment.
+        """Save a checkpoint and return its directory.
 
-        At a stop older ones stay, as these weights may be worse. No run goes on from suspect ones by itself. They are
-        removed when the run has gone on from others and saves again.
+        `standing`, `groups`, `attempts` and `mark` must describe the same moment as this call. When the run is
+        `stopping`, older checkpoints are kept, because the newest weights may be worse. A checkpoint whose weights are
+        `suspect` is never resumed automatically. It is removed when a resumed run saves again.
         """
         path = plain = self.directory / str(standing.version)
         if suspect:
@@ -83,7 +83,7 @@ class Checkpoints:
                 with writing(path):
                     shutil.rmtree(path, ignore_errors=True)
                     plain.rename(path)
-        if standing.in_flight or not path.exists():  # what is in flight has gone on since
+        if standing.in_flight or not path.exists():  # an existing one has older states of the groups in flight
             with writing(path):
                 self.directory.mkdir(exist_ok=True)
                 remove_unfinished(self.directory)
@@ -99,7 +99,7 @@ class Checkpoints:
         return path
 
     def _prune(self, version: int) -> None:
-        """All but the newest, the last that has proven sound and the one that will be next."""
+        """Remove all checkpoints except the newest, the last proven one and the one that will be proven next."""
         existing, proven = self.existing(), self.proven(version)
         stay = {*existing[-self.keep :], *proven[-1:], *existing[len(proven) :][:1]}
         with writing(self.directory):
@@ -107,7 +107,7 @@ class Checkpoints:
                 remove(self.directory / str(old))
 
     def proven(self, version: int) -> list[int]:
-        """Of what exists, after so many updates."""
+        """Return the existing checkpoints that are at least `proof` updates older than this version."""
         return [number for number in self.existing() if number <= version - self.proof]
 
     def existing(self) -> list[int]:
@@ -117,7 +117,7 @@ class Checkpoints:
         return sorted(self.directory.glob(suspect_of(Path("*")).name))
 
     def forget_after(self, version: int) -> None:
-        """A run goes on from here: what came later, and what was never finished, is in its way."""
+        """Remove later and unfinished checkpoints before a run resumes from this one."""
         with writing(self.directory):
             remove_unfinished(self.directory)
             for later in self.existing():
@@ -137,7 +137,7 @@ async def save_whole(
     *,
     optimizer: bool = False,
 ) -> None:
-    """The student; with `optimizer`, also what the learner needs to go on; and files by their names."""
+    """Save the student and `files` atomically; with `optimizer`, also the learner's state to resume from."""
     beside, before = beside_of(path), beside_of(path.with_name(f"{path.name}.old"))
     shutil.rmtree(beside, ignore_errors=True)
     try:
@@ -159,7 +159,7 @@ async def save_whole(
 
 
 async def _sealed(path: Path) -> None:
-    """Whoever waits for the learner's process meanwhile is not held up by checksums."""
+    """Seal a directory; a large one in a thread, so that the event loop is not blocked by checksums."""
     if sum(each.stat().st_size for each in path.rglob("*")) > SMALL:
         await asyncio.get_running_loop().run_in_executor(None, seal, path)
     else:
@@ -167,16 +167,18 @@ async def _sealed(path: Path) -> None:
 
 
 def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callable[[str], None] = print) -> Checkpoint:
-    """Return the last whole checkpoint of a run directory, or the one that is asked for. After a run that went wrong,
-    it has `proof` updates behind it."""
+    """Return the last undamaged checkpoint of a run directory, or checkpoint `number`.
+
+    If the run went wrong (it has a suspect checkpoint), the result is at least `proof` updates older than that.
+    """
     checkpoints = Checkpoints(run / "checkpoints")
     existing = checkpoints.existing()
     for path in checkpoints.suspects():
         if path.stem == str(number) or not existing:
             other = f"or write --from with one of {_listed(existing)}" if existing else "or begin a new run"
             raise RunDirError(
-                f"{path} is of a run that went wrong there, and may be the cause: rename it to {path.stem} to go on "
-                f"from it all the same, {other}"
+                f"{path} was saved when the run went wrong, and its weights may be bad: rename it to {path.stem} to "
+                f"go on from it all the same, {other}"
             )
     if not existing:
         raise RunDirError(
@@ -191,9 +193,9 @@ def newest(run: Path, number: int | None = None, *, proof: int = 0, say: Callabl
         say(f"{path} is damaged: {wrong}")
     if number is not None:
         raise RunDirError(
-            f"{run} has no whole checkpoint {number}: leave --from away, or write another of {_listed(existing)}"
+            f"checkpoint {number} of {run} is damaged: leave --from away, or write another of {_listed(existing)}"
         )
-    raise RunDirError(f"{run} has no whole checkpoint to go on from: begin a new run")
+    raise RunDirError(f"{run} has no undamaged checkpoint to go on from: begin a new run")
 
 
 def read(path: Path) -> Checkpoint:
@@ -208,7 +210,7 @@ def read(path: Path) -> Checkpoint:
 
 def _wrong(path: Path) -> str | None:
     if (path / "learner.pt").exists():
-        return "learner.pt is of an older version, which is not read any more"
+        return "learner.pt is of an older version of slipstream, which this one does not read"
     if not (path / STANDING).exists():
         return f"{STANDING} is missing"
     if wrong := damage(path):

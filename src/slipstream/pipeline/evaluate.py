@@ -1,4 +1,4 @@
-"""Accuracy of the student as it is now, through the same sampler and grader that training uses."""
+"""Evaluation of the current student on held-out prompts, by the samplers and graders that training uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Generate = Callable[[Prompt, Sampling], Awaitable[list[Handle]]]
 
 
 async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampling) -> list[list[Handle]]:
-    """A group for every prompt, in the order of the prompts."""
+    """Return a group for every prompt, in the order of the prompts."""
 
     async def one(prompt: Prompt) -> list[Handle]:
         return await generate(prompt, sampling)
@@ -25,7 +25,7 @@ async def answers(generate: Generate, prompts: Iterable[Prompt], sampling: Sampl
 
 
 def correctness(groups: Iterable[list[Handle]], reward: str) -> list[list[float]]:
-    """Of every group, the reward of each episode; an answer that cannot be graded is not right."""
+    """Return the reward of each episode of each group; an answer that cannot be graded counts as 0."""
     return [list({h.header.episode: h.header.rewards.get(reward, 0.0) for h in group}.values()) for group in groups]
 
 

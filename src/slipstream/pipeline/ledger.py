@@ -1,4 +1,4 @@
-"""What a run writes of itself: how every group ended, and a line of metrics for every update."""
+"""The ledger entries of a run (how each group ended) and its metrics line for each update."""
 
 from __future__ import annotations
 
@@ -31,45 +31,44 @@ class Account:
     def __init__(
         self, log: RunLog, trace: Trace, admission: Admission, restarts: Restarts, steered: Callable[[], Metrics]
     ) -> None:
-        """`steered` is what guards and the like do to the update in hand."""
+        """Start or continue the records of a run; `steered` returns the metrics of guards, autopilot and canaries."""
         self.log, self.trace, self.admission, self.restarts = log, trace, admission, restarts
         self.steered = steered
         self.thrown = round(log.last.get("thrown_tokens", 0))
-        """Tokens of responses that were rolled out and not learned from."""
+        """Tokens of responses that were rolled out and never learned from, in the whole run."""
         self.failed_samples = round(log.last.get("failed_samples", 0))
-        """Members that an engine could not answer, of groups that went on without them."""
+        """Group members that an engine failed to answer; the rest of their groups was used."""
         self.failures = Counter[str]({name: round(n) for name, n in log.last.items() if name.startswith("failed/")})
-        """Of these, by the cause, where it was their environment's."""
+        """Number of failed members by metric name, for failures of an environment."""
         before = {name.partition("/")[2]: round(n) for name, n in log.last.items() if name.startswith("ungraded/")}
         self.unrewarded = Counter[str](before)
-        """Members whose reward could not be had, by the cause; they are not learned from."""
+        """Number of members without a reward because grading failed, by cause; they are not learned from."""
         self.greedy_tokens = round(log.last.get("greedy_tokens", 0))
-        """Tokens of greedy answers, of which only the rewards are used."""
+        """Tokens of greedy answers; only the rewards of these are used."""
         self.lengths = deque((line["length/mean"] for line in log.updates()), maxlen=TREND + ENDS)
-        """Mean lengths of the last updates."""
         self.publish: Metrics = {}
-        """Of the publish since the last update."""
+        """Metrics of the publish since the last update; empty if there was none."""
         self.teachers: Metrics = {}
-        """Of those that follow the student: which weights they run."""
+        """Version of the weights of each teacher that follows the student."""
         self.moves: Metrics = {}
-        """How long they took to move, since the last update."""
-        self.unusable, self.told = 0, set[str]()
-        """Responses since the last update whose scores cannot be used, and the teachers of whom that was said."""
+        """Seconds that these teachers took to load new weights since the last update."""
+        self.unusable, self.reported = 0, set[str]()
+        """Responses with unusable scores since the last update, and the teachers already reported for it."""
         self.causes: dict[int, list[str]] = {}
-        """Why members were left out, of the groups that go on without."""
+        """Causes of failed members, by the number of a group that is still in use."""
         self.redone: dict[int, str] = {}
-        """Groups that were answered again, each with the worker whose answer could not be trusted."""
+        """Worker whose answer was not trusted, by the number of the group that was answered again."""
         self.again: list[float] = []
-        """Of every group since the last update that was scored twice: how far the two answers are apart."""
+        """Difference of the two answers for each group scored twice since the last update."""
         self.differed = 0
-        """How many of these are apart by more than was promised."""
+        """Number of these differences above the promised one."""
         self._tokens = Counter[str]()
 
     def trained(
         self, groups: Iterable[Group], *, update: int, version: int, size: int, weighed: Iterable[Weighed] = ()
     ) -> None:
-        """`size` is how many members a group had when it was submitted."""
-        worth = iter(weighed)
+        """Write a ledger entry for each trained group; `size` is the number of members of a complete group."""
+        freshness = iter(weighed)
         self.log.ledger(*(
             {
                 "number": group[0].header.number,
@@ -82,8 +81,8 @@ class Account:
                 "mean_lag": [round(mean_lag(handle.header, version), 4) for handle in group],
                 "tokens": [handle.header.tokens for handle in group],
                 "rewards": [handle.header.rewards for handle in group],
-                **worth_of(list(islice(worth, len(group)))),
-                **({"failed": missing} if (missing := _missing(group, size)) else {}),
+                **freshness_columns(list(islice(freshness, len(group)))),
+                **({"failed": missing} if (missing := _failed_episodes(group, size)) else {}),
                 **({"causes": causes} if (causes := self.causes.pop(group[0].header.number, None)) else {}),
                 **({"distrusted": who} if (who := self.redone.pop(group[0].header.number, "")) else {}),
             }
@@ -91,7 +90,7 @@ class Account:
         ))  # fmt: skip
 
     def failed(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
-        """Members that an engine could not answer end here; the first of each cause is told."""
+        """Count the members that an engine failed to answer; report the first of each cause."""
         for header in members:
             if header.finish != "error":
                 continue
@@ -105,7 +104,7 @@ class Account:
                 self.causes.setdefault(number, []).append(header.cause)
 
     def ungraded(self, number: int, members: Iterable[Header], say: Callable[[str], None]) -> None:
-        """Members of a group that was rolled out that have no reward end here; the first of each cause is told."""
+        """Count the members of a rolled-out group whose grading failed; report the first of each cause."""
         self.causes.pop(number, None)
         for header in members:
             if header.ungraded is None:
@@ -116,15 +115,15 @@ class Account:
             self.causes.setdefault(number, []).append(header.ungraded.said)
 
     def scored(self, group: Group, say: Callable[[str], None]) -> None:
-        """What a scorer returned: members that failed there end here, and the first of each teacher is told."""
+        """Count the members that a scorer failed on; report the first of each teacher."""
         failed = [handle.header for handle in group if handle.header.finish == "error"]
         self.unusable += len(failed)
-        if len(failed) < len(group):  # else all of it is dropped, and counted there
+        if len(failed) < len(group):  # else the whole group is dropped, and `Flow.forget` counts its tokens
             self.thrown += sum(header.tokens for header in failed)
         for header in failed:
-            if header.teacher not in self.told:
-                self.told.add(header.teacher)
-                say(f"{header.cause}: this response to prompt {header.prompt} is left out, as all such will be")
+            if header.teacher not in self.reported:
+                self.reported.add(header.teacher)
+                say(f"{header.cause}: this response to prompt {header.prompt} is left out, and later ones silently")
             self.causes.setdefault(header.number, []).append(header.cause)
 
     def scored_again(self, group: Group, say: Callable[[str], None], *, promised: float) -> None:
@@ -135,27 +134,27 @@ class Account:
             header = group[0].header
             say(
                 f"teacher {header.teacher} scored group {header.number} twice, and its log-probs are {difference:.2g} "
-                f"apart (root mean square), {promised:g} is what rounding explains"
+                f"apart (root mean square); rounding explains at most {promised:g}"
             )
 
     def dropped(self, prompt: Prompt, reason: str, cause: str = "") -> None:
-        """`row` names file and line, where they are known and are not the id of the prompt."""
+        """Write the ledger entry of a dropped group, with `row` (file and line) if known and not the prompt's id."""
         self.causes.pop(prompt.number, None)
         self.redone.pop(prompt.number, None)
         entry = {"number": prompt.number, "prompt": prompt.id, "end": "dropped", "reason": reason}
         known = {"row": prompt.place if prompt.place != prompt.id else "", "cause": cause}
-        self.log.ledger(entry | {"version": self.admission.version} | {name: of for name, of in known.items() if of})
+        self.log.ledger(entry | {"version": self.admission.version} | {name: v for name, v in known.items() if v})
 
     def published(self, numbers: Metrics) -> None:
         self.publish = numbers
         self.thrown += round(numbers.pop("thrown_tokens"))
 
     def evaluated(self, seconds: float) -> None:
-        """After a publish, and before the learner may go on."""
+        """Record the duration of the evaluation after a publish; the learner waits for it."""
         self.publish["seconds/eval"] = seconds
 
     def moved(self, teacher: str, version: int, seconds: float) -> None:
-        """All scorers of a teacher run the weights that follow the student after this update."""
+        """Record that all scorers of a teacher run the weights made after update `version`."""
         self.teachers[f"teacher/{teacher}/version"] = float(version)
         self.moves[f"teacher/{teacher}/seconds/publish"] = seconds
 
@@ -164,7 +163,7 @@ class Account:
             self.log.samples(quotes, update=update)
 
     def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
-        """At the end of an update: its metrics, and what everybody did since the end of the one before."""
+        """Write and return the metrics of an update, with the use of workers since the end of the previous one."""
         admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
         wall = max(lately.seconds, 1e-9)
         self.lengths.append(samples["length/mean"])
@@ -225,18 +224,16 @@ class Account:
         return found
 
 
-def worth_of(weighed: Sequence[Weighed]) -> dict[str, list[float | None]]:
-    """What freshness made of the members of a group, each a column; none where nothing is known."""
+def freshness_columns(weighed: Sequence[Weighed]) -> dict[str, list[float | None]]:
+    """Return the freshness columns of a group, one value per member; None for unknown values."""
     names = ("f", "w", "roll", "sup", "roll_coverage", "sup_coverage")
     columns = {name: [getattr(each, name) for each in weighed] for name in names}
     return {name: [round(x, 6) if x < inf else None for x in column] for name, column in columns.items() if column}
 
 
 def versions_of(group: Group) -> list[int]:
-    """Of the weights that scored each member."""
     return [handle.header.teacher_version for handle in group]
 
 
-def _missing(group: Group, size: int) -> list[int]:
-    """The episodes that failed."""
+def _failed_episodes(group: Group, size: int) -> list[int]:
     return sorted(set(range(size)) - {handle.header.episode for handle in group})

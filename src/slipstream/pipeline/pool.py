@@ -1,8 +1,7 @@
-"""The workers of one stage, or of one teacher. A group goes as a whole to the one with least to do.
+"""A pool of the workers of one stage, or of one teacher. Each group goes as a whole to the least loaded worker.
 
-One that died is buried: its groups go to the others at once, and another is started in its place, on the same track of
-the trace. Others may be added while a run goes on, and may leave. Calls wait while there is nobody, as long as somebody
-is to come.
+When a worker dies, its groups go to other workers at once, and a replacement starts on the same track of the trace.
+Workers can be added and removed while a run continues. Calls wait while no worker is ready but one is starting.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ class Worker(Generic[E]):
         self.engine, self.track = engine, track
         self.load = 0
         self.since: dict[int, int] = {}
-        """The groups that it answered since it was last found good, each with the update made of it; 0 for none yet."""
+        """Groups answered since the last good check, each with the update that learned from it; 0 for none yet."""
         self.good, self.unproven = 0, True
-        """The update after which that was, and whether it is to be asked at the next chance."""
+        """The update of the last good check, and whether to check at the next opportunity."""
         self.free = asyncio.Event()
-        """Nothing is left to do for one that leaves."""
+        """Set when a removed worker has finished its last call."""
 
     @property
     def name(self) -> str:
@@ -39,17 +38,16 @@ class Worker(Generic[E]):
 
 
 def names(kind: str, number: int) -> list[str]:
-    """What so many workers of a kind are called."""
     return [kind] if number == 1 else [f"{kind}-{index}" for index in range(number)]
 
 
 def scorer_name(teacher: str, teachers: Collection[str]) -> str:
-    """What the scorers of one of the teachers are called."""
+    """Return the name of the scorers of a teacher; `teachers` are the names of all teachers."""
     return f"scorer-{teacher}" if len(teachers) > 1 else "scorer"
 
 
 class Pool(Generic[E]):
-    """Workers by load: taking the least loaded costs the same for two of them and for ten thousand."""
+    """Workers ordered by load, so that the cost of finding the least loaded one does not grow with their number."""
 
     def __init__(
         self,
@@ -65,8 +63,7 @@ class Pool(Generic[E]):
         engines: Engines,
         restarts: Restarts,
     ) -> None:
-        """`work` is what errors call the stage, and `kind` is what `engines` start more of. Where they replace none,
-        nobody takes the place of who died."""
+        """Create a pool; messages call its stage `work`. Without `engines.replace`, dead workers are not replaced."""
         self.kind, self.stage, self.name = kind, stage, name
         self.trace, self.say, self.tasks = trace, say, tasks
         self.engines, self.restarts = engines, restarts
@@ -76,28 +73,27 @@ class Pool(Generic[E]):
             for engine, name in zip(workers, names(name, len(workers)), strict=True)
         )
         self.named = len(workers)
-        """How many have had a name, which nobody else gets."""
+        """Number of names given so far; a name is never reused."""
         self.coming: dict[Worker[E], asyncio.Task[None]] = {}
-        """Workers whose engines are started, for the first time or again."""
+        """Workers whose engines are starting, for the first time or again, and the task that starts each."""
         self.retired: set[Worker[E]] = set()
         """Workers whose answers cannot be trusted."""
         self.leaving: dict[Worker[E], asyncio.Task[None]] = {}
-        """Workers that get no more work."""
+        """Workers that get no more work, and the task that ends each."""
         self.waiting, self.came = 0, asyncio.Event()
-        """Calls for which nobody is there, and what they wait for."""
+        """Number of calls that wait for a worker, and the event that ends their wait."""
         self._by_load: list[OrderedDict[Worker[E], None]] = [OrderedDict(self.workers)]
         self._least = 0
 
     async def call(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
-        """Give a group, by its number, or something else to a worker, and again if that fails, until there is no sense
-        in it (GivenUp)."""
+        """Call a worker, with retries until GivenUp; `name` is a group number, or describes other work."""
         return await self.tries.call(lambda: self._once(name, work))
 
     async def _once(self, name: int | str, work: Callable[[Worker[E]], Awaitable[T]]) -> T:
-        """To the least loaded worker; to another one if that dies of it."""
+        """Call the least loaded worker; if it dies, call another one."""
         while True:
             if not self.workers:
-                await self._somebody()
+                await self._wait_for_worker()
             worker = self._take()
             worker.track.begin(name, "stage" if isinstance(name, int) else "other")
             try:
@@ -107,13 +103,13 @@ class Pool(Generic[E]):
                         worker.since[name] = 0
                     return result
             except WorkerDied as error:
-                self.bury(worker, error)
+                self.handle_death(worker, error)
             finally:
                 worker.track.end(name)
                 self._shift(worker, -1)
 
-    async def _somebody(self) -> None:
-        """Wait until a worker is there."""
+    async def _wait_for_worker(self) -> None:
+        """Wait until a worker is ready; raise EngineError if none is starting."""
         if not self.coming:
             raise EngineError(f"no {self.name} is left")
         self.waiting += 1
@@ -125,59 +121,59 @@ class Pool(Generic[E]):
             self.waiting -= 1
 
     def report(self) -> list[str]:
-        """What is wrong."""
+        """Return a line for each problem: failed calls, starting or leaving workers, waiting calls."""
         missing = [f"{worker.name} is being started" for worker in self.coming]
         missing += [f"{worker.name} is about to leave" for worker in self.leaving]
         waiting = [f"{self.waiting} calls wait for a {self.name}"] if self.waiting else []
         return [*self.tries.report(), *missing, *waiting]
 
-    # --- who dies, and who comes -----------------------------------------------------------------------------
+    # --- death and replacement -------------------------------------------------------------------------------
 
-    def bury(self, worker: Worker[E], error: WorkerDied) -> None:
-        """Go on without a worker, and have another take its place, if it may."""
+    def handle_death(self, worker: Worker[E], error: WorkerDied) -> None:
+        """Remove a dead worker, and start a replacement if the limit of restarts allows one."""
         if worker not in self.workers:
             return
-        self._strike(worker)
-        pause = self._granted(worker)
+        self._remove(worker)
+        pause = self._restart_pause(worker)
         if pause is None:
-            self._without(worker, str(error))
-        elif self._expect(Worker(worker.engine, worker.track), pause):
+            self._lose(worker, str(error))
+        elif self._launch(Worker(worker.engine, worker.track), pause):
             self.say(f"{worker.name} died and is started again: {error}")
 
     def retire(self, worker: Worker[E]) -> None:
-        """Give a worker no more work, and what it is about to answer to others."""
+        """Give a worker no more work, and give its running calls to other workers."""
         self.retired.add(worker)
-        self._strike(worker)
+        self._remove(worker)
         if self.engines.dismiss is not None:
-            self._see_off(worker)
+            self._end_later(worker)
 
     def close(self) -> None:
-        """Nobody need come any more, or be waited for."""
+        """Cancel the start and the end of workers."""
         for task in (*self.coming.values(), *self.leaving.values()):
             task.cancel()
 
-    async def welcome(self, worker: Worker[E]) -> None:
-        """What a new one must hear before it gets work."""
+    async def prepare(self, worker: Worker[E]) -> None:
+        """Prepare a new worker before it gets work; a hook for subclasses."""
 
-    async def relieve(self, worker: Worker[E]) -> None:
-        """Of what one that leaves need not do to its end."""
+    async def release_work(self, worker: Worker[E]) -> None:
+        """Take from a leaving worker the work that others can finish; a hook for subclasses."""
 
-    def _granted(self, worker: Worker[E]) -> float | None:
+    def _restart_pause(self, worker: Worker[E]) -> float | None:
         if self.engines.replace is None:
             return None
         return self.restarts.granted(worker.name, asyncio.get_running_loop().time())
 
-    def _without(self, worker: Worker[E], why: str) -> None:
+    def _lose(self, worker: Worker[E], why: str) -> None:
         often = self.restarts.often(worker.name)
         if not self.workers and not self.coming:
             raise EngineError(f"the last {self.name} died{often}: {why}")
         self.say(f"{worker.name} died{often} and its groups go to others: {why}")
         if self.engines.dismiss is not None:
-            self._see_off(worker)
+            self._end_later(worker)
 
-    def _expect(self, worker: Worker[E], pause: float) -> bool:
-        """After a pause, one whose engine is still to be started; not where the whole run is being cancelled."""
-        task = self._begin(self._come(worker, pause))
+    def _launch(self, worker: Worker[E], pause: float) -> bool:
+        """Start a worker's engine after a pause; return False if the whole run is being cancelled."""
+        task = self._begin(self._start(worker, pause))
         if task:
             self.coming[worker] = task
         return task is not None
@@ -185,21 +181,21 @@ class Pool(Generic[E]):
     def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         try:
             return self.tasks.create_task(work)
-        except RuntimeError:  # all that the run does is being cancelled, and only those who are there hand over
+        except RuntimeError:  # the task group is being cancelled, so no new task can start
             work.close()
             return None
 
-    async def _come(self, worker: Worker[E], pause: float) -> None:
+    async def _start(self, worker: Worker[E], pause: float) -> None:
         began = self.trace.now()
         while True:
             await asyncio.sleep(pause)
             failure = await self._try_to_start(worker)
             if not failure:
                 break
-            granted = self._granted(worker)
+            granted = self._restart_pause(worker)
             if granted is None:
                 del self.coming[worker]
-                self._without(worker, failure)
+                self._lose(worker, failure)
                 return
             self.say(f"{worker.name} could not be started and is tried once more: {failure}")
             pause = granted
@@ -210,27 +206,27 @@ class Pool(Generic[E]):
         self.say(f"{worker.name} is at work after {now - began:.1f} s")
 
     async def _try_to_start(self, worker: Worker[E]) -> str:
-        """In place of its engine, which died; returns why it could not."""
+        """Start an engine in place of the worker's dead one; return the cause of a failure, or an empty string."""
         assert self.engines.replace is not None
         try:
             worker.engine = await self.engines.replace(worker.engine)
-            await self.welcome(worker)
-        except (ModelError, AllDied, *DEFECTS):  # it is not what it should be, or nobody is left to wait for
+            await self.prepare(worker)
+        except (ModelError, AllDied, *DEFECTS):  # another try cannot help
             raise
-        except Exception as error:  # whatever loading raises: no memory, a file that is gone; or it died once more
+        except Exception as error:  # loading may raise anything: no memory, a missing file, another death
             return first_line(error)
         return ""
 
-    # --- more of them, and fewer -----------------------------------------------------------------------------
+    # --- change of size --------------------------------------------------------------------------------------
 
     @property
     def size(self) -> int:
-        """With those who are to come."""
+        """Number of workers, including those that are starting."""
         return len(self.workers) + len(self.coming)
 
     @property
     def standing(self) -> dict[str, list[str]]:
-        """Who is here, by name."""
+        """Names of all workers, by state: working, starting or leaving."""
         found: dict[str, Collection[Worker[E]]] = {
             "working": self.workers,
             "starting": self.coming,
@@ -239,7 +235,7 @@ class Pool(Generic[E]):
         return {what: [worker.name for worker in workers] for what, workers in found.items()}
 
     def resize(self, size: int) -> None:
-        """So many of them: who is hired begins when it is loaded; who leaves ends, or hands over, what it has."""
+        """Start or remove workers until there are `size`; a removed one finishes or hands over its work first."""
         for _ in range(size - self.size):
             self._hire()
         for _ in range(self.size - size):
@@ -249,21 +245,21 @@ class Pool(Generic[E]):
         assert self.engines.hire is not None
         name = f"{self.name}-{self.named}"
         self.named += 1
-        self._expect(Worker(self.engines.hire(self.kind, name), self.trace.track(self.stage, name, there=False)), 0.0)
+        self._launch(Worker(self.engines.hire(self.kind, name), self.trace.track(self.stage, name, there=False)), 0.0)
 
     def _dismiss(self) -> None:
-        """Whoever is to come does not; else the one that came last leaves."""
+        """Remove one worker: one that is still starting, or else the newest."""
         if self.coming:
             worker, coming = self.coming.popitem()
             coming.cancel()
-            self._see_off(worker, coming)
+            self._end_later(worker, coming)
         else:
             assert len(self.workers) > 1, f"the last {self.name} cannot leave"
             worker = next(reversed(self.workers))
-            self._strike(worker)
-            self._see_off(worker)
+            self._remove(worker)
+            self._end_later(worker)
 
-    def _see_off(self, worker: Worker[E], *coming: asyncio.Task[None]) -> None:
+    def _end_later(self, worker: Worker[E], *coming: asyncio.Task[None]) -> None:
         worker.track.there = False
         if task := self._begin(self._leave(worker, *coming)):
             self.leaving[worker] = task
@@ -273,21 +269,21 @@ class Pool(Generic[E]):
         if coming:
             await asyncio.wait(coming)
         if worker.load:
-            await self.relieve(worker)
+            await self.release_work(worker)
             await worker.free.wait()
         await self.engines.dismiss(worker.engine)
         del self.leaving[worker]
         self.say(f"{worker.name} has left")
 
-    # --- who has how much to do ------------------------------------------------------------------------------
+    # --- load ------------------------------------------------------------------------------------------------
 
     def _join(self, worker: Worker[E]) -> None:
         self.workers[worker] = self._by_load[0][worker] = None
         self._least, worker.track.there = 0, True
         self.came.set()
 
-    def _strike(self, worker: Worker[E]) -> None:
-        """Off the list: it gets no more work."""
+    def _remove(self, worker: Worker[E]) -> None:
+        """Take a worker out of the pool, so that it gets no more work."""
         del self.workers[worker], self._by_load[worker.load][worker]
 
     def _take(self) -> Worker[E]:

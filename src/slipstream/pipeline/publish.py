@@ -1,8 +1,7 @@
-"""New weights into the samplers, and into the scorers of teachers that follow: gate, pause, load, check, resume.
+"""The publish of new weights to samplers, and to scorers of teachers that follow the student.
 
-The gate is `admission`'s, pausing and resuming is the engine's. Guarantor that what rolls out is what was learned, and
-that a teacher which follows is what its scores say: the fingerprint of what every one of them will really run must be
-the learner's.
+A publish closes the gate (in `admission`), pauses the engine, loads and checks the weights, and resumes. This module
+guarantees that every engine runs the exported weights: the fingerprint of the loaded weights must equal the learner's.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ E = TypeVar("E", Sampler, MovingScorer)
 
 
 async def load(sampler: Sampler, name: str, weights: WeightsRef, expected: Fingerprint, *, mode: Mode) -> Loaded:
-    """Into one sampler, which says what it runs now."""
+    """Load weights into one sampler; raise ModelError if its fingerprint differs."""
     return proven(
         await sampler.publish(weights, mode),
         name,
         weights,
         expected,
-        "its rollouts would be from another policy than recorded; is its model the student, and its dtype "
-        "sampler.dtype?",
+        "its rollouts would be from another policy than recorded; check that its model is the student and its dtype "
+        "is sampler.dtype",
     )
 
 
@@ -47,15 +46,15 @@ def proven(loaded: Loaded, name: str, weights: WeightsRef, expected: Fingerprint
 
 
 class Newest(Pool[E]):
-    """A pool in which everybody runs the newest weights, whoever comes when."""
+    """A pool whose workers all run the newest weights, including workers that start later."""
 
     newest: tuple[WeightsRef, Fingerprint] | None = None
-    """For those who come later; kept only if any may."""
+    """Newest weights, for workers that start later; None before the first publish or if no worker can start later."""
     version = 0
-    """Of the weights that are in all of them, or on the way there."""
+    """Version of the weights that all workers have or are loading."""
 
     async def publish(self, weights: WeightsRef, expected: Fingerprint, *, version: int, mode: Mode) -> list[Loaded]:
-        """Load weights into all of them at the same time; `version` is the one that is due."""
+        """Load weights into all workers at the same time; raise ModelError if they are not of this version."""
         if weights.version != version:
             raise ModelError(
                 f"publish of version {version}: the learner exported its weights after update {weights.version}"
@@ -67,13 +66,13 @@ class Newest(Pool[E]):
 
         async def one(worker: Worker[E]) -> None:
             try:
-                # what drains goes on with its work until nothing runs; else all that runs stands still
+                # a draining engine continues to work until no request runs; other modes pause all requests
                 worker.track.begin(f"publish {version}", "other" if mode == "drain" else "pause")
                 loaded = await self.load(worker, weights, expected, mode)
             except WorkerDied as error:
-                self.bury(worker, error)
+                self.handle_death(worker, error)
                 return
-            except RecordsLost as error:  # the learner's machine is gone, and it with it
+            except RecordsLost as error:  # the weights are lost because the learner's machine is gone
                 raise WorkerDied(str(error)) from None
             finally:
                 worker.track.end(f"publish {version}")
@@ -88,12 +87,12 @@ class Newest(Pool[E]):
     async def load(self, worker: Worker[E], weights: WeightsRef, expected: Fingerprint, mode: Mode) -> Loaded:
         raise NotImplementedError
 
-    async def welcome(self, worker: Worker[E]) -> None:
-        """The newest weights, and those that are published while it loads them."""
+    async def prepare(self, worker: Worker[E]) -> None:
+        """Load the newest weights, again if others are published meanwhile."""
         loaded = None
         while self.newest is not loaded:
             loaded = self.newest
-            assert loaded is not None, "nobody is welcomed before the first publish"
+            assert loaded is not None, "no worker joins before the first publish"
             weights, expected = loaded
             await self.load(worker, weights, expected, "drain")
             worker.track.label = f"{self.stage} v{weights.version}"
@@ -103,8 +102,8 @@ class Samplers(Newest[Sampler]):
     async def load(self, worker: Worker[Sampler], weights: WeightsRef, expected: Fingerprint, mode: Mode) -> Loaded:
         return await load(worker.engine, worker.name, weights, expected, mode=mode)
 
-    async def relieve(self, worker: Worker[Sampler]) -> None:
-        """What is half rolled out goes on elsewhere."""
+    async def release_work(self, worker: Worker[Sampler]) -> None:
+        """Release partial rollouts, which other samplers continue."""
         with suppress(WorkerDied):
             await worker.engine.release()
 
@@ -118,8 +117,8 @@ class MovingTeacher(Newest[MovingScorer]):
         return await load_teacher(worker.engine, worker.name, weights, expected)
 
 
-def told(done: list[Loaded]) -> Metrics:
-    """How long the slowest of the samplers stood still, and why."""
+def publish_metrics(done: list[Loaded]) -> Metrics:
+    """Return the metrics of a publish: the longest pauses of a sampler by cause, and the tokens thrown away."""
     return {
         "publish/wait": max((loaded.wait for loaded in done), default=0.0),
         "publish/load": max((loaded.load for loaded in done), default=0.0),

@@ -1,4 +1,4 @@
-"""Whether a worker that died is started again, and after which pause: decided here, without a task or a clock."""
+"""The decision whether to restart a dead worker, and after which pause. Pure code: no tasks, no clock."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 
 HOUR = 3600.0
 LONGEST = 60.0
-"""Seconds between a death and a start, at most."""
+"""Largest pause in seconds before a restart."""
 METRIC = "restarts/"
 
 
 class Restarts:
-    """Of all workers of a run; they outlive the parts of it that its learner's deaths make."""
+    """The restarts of all workers of a run, kept when the run goes back to a checkpoint after its learner's death."""
 
     def __init__(self, most: int) -> None:
-        """`most` are granted to a worker in an hour."""
+        """Allow each worker `most` restarts per hour."""
         self.most = most
         self.counts = Counter[str]()
-        """Of each worker, in the whole run."""
+        """Restarts of each worker in the whole run."""
         self.lately = defaultdict[str, deque[float]](deque)
-        """When, in the last hour."""
+        """Times of each worker's restarts in the last hour."""
         self.sizes: dict[str, int] = {}
-        """How many workers of a kind there were told to be, while the run went on."""
+        """Number of workers by kind, for kinds whose number was changed during the run."""
         self.began: float | None = None
-        """When the run began, by the event loop's clock, which goes on while nothing works."""
+        """Start of the run in seconds of the event loop's clock; None before the start."""
 
     def recall(self, metrics: Mapping[str, Any]) -> None:
-        """What an earlier part of the run has written of itself."""
+        """Restore the counts from the last metrics line of an earlier part of the run."""
         for name, value in metrics.items():
             if name.startswith(METRIC):
                 worker = name.removeprefix(METRIC)
                 self.counts[worker] = max(self.counts[worker], round(value))
 
     def granted(self, name: str, now: float) -> float | None:
-        """Seconds to wait until a worker is started again: 1, 2, 4 …; None if that has been done often enough."""
+        """Count a restart and return the pause before it in seconds (1, 2, 4, …), or None if the limit is reached."""
         lately = self.lately[name]
         while lately and now - lately[0] >= HOUR:
             lately.popleft()
@@ -46,7 +46,7 @@ class Restarts:
         return min(2.0 ** (len(lately) - 1), LONGEST)
 
     def often(self, name: str) -> str:
-        """In a line about one that died and is not started again."""
+        """Return how often a worker died, as text for the message that it is not restarted; empty for once."""
         times = len(self.lately[name])
         return f" {times + 1} times in an hour (runtime.restarts = {self.most})" if times else ""
 

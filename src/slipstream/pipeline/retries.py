@@ -1,7 +1,7 @@
-"""Calls that fail are tried again; one that fails for good costs its group, and several in a row stop the run.
+"""Retries of failed calls. A call that fails finally costs its group, and several in a row stop the run.
 
-This is the layer of whole groups and of seconds. An engine may try a request of its own again at once where that often
-helps, as with a connection that was cut; it raises soon, so that what is wrong is known and told here.
+This layer retries the calls of whole groups, with pauses of seconds. An engine may retry a request at once by itself,
+for example after a lost connection. It must raise soon, so that this layer can report the problem.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from slipstream.errors import EngineError, SlipstreamError, first_line
 
 T = TypeVar("T")
 PAUSES = (1.0, 2.0, 4.0, 8.0)
-"""Seconds between the tries of a call that fails."""
+"""Seconds between the tries of a failing call."""
 TRIES = len(PAUSES) + 1
 DOWN = 3 * TRIES
-"""A stage is down after so many vain tries that began since its last success: three groups, each tried five times."""
+"""Number of failed tries since a stage's last success after which it is down: three groups with five tries each."""
 DEFECTS = (TypeError, AttributeError, NameError, AssertionError)
-"""Mistakes in a program: trying again cannot help, and the traceback matters."""
+"""Errors in the program itself: a retry cannot help, and the traceback is needed."""
 
 
 class GivenUp(Exception):
-    """A call failed at every try, or says itself that another would not help."""
+    """The error of a call that failed at every try, or that a retry cannot help."""
 
 
 class Tries:
-    """Calls of one stage, or of one of its teachers, tried again with growing pauses.
+    """Retries, with growing pauses, of the calls to one stage or one teacher.
 
-    A call that fails at every try is given up, and its group with it. When several in a row are, the stage is down, and
-    with it the run.
+    A call that fails at every try is given up together with its group. Several in a row mean that the stage is down,
+    which stops the run.
     """
 
     def __init__(self, stage: str, *, say: Callable[[str], None] = print) -> None:
         self.stage, self.say, self.in_vain = stage, say, 0
-        """How many tries of groups that were given up, since the last that was not in vain."""
+        """Number of failed tries of groups that were given up since the last success."""
         self.successes = 0
         self.failures, self.cause = 0, ""
-        """Tries that failed since the last that did not, and why the last did."""
+        """Number of failed tries since the last success, and the cause of the last failure."""
         self.since = 0.0
         self.recovered = False
-        """A call succeeded after one that failed; whoever looks sets it back."""
+        """True if a call succeeded after a failed one; the reader resets it."""
 
     async def call(self, work: Callable[[], Awaitable[T]]) -> T:
         for pause in (*PAUSES, None):
@@ -64,7 +64,7 @@ class Tries:
         raise AssertionError("the last try returns or raises")
 
     def report(self) -> list[str]:
-        """What is wrong, if the last try failed."""
+        """Return a line about the current failures; the list is empty if the last try succeeded."""
         if not self.failures:
             return []
         seconds = asyncio.get_running_loop().time() - self.since
@@ -75,11 +75,11 @@ class Tries:
             self.since = asyncio.get_running_loop().time()
         self.failures, self.cause = self.failures + 1, cause
         if self.failures == TRIES:
-            self.say(f"{self.stage} has failed at the last {TRIES} tries, and is tried again: {cause}")
+            self.say(f"{self.stage} has failed at the last {TRIES} tries, and will be retried: {cause}")
 
     def _fine(self) -> None:
         if self.failures >= TRIES:
-            self.say(f"{self.stage} goes on after {self.failures} tries in vain")
+            self.say(f"{self.stage} works again after {self.failures} failed tries")
         self.recovered = self.recovered or self.failures > 0
         self.in_vain = self.failures = 0
         self.successes += 1

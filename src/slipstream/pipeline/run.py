@@ -1,8 +1,11 @@
-"""A run, from the first prompt to the final student.
+"""The coordinator of a run: it builds the pipeline, starts it, and ends with the final student.
 
-         one credit = one group; credits come back when its update is published
+A group takes one credit. The credit returns when the weights of the group's update are published.
        ┌────────────────────────────────────────────────────────────────────────┐
 prompts ─▶ admission ─▶ roll (Samplers) ─▶ mark (Scorers) ─▶ learn (Learner) ─▶ deliver ┘
+            limits         generates          scores            updates         publishes
+
+`admission` decides which groups may move. `stages` has the coroutines roll, mark, learn and deliver.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ from slipstream.pipeline.stages import (
     Recheck,
     Save,
     Steps,
-    answered_at_all,
+    answered_members,
     go_on,
     hand_over,
     learn,
@@ -59,9 +62,9 @@ from slipstream.run_dir.writing import Mark, RunLog
 
 T = TypeVar("T")
 HANDING_OVER = 30.0
-"""Seconds for samplers to hand over what they have, when a run is stopped; an answer may have to be graded first."""
+"""Seconds that samplers get to return partial rollouts when a run stops; a response may have to be graded first."""
 STALLED_SAVE = 60.0
-"""Seconds for a checkpoint when nothing moves any more: the learner may be what hangs."""
+"""Seconds for the checkpoint of a stalled run: the learner may be what hangs."""
 
 
 class Run:
@@ -82,9 +85,12 @@ class Run:
         patience: float | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
-        """`standing` is where an earlier part of the run ended, with these `groups` on their way and these `attempts`
-        remembered, these `canaries` known, and `restarts` what its workers went through. `ends` are the student's end
-        tokens. `patience` is not for virtual clocks."""
+        """Prepare a run; `standing`, `groups`, `attempts`, `canaries` and `restarts` are the state of an earlier part.
+
+        `standing` is the admission state, and `groups` were in flight in it. `attempts` are the attempts remembered
+        for each prompt, and `canaries` the reference answer of each teacher. `ends` are the student's end tokens.
+        `patience` is the most seconds without progress; None, for a virtual clock, means no limit.
+        """
         self.config, self.engines, self.prompts, self.log = config, engines, prompts, log
         self.held_out = held_out or {}
         self.restarts = restarts or Restarts(config.runtime.restarts)
@@ -111,21 +117,21 @@ class Run:
             self._decide(line)
         self.health = Health(config.health, say)
         self.health.recall(log.updates())
-        self._steer()
+        self._apply_decisions()
         self.task: asyncio.Task[Any] | None = None
-        """The one that `stop` cancels."""
+        """The task that `stop` cancels."""
         self.at_once = False
-        """Who stops the run does not wait for a checkpoint."""
+        """True: stop without saving a checkpoint."""
 
     async def train(self) -> Path:
-        """Make all updates; returns the directory of the final student."""
+        """Make all updates and return the directory of the final student."""
         try:
-            with rare_collections():
+            with rare_garbage_collection():
                 await self._update_all()
             if self.checkpoints.at_end:
                 await in_time(self._checkpoint()(), self.patience, "writing a checkpoint")
-            final, told = self.log.path / "final", card(self.config.model_dump(mode="json"), self.log.path)
-            writing = save_whole(self.engines.learner, final, {"README.md": told.encode()})
+            final, model_card = self.log.path / "final", card(self.config.model_dump(mode="json"), self.log.path)
+            writing = save_whole(self.engines.learner, final, {"README.md": model_card.encode()})
             await in_time(writing, self.patience, "writing the final student")
             return final
         except BaseExceptionGroup as group:
@@ -164,19 +170,21 @@ class Run:
     def scale(
         self, changes: Sequence[str], check: Callable[[Mapping[str, int]], None]
     ) -> dict[str, dict[str, list[str]]]:
-        """Have more workers, or fewer, as `scaling.asked` reads it; returns who works here now. What cannot be is
-        refused by a ConfigError, and nothing of it is done: `check` is of the machine."""
+        """Change the number of workers and return the names of the workers by kind and state.
+
+        `scaling.asked` parses `changes`. `check` raises if the machine has no room. On an error nothing is changed.
+        """
         if not self.engines.takes:
             raise ConfigError('runtime.kind = "inline" has all workers in one process: write "local" or "ray"')
         if self.flow is None or self.flow.samplers.newest is None:
-            raise ConfigError("the run is only starting: ask again when it has begun")
+            raise ConfigError("the run is still starting: try again when it has started")
         if changes and (self.flow.ending or self.admission.finished):
             raise ConfigError("the run is ending")
         pools = self._scalable()
         now = {kind: pool.size for kind, pool in pools.items()}
         sizes = asked(changes, now)
         for kind in sizes.keys() & self.config.most_workers:
-            raise ConfigError(f'{kind}: its replicas = "auto" leaves that to the run')
+            raise ConfigError(f'{kind}: with replicas = "auto" the run chooses this number itself')
         check_room(sizes, now, self._room())
         check(now | sizes)
         self._resize(sizes)
@@ -184,45 +192,42 @@ class Run:
 
     @property
     def tau(self) -> float:
-        """How much may be in flight now."""
+        """Return the tau that bounds the groups in flight now."""
         return (self.autopilot.tau if self.autopilot else self.most) - self.guards.lowered
 
     @property
     def publish_every(self) -> int:
-        """How many updates there are between two publishes now."""
         return self.autopilot.every if self.autopilot else self.admission.schedule.publish_every
 
     def _decide(self, line: Mapping[str, Any]) -> list[str]:
-        """At what an update says of itself: should the next be made otherwise? Returns what is new. Updates that were
-        made with a fixed tau say nothing of other ones."""
-        told = self.guards.look(line)
+        """Pass the metrics of an update to guards and autopilot; return a message for each new decision."""
+        messages = self.guards.look(line)
         if self.autopilot and "tau" in line and (new := self.autopilot.look(line)):
-            told.append(f"schedule: {new}")
-        return told
+            messages.append(f"schedule: {new}")
+        return messages
 
-    def _steer(self) -> None:
-        """As was decided after the last update."""
+    def _apply_decisions(self) -> None:
+        """Apply the decisions made after the last update."""
         if isinstance(self.config.schedule, Async):
             every = self.publish_every
             self.admission.allow(credits_of(self.tau, every, self.config.groups_per_update), every)
         if self.flow is not None:
             self.flow.lr = self.guards.lr
 
-    def _steered(self) -> Metrics:
+    def _control_metrics(self) -> Metrics:
         steers = self.autopilot or self.config.guards.kl
-        found = {"tau": float(self.tau)} if steers else {}
+        metrics = {"tau": float(self.tau)} if steers else {}
         if self.autopilot and self.autopilot.rarest > self.autopilot.often:
-            found["publish_every"] = float(self.publish_every)
-        return self.guards.metrics | found | (self.flow.canaries.metrics if self.flow else {})
+            metrics["publish_every"] = float(self.publish_every)
+        return self.guards.metrics | metrics | (self.flow.canaries.metrics if self.flow else {})
 
-    def _look(self, line: Metrics) -> None:
-        for said in self._decide(line):
-            self.say(said)
-        self._steer()
-        self._rescale(line)
+    def _after_update(self, line: Metrics) -> None:
+        for message in self._decide(line):
+            self.say(message)
+        self._apply_decisions()
+        self._autoscale(line)
 
-    def _rescale(self, line: Metrics) -> None:
-        """Should there be more workers, or fewer?"""
+    def _autoscale(self, line: Metrics) -> None:
         if self.autoscale is None or self.admission.finished:
             return
         pools = self._scalable()
@@ -235,8 +240,8 @@ class Run:
             sizes={kind: pool.size for kind, pool in pools.items()} if settled else {},
         )
         if change := self.autoscale.look(seen, self._room()):
-            told = ", ".join(f"{kind} from {pools[kind].size} to {size}" for kind, size in change.sizes.items())
-            self.say(f"replicas: {told}, as {change.why}")
+            sizes = ", ".join(f"{kind} from {pools[kind].size} to {size}" for kind, size in change.sizes.items())
+            self.say(f"replicas: {sizes}, because {change.why}")
             self._resize(change.sizes)
 
     def _scalable(self) -> dict[str, Pool[Any]]:
@@ -252,13 +257,12 @@ class Run:
             self._scalable()[kind].resize(size)
 
     def report(self) -> str:
-        """Who waits for whom."""
         return self.flow.report() if self.flow else "engines are starting"
 
     def _flow(self, tasks: asyncio.TaskGroup) -> Flow:
         rewound, trace = self.restarts.began is not None, self._trace()
-        these: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
-        samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **these)
+        shared: Any = {"say": self.say, "tasks": tasks, "engines": self.engines, "restarts": self.restarts}
+        samplers = Samplers(self.engines.samplers, trace, kind="sampler", stage="rollout", name="sampler", **shared)
         teachers, configured = self.engines.scorers, self.config.teachers
         follow = {name: each.follow.period for name, each in configured.items() if each.follow is not None}
         kinds: dict[bool, type[Pool[Any]]] = {True: MovingTeacher, False: Pool}
@@ -270,7 +274,7 @@ class Run:
                 stage="score",
                 name=scorer_name(teacher, teachers),
                 work=f"scoring by {teacher}" if len(teachers) > 1 else "scoring",
-                **these,
+                **shared,
             )
             for teacher, engines in teachers.items()
         }
@@ -290,7 +294,7 @@ class Run:
             admission=self.admission,
             prompt=self.prompts.at,
             sampling=rollout_sampling(self.config),
-            account=Account(self.log, trace, self.admission, self.restarts, self._steered),
+            account=Account(self.log, trace, self.admission, self.restarts, self._control_metrics),
             trace=trace,
             tasks=tasks,
             health=self.health,
@@ -306,9 +310,9 @@ class Run:
             },
             passes=Steps(self.config.learner.minibatches, self.config.learner.epochs),
             quoted=self.config.log.samples,
-            look=self._look,
+            look=self._after_update,
             lr=self.guards.lr,
-            # after the last update `train` saves, when the final student is evaluated: that belongs to the checkpoint
+            # after the last update `train` saves instead, so that the checkpoint includes the final evaluation
             due=lambda: (
                 self.admission.version < self.config.updates
                 and self.checkpoints.due(self.admission.version, trace.now())
@@ -351,20 +355,20 @@ class Run:
         return Buffer(self.config.freshness, steps=steps, last=self.log.last, say=self.say)
 
     async def _hand_over(self, flow: Flow) -> None:
-        """For the checkpoint of a run that stops; whoever cannot hand over does not hold it up."""
+        """Collect partial rollouts for the checkpoint of a run that stops; a sampler that fails does not delay it."""
         flow.ending = True
         try:
             await asyncio.wait_for(hand_over(flow), HANDING_OVER)
-        except Exception as error:  # the cause of the stop is what matters
+        except Exception as error:  # the error that stopped the run must still be raised
             why = (
                 f"{HANDING_OVER:.0f} s were not enough"
                 if isinstance(error, TimeoutError)
                 else first_line(_cause(error))
             )
-            self.say(f"what was half rolled out begins again: {why}")
+            self.say(f"partial rollouts are lost and will start again: {why}")
 
     def _trace(self) -> Trace:
-        """Its clock does not stand still between the death of a learner and what comes after it."""
+        """Start the trace; the clock includes the time between the death of a learner and the restart."""
         clock = asyncio.get_running_loop().time
         began = self.restarts.began
         before = self.log.time if began is None else clock() - began
@@ -373,29 +377,28 @@ class Run:
         return trace
 
     async def _stopped(self, cause: BaseException) -> NoReturn:
-        """Save what can be gone on from, account for what was in flight, and raise one cause instead of a group.
+        """Save a checkpoint, record the groups in flight as dropped, and raise one cause instead of a group.
 
-        A loss or gradient that is not finite never reached the weights: they are as they were after the last update.
-        Between two steps of one update they are of no version, and nothing is saved; nor is it where nothing can be
-        written, or the learner is gone (the deaths of all others are the pools' business): a resumed run goes back to
-        what was.
+        After a non-finite loss or gradient the weights are still those of the last update, and are saved. Nothing is
+        saved between two steps of one update, because such weights belong to no version. Nothing is saved either if
+        the disk or the learner failed. Then `resume` continues from the last checkpoint.
         """
         if isinstance(cause, RunDirError):
             raise cause from cause.__cause__
-        mark = self._mark()  # without the lines of what is in flight, which goes on
+        mark = self._mark()  # taken before groups are recorded as dropped: a resumed run continues them
         if self.flow:
             for number in self.admission.live:
                 self.flow.account.dropped(self.prompts.at(number), "run stopped")
         if self.at_once or isinstance(cause, WorkerDied):
             raise cause
         if self.flow and self.flow.torn:
-            self.say("nothing is saved: the update in hand may have made some of its optimizer steps and not others")
+            self.say("no checkpoint is saved: the current update may have made only some of its optimizer steps")
             raise cause from cause.__cause__
         limit = STALLED_SAVE if isinstance(cause, Stalled) else self.patience
         suspect = isinstance(cause, NonFiniteError) or (isinstance(cause, Unhealthy) and cause.harmful)
         try:
-            path = await in_time(self._checkpoint(mark, stopping=True, suspect=suspect)(), limit, "writing it")
-        except Exception as error:  # the learner itself may be what failed: the cause is what matters
+            path = await in_time(self._checkpoint(mark, stopping=True, suspect=suspect)(), limit, "saving")
+        except Exception as error:  # the learner itself may have failed; `cause` must still be raised
             self.say(f"no checkpoint could be saved: {type(error).__name__}: {error}")
         else:
             if isinstance(cause, NonFiniteError | Unhealthy):
@@ -403,8 +406,8 @@ class Run:
                 before = resumable(saved.directory, saved.proof)[-1:] if suspect else []
                 what = "sound" if saved.proven(version) else "earlier"
                 other = "".join(f", and {what} ones in {saved.directory / str(each)}" for each in before)
-                said = f"{cause}; the weights of update {version} are in {path}{other}"
-                raise type(cause)(said) from None
+                message = f"{cause}; the weights of update {version} are in {path}{other}"
+                raise type(cause)(message) from None
         raise cause from cause.__cause__
 
     def _mark(self) -> Mark:
@@ -414,10 +417,10 @@ class Run:
         groups = [self.held[number] for number in self.admission.live if self.held.get(number)]
         standing, attempts, mark = self.admission.standing, self.memory.state, mark or self._mark()
         known = self.flow.canaries.state if self.flow else self.known
-        said: Any = {"attempts": attempts, "canaries": known, "stopping": stopping, "suspect": suspect}
+        extra: Any = {"attempts": attempts, "canaries": known, "stopping": stopping, "suspect": suspect}
 
         async def save() -> Path:
-            return await self.checkpoints.save(self.engines.learner, standing, groups, mark, **said)
+            return await self.checkpoints.save(self.engines.learner, standing, groups, mark, **extra)
 
         return save
 
@@ -437,7 +440,7 @@ class Run:
         async def generate(prompt: Prompt, sampling: Sampling) -> list[Handle]:
             async def answer(worker: Worker[Sampler]) -> Group:
                 found = await worker.engine.generate(prompt, sampling, group)
-                return found if unfinished(found) else answered_at_all(found)
+                return found if unfinished(found) else answered_members(found)
 
             group: Group = ()
             while unfinished(group):
@@ -447,13 +450,13 @@ class Run:
 
         sampling, began = eval_sampling(self.config), flow.trace.now()
         found = {name: await answers(generate, prompts, sampling) for name, prompts in self.held_out.items()}
-        for name, groups in found.items():  # of all sets, or of none, however the run is stopped
+        for name, groups in found.items():  # no await here: a stopped run records all sets or none
             self.log.metrics("eval", summary(groups, rewards[0]), update=update, of=name)
         flow.account.evaluated(flow.trace.now() - began)
 
 
 def admission_of(config: Config, prompts: Prompts, standing: Standing | None) -> Admission:
-    """Return where a run stands; its updates keep the mixture of the sources of its prompts."""
+    """Return the admission state of a run, new or continued; its updates keep the mixture of prompt sources."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     return Admission(schedule, updates=config.updates, source=prompts.source, standing=standing)
 
@@ -465,8 +468,8 @@ def autopilot_of(schedule: ScheduleConfig) -> Autopilot | None:
 
 
 @contextmanager
-def rare_collections() -> Iterator[None]:
-    """Nearly all that a run holds is alive; looking for garbage as often as Python does takes a third of its time."""
+def rare_garbage_collection() -> Iterator[None]:
+    """Make garbage collection rare: nearly all objects of a run stay alive, and collecting took a third of the time."""
     before = gc.get_threshold()
     gc.set_threshold(50_000, 20, 100)
     try:
@@ -476,11 +479,11 @@ def rare_collections() -> Iterator[None]:
 
 
 async def in_time(work: Coroutine[Any, Any, T], seconds: float | None, doing: str) -> T:
-    """What the learner does while nobody watches: it may hang there too, with an event loop that answers."""
+    """Wait for the learner, at most `seconds`; the watchdog does not run here, and the learner may hang."""
     try:
         return await asyncio.wait_for(work, seconds)
     except TimeoutError:
-        raise Stalled(f"the learner has been {doing} for {seconds:.0f} s, and is not done") from None
+        raise Stalled(f"the learner has not finished {doing} after {seconds:.0f} s") from None
 
 
 def _cause(group: BaseException) -> BaseException:

@@ -1,4 +1,4 @@
-"""A schedule is data: the same loops run every one of them.
+"""Schedules as data: the same coroutines run all of them.
 
 | schedule    | credits   | submit | stages  | learn | publish | lag of a token                  |
 |-------------|-----------|--------|---------|-------|---------|---------------------------------|
@@ -8,7 +8,7 @@
 | replay(k)   | (k+1)·B   | batch  | turns   | batch | drain   | k, once k updates are made      |
 | async(τ)    | (τ+1)·B·P | stream | overlap | batch | keep    | by order or max_lag             |
 
-Units are groups; B groups make one update, P updates are between two publishes.
+Units are groups. B groups make one update. P updates lie between two publishes.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ from slipstream.protocols import Mode
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     groups: int
-    """B, the groups of one update."""
+    """B, the number of groups of one update."""
     credits: int
-    """Most groups that are submitted and not yet trained and published."""
+    """Largest number of groups that are submitted and not yet trained and published."""
     submit: Literal["batch", "stream"]
-    """Admit whole batches, when there is room for one, or single groups."""
+    """Submit whole batches when there is room for one, or single groups."""
     stages: Literal["turns", "overlap"]
-    """Roll out, then score, then learn; or all at the same time."""
+    """Run rollout, scoring and learning one after the other, or at the same time."""
     learn: Literal["batch", "ready"] = "batch"
-    """Learn from a whole batch, or gather gradients from its groups as they come."""
+    """Learn from a whole batch, or accumulate gradients of its groups as they arrive."""
     publish: Mode
-    """What a publish does to running requests."""
+    """Effect of a publish on running requests."""
     publish_every: int = 1
-    """P, the updates between two publishes; the least, where that may change."""
+    """P, the number of updates between two publishes; the smallest, if the autopilot may change it."""
     order: Literal["mixture", "completion", "submission"] = "mixture"
-    """Whose turn it is among scored groups: `admission` says how a mixture is kept."""
+    """Order in which scored groups are learned from; `admission` explains the mixture."""
     max_lag: int | None = None
-    """Most updates between a group's first token and the update that learns from it."""
+    """Most updates between a group's first token and the update that learns from it; None for no bound."""
     on_old: Literal["wait", "restart", "drop"] = "wait"
-    """How max_lag is kept."""
+    """Action that keeps max_lag: updates wait for old groups, or groups that are too old restart or are dropped."""
 
     def __post_init__(self) -> None:
         if self.credits < self.groups * self.publish_every:
             raise ValueError(
                 f"{self.credits} credits can never fill the {self.publish_every} batches of {self.groups} groups "
-                "that come before a publish"
+                "before a publish"
             )
 
     @property
     def reach(self) -> int:
-        """Updates after a submission by which all that was submitted before it has been consumed, if in order."""
+        """Largest lag in updates if groups are learned from in the order of submission."""
         return ceil(self.credits / self.groups) - 1
 
     @property
     def bound(self) -> int | None:
-        """The lag that is promised, if any: consumption raises beyond it."""
+        """The largest lag that the schedule promises, or None; `Admission.learn` raises beyond it."""
         if self.max_lag is not None:
             return self.max_lag
         in_order = self.submit == "batch" or self.order == "submission" or self.reach == 0
@@ -66,27 +66,27 @@ class Schedule:
 
 
 def sync(groups: int) -> Schedule:
-    """Three serial phases; nothing is in flight when weights change, so every token is on-policy."""
+    """Return three serial phases: no group is in flight when weights change, so every token is on-policy."""
     return replay(groups, 0)
 
 
 def replay(groups: int, k: int) -> Schedule:
-    """The serial phases of sync, always on the oldest of k + 1 batches."""
+    """Return the serial phases of sync, where each update learns from the oldest of k + 1 batches."""
     return Schedule(groups=groups, credits=(k + 1) * groups, submit="batch", stages="turns", publish="drain")
 
 
 def step_off(groups: int, k: int) -> Schedule:
-    """k batches roll out and are scored while the learner works on the oldest."""
+    """Return a schedule that rolls out and scores k batches while the learner works on the oldest."""
     return Schedule(groups=groups, credits=(k + 1) * groups, submit="batch", stages="overlap", publish="drain")
 
 
 def periodic(groups: int) -> Schedule:
-    """One update's stages overlap; all is consumed before weights change, so every token is on-policy."""
+    """Return overlapping stages within one update: all groups are learned from before weights change (on-policy)."""
     return Schedule(groups=groups, credits=groups, submit="stream", stages="overlap", learn="ready", publish="drain")
 
 
 def credits_of(tau: float, every: int, groups: int) -> int:
-    """So many groups may be in flight with this tau and so many updates between two publishes."""
+    """Return the number of groups in flight for this tau and `every` updates between two publishes."""
     return floor((tau + 1) * every * groups)
 
 

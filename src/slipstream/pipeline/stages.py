@@ -1,4 +1,4 @@
-"""What happens to a group, and the loop that learns. What may happen is decided in `admission`; here it is done.
+"""The coroutines that move groups, and the learner's loop. `admission` decides what may happen; this module does it.
 
 | coroutine | consumes         | produces        | waits for                       | is unblocked by         |
 |-----------|------------------|-----------------|---------------------------------|-------------------------|
@@ -7,8 +7,8 @@
 | learn     | scored groups    | updates         | a batch, its turn, the publish  | mark, drop, deliver     |
 | deliver   | one update       | new weights     | samplers                        | –                       |
 
-`advance` starts every roll and mark that may start; it is called wherever something has changed. Before a checkpoint,
-`hand_over` takes what rolls out back from the samplers, and `go_on` gives it to them again under the new weights.
+`Flow.advance` starts every roll and mark that may start, and is called after each change. Before a checkpoint,
+`hand_over` collects partial rollouts from the samplers. `go_on` sends them back to be continued under the new weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from slipstream.pipeline.control.buffer_refresh import Buffer
 from slipstream.pipeline.control.health import Health
 from slipstream.pipeline.ledger import Account
 from slipstream.pipeline.pool import Pool, Worker
-from slipstream.pipeline.publish import MovingTeacher, Samplers, told
+from slipstream.pipeline.publish import MovingTeacher, Samplers, publish_metrics
 from slipstream.pipeline.retries import GivenUp
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.pipeline.watchdog import Silence
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Steps:
-    """How often an update goes through its groups, and in how many optimizer steps."""
+    """Number of mini-batches of an update, with one optimizer step each, and of passes over them."""
 
     minibatches: int = 1
     epochs: int = 1
@@ -67,14 +67,17 @@ class Steps:
 
 
 Save = Callable[[], Coroutine[Any, Any, Path]]
+"""Save a checkpoint of the state at the moment when this function was made; return its directory."""
 
 
 @dataclass(frozen=True)
 class Recheck:
-    """Which groups of a teacher are scored twice, and how much the two answers may be apart."""
+    """The choice of groups that a teacher scores twice, to compare the two answers."""
 
     share: float
+    """Fraction of groups that are scored twice, from 0 to 1."""
     promised: float
+    """Largest difference of the log-probs, as root mean square, that rounding explains."""
     seed: int
 
     def chooses(self, number: int) -> bool:
@@ -83,18 +86,17 @@ class Recheck:
 
 @dataclass
 class Flow:
-    """What the coroutines share."""
+    """The state that the coroutines share."""
 
     samplers: Samplers
     scorers: Mapping[str, Pool[Any]]
-    """Of each teacher."""
     canaries: Canaries
     follow: Mapping[str, int]
-    """How many updates lie between two moves of each teacher that follows the student."""
+    """Updates between two moves of each teacher that follows the student, by its name."""
     shows: Mapping[str, Sequence[str]]
-    """What each teacher is shown of the attempts at a prompt."""
+    """Fields of `Attempts` that each teacher is shown, by its name."""
     relabel: Mapping[str, str]
-    """When each teacher is asked once more: never, stale or always."""
+    """When each teacher scores a group again just before it is learned from: never, stale or always."""
     memory: Memory
     learner: Learner
     learning: Track
@@ -106,41 +108,40 @@ class Flow:
     tasks: asyncio.TaskGroup
     passes: Steps
     quoted: int
-    """How many samples of an update are written down."""
+    """Number of samples per update that are written to samples.jsonl."""
     look: Callable[[Metrics], None]
-    """At what an update says of itself."""
+    """Called with the metrics of each update; guards, autopilot and autoscaler decide by them."""
     due: Callable[[], bool]
-    """Whether there is to be a checkpoint at the end of this update."""
+    """Return whether a checkpoint is due at the end of this update."""
     checkpoint: Callable[[], Save]
-    """How to save what there is at this moment, later."""
+    """Capture the state now, and return the function that saves it later."""
     health: Health
     buffer: Buffer | None
     recheck: Mapping[str, Recheck]
-    """Of each teacher."""
     silence: Mapping[str, Silence]
-    """Of each teacher that is somewhere else."""
+    """Silence of each teacher behind an endpoint, by its name."""
     after_publish: Callable[[], Awaitable[None]]
-    """With the newest weights in every sampler, before anything starts under them."""
+    """Called when every sampler has the newest weights, before a group starts under them."""
     held: dict[int, Group] = field(default_factory=dict)
-    """The newest handles of every group that has any: half rolled out, too, when it was handed over."""
+    """Newest handles of each group that has any, also of a partial rollout that was handed over."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """The task that a group is in, if it is in one."""
+    """Task of each group that is being rolled out or scored."""
     drawing: set[int] = field(default_factory=set)
-    """Groups that a sampler has."""
+    """Groups that are with a sampler."""
     still: bool = True
-    """Nothing rolls out until `go_on`."""
+    """True: no rollout is started until `go_on`."""
     ending: bool = False
-    """Nor ever again."""
+    """True: stop for good, no further rollout is started."""
     lr: float = 1.0
-    """What the learning rate of the next update is multiplied by."""
+    """Factor on the learning rate of the next update."""
     moved: float = 0.0
-    """When something last changed."""
+    """Time of the last change, in seconds of the trace's clock."""
     torn: bool = False
-    """Some of the optimizer steps of an update may be made and some not: the weights are of no version."""
+    """True while an update may have made only some of its optimizer steps: its weights belong to no version."""
     stalled: bool = False
-    """Nothing has changed for so long that the run is stopped."""
+    """True if the run is being stopped because nothing has changed for too long."""
     waits: dict[str, float] = field(default_factory=dict)
-    """What the learner waits for, and since when."""
+    """Time at which each current wait of the learner began, by the name of the wait."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -151,12 +152,12 @@ class Flow:
         self.running[number] = self.tasks.create_task(work(self, number))
 
     def begin(self, numbers: Iterable[int]) -> None:
-        """Roll them out, as soon as anything may."""
+        """Start the rollouts of these groups; while rollouts are paused, `go_on` starts them later."""
         for number in () if self.still else numbers:
             self.start(number, roll)
 
     def advance(self) -> None:
-        """Something has changed: start all that may start now, and let those who wait look again."""
+        """Start everything that may start after a change, and wake the waits in `until`."""
         for number in self.admission.outdated():
             self.renew(number)
         self.begin(self.admission.submit())
@@ -166,7 +167,7 @@ class Flow:
         self.changed.set()
 
     async def until(self, name: str, ready: Callable[[], bool]) -> float:
-        """Wait under a name; returns for how long."""
+        """Wait until `ready` returns true, and return the seconds waited; reports show the wait under this name."""
         began = self.waits[name] = self.trace.now()
         try:
             while not ready():
@@ -182,21 +183,21 @@ class Flow:
         self.account.dropped(self.prompt(number), reason, cause)
 
     def forget(self, number: int) -> None:
-        """Throw away what a group has so far, and cancel what it is in."""
+        """Discard the handles of a group and cancel its task."""
         self.account.thrown += tokens_of(self.held.pop(number, ()))
         task = self.running.pop(number, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
 
     def renew(self, number: int) -> None:
-        """A group that has become too old begins again, or is dropped."""
+        """Drop or restart a group that has become too old, as the schedule says."""
         if self.admission.schedule.on_old == "drop":
             self.drop(number, "older than max_lag")
         else:
             self.restart(number)
 
     def redo(self, number: int, worker: str, *, roll: bool) -> bool:
-        """Have a group that this worker answered rolled out or scored once more; returns whether it still can be."""
+        """Repeat the rollout or the scoring that this worker did for a group; return whether that is still possible."""
         if roll and number in self.admission.live and number not in self.admission.learning:
             self.restart(number)
         elif not roll and self.admission.rescore(number):
@@ -214,25 +215,26 @@ class Flow:
         self.begin([number])
 
     def report(self) -> str:
-        """Who waits for whom, and since when."""
         now, a = self.trace.now(), self.admission
         places = ("rolling", "waiting", "scoring", "ready", "learning", "trained")
         counts = ", ".join(f"{len(getattr(a, place))} {place}" for place in places)
         return "\n".join([
-            f"after {now:.1f} s, {now - self.moved:.1f} s after the last move, at version {a.version}",
-            f"groups: {counts}; {a.in_use} of {a.credits} credits in use" + (", gate shut" if a.gated else ""),
+            f"after {now:.1f} s, {now - self.moved:.1f} s after the last change, at version {a.version}",
+            f"groups: {counts}; {a.in_use} of {a.credits} credits in use" + (", publish pending" if a.gated else ""),
             *(f"learner waits for {name}, for {now - since:.1f} s" for name, since in self.waits.items()),
             *(line for pool in self.pools for line in pool.report()),
             *self.trace.report(),
         ])  # fmt: skip
 
 
-# --- a group's way ----------------------------------------------------------------------------------------------------
+# --- rollout and scoring of a group -----------------------------------------------------------------------------------
 
 
 async def roll(flow: Flow, number: int) -> None:
-    """To its end, wherever it has come to: a sampler may hand it over, and the next one goes on with it, but for
-    tokens of weights under which a schedule lets nothing run any more."""
+    """Roll out a group to its end; a partial rollout that was handed over is continued by the next sampler.
+
+    With publish = "restart", a partial rollout with tokens of older weights is discarded first.
+    """
     prompt = flow.prompt(number)
 
     async def generate(worker: Worker[Sampler]) -> Group:
@@ -245,7 +247,7 @@ async def roll(flow: Flow, number: int) -> None:
         flow.drawing.add(number)
         try:
             rolled = await worker.engine.generate(prompt, flow.sampling, begun)
-        except RecordsLost:  # what there was of it: it begins again
+        except RecordsLost:  # the partial rollout is lost, so the group starts again
             flow.account.thrown += tokens_of(begun)
             return ()
         finally:
@@ -259,7 +261,7 @@ async def roll(flow: Flow, number: int) -> None:
             return rolled
         flow.account.ungraded(number, [handle.header for handle in rolled], flow.samplers.say)
         flow.account.failed(number, [handle.header for handle in rolled], flow.samplers.say)
-        group = answered(rolled)
+        group = gradable_members(rolled)
         beside = sum(handle.header.greedy_tokens for handle in rolled)
         flow.account.greedy_tokens += beside
         worker.track.tokens += beside + tokens_of(group)
@@ -292,14 +294,14 @@ def tokens_of(group: Group) -> int:
 
 
 async def hand_over(flow: Flow) -> None:
-    """What rolls out comes back as it is, at the next token boundary, and waits for `go_on`."""
+    """Pause all rollouts: samplers return partial rollouts at the next token boundary, until `go_on`."""
     flow.still = True
 
     async def release(worker: Worker[Sampler]) -> None:
         try:
             await worker.engine.release()
         except WorkerDied as error:
-            flow.samplers.bury(worker, error)
+            flow.samplers.handle_death(worker, error)
 
     async with asyncio.TaskGroup() as tasks:
         for worker in list(flow.samplers.workers):
@@ -308,7 +310,7 @@ async def hand_over(flow: Flow) -> None:
 
 
 def go_on(flow: Flow) -> None:
-    """With what was handed over, in the order of submission."""
+    """Continue the rollouts after `hand_over`, in the order of submission."""
     if not flow.still or flow.ending:
         return
     flow.still = False
@@ -316,17 +318,17 @@ def go_on(flow: Flow) -> None:
     flow.begin(number for number in rolling if number not in flow.running)
 
 
-def answered_at_all(group: Group) -> list[Handle]:
-    """Also where there is no reward. GivenUp if nobody has answered."""
+def answered_members(group: Group) -> list[Handle]:
+    """Return the members that have an answer, with a reward or not; raise GivenUp if there is none."""
     found = [handle for handle in group if handle.header.finish != "error"]
     if not found:
         raise GivenUp(group[0].header.cause or "the engine could not answer it")
     return found
 
 
-def answered(group: Group) -> list[Handle]:
-    """Without the members that have no answer, or no reward: they end here, and the others go on. GivenUp if all do."""
-    there = answered_at_all(group)
+def gradable_members(group: Group) -> list[Handle]:
+    """Return the members that have an answer and did not fail in grading; raise GivenUp if there is none."""
+    there = answered_members(group)
     found = [handle for handle in there if handle.header.ungraded is None]
     if not found:
         raise GivenUp("; ".join(sorted({h.header.ungraded.said for h in there if h.header.ungraded is not None})))
@@ -348,13 +350,13 @@ async def mark(flow: Flow, number: int) -> None:
     async def first(worker: Worker[Scorer]) -> list[Handle]:
         group = await score(worker)
         flow.account.scored(group, scorers.say)
-        return answered(group)
+        return gradable_members(group)
 
     try:
         flow.held[number] = await scorers.call(number, first)
         if flow.recheck and (recheck := of_teacher(flow.recheck, teacher)).chooses(number):
             again = await scorers.call(number, score)
-            if teacher_of(again) == teacher_of(flow.held[number]):  # else it has moved in between
+            if teacher_of(again) == teacher_of(flow.held[number]):  # else the teacher's weights changed in between
                 flow.account.scored_again(again, scorers.say, promised=recheck.promised)
     except GivenUp as failure:
         flow.drop(number, "scoring failed", str(failure))
@@ -373,14 +375,14 @@ def shown_to(flow: Flow, teacher: str) -> Sequence[str]:
 
 
 def with_attempts(flow: Flow, group: Group, shows: Sequence[str]) -> Group:
-    """What is to be shown to its teacher now goes with every response."""
+    """Attach to every response the attempts that its teacher is shown now."""
     if not shows:
         return group
     return [Handle(replace(h.header, attempts=flow.memory.shown(h.header, shows)), h.body) for h in group]
 
 
 def teacher_of(group: Group) -> set[int]:
-    """The versions of the weights that scored it."""
+    """Return the versions of the teacher weights that scored a group."""
     return {handle.header.teacher_version for handle in group}
 
 
@@ -389,18 +391,17 @@ def teacher_of(group: Group) -> set[int]:
 
 @dataclass
 class Update:
-    """One update as it comes about: its groups in the order in which they were learned from, and its times."""
+    """An update in progress: its groups in learning order, and the seconds that its parts took."""
 
     number: int
     groups: list[Group] = field(default_factory=list)
     counts: list[Counts] = field(default_factory=list)
-    """Of the groups, after rejection."""
+    """Loss denominators of each group, after rejection."""
     weighed: dict[tuple[int, int], Weighed] = field(default_factory=dict)
-    """What its samples counted, by group and index, where freshness weighs them."""
+    """Freshness of each sample, by group number and index; empty if the config has no freshness weights."""
     ahead: deque[tuple[Batch, Counts]] = field(default_factory=deque)
-    """Gradients that are still to be made, each for an optimizer step of its own."""
+    """Mini-batches whose gradients are still to be computed, each for its own optimizer step."""
     relabelled: set[int] = field(default_factory=set)
-    """Groups that were scored once more."""
     seconds: Metrics = field(default_factory=lambda: dict.fromkeys(("data", "turn", "learn", "weights"), 0.0))
 
 
@@ -437,16 +438,16 @@ async def learn(flow: Flow) -> None:
         else:
             go_on(flow)
             flow.advance()
-        if save is not None:  # the learner stays at rest; the samplers do not wait for it
+        if save is not None:  # the learner waits for this; the samplers do not
             with flow.learning.busy("checkpoint", "other"):
                 try:
                     await unbroken(flow, save())
                 except RecordsLost as error:
-                    flow.samplers.say(f"there is no checkpoint of update {admission.version}: {error}")
+                    flow.samplers.say(f"the checkpoint of update {admission.version} is lost: {error}")
 
 
 async def until_enough(flow: Flow, update: Update) -> None:
-    """Where nothing is on its way because new weights are, that is what the learner waits for."""
+    """Wait for scored groups; while no group may start before a publish, count the wait as one for weights."""
     admission = flow.admission
     update.seconds["weights"] += await flow.until(
         "weights in the samplers", lambda: admission.enough or admission.coming or not admission.gated
@@ -455,18 +456,18 @@ async def until_enough(flow: Flow, update: Update) -> None:
 
 
 def to_relabel(flow: Flow, update: Update) -> list[int]:
-    """Of what may be learned from now, the groups that are to be scored once more before."""
+    """Return the learnable groups that must be scored again first."""
     if all(how == "never" for how in flow.relabel.values()):
         return []
     return [
         number
         for number in flow.admission.learnable()
-        if number not in update.relabelled and has_aged(flow, flow.held[number])
+        if number not in update.relabelled and needs_relabel(flow, flow.held[number])
     ]
 
 
-def has_aged(flow: Flow, group: Group) -> bool:
-    """Whether its teacher would say something else now."""
+def needs_relabel(flow: Flow, group: Group) -> bool:
+    """Return whether to score a group again: always, or if the teacher's weights or shown attempts have changed."""
     teacher = group[0].header.teacher
     if (how := of_teacher(flow.relabel, teacher)) != "stale":
         return how == "always"
@@ -477,14 +478,14 @@ def has_aged(flow: Flow, group: Group) -> bool:
 
 
 async def relabel(flow: Flow, update: Update, numbers: Sequence[int]) -> None:
-    """What its teacher says now takes the place of what it said; a group of which it says nothing any more ends."""
-    began = flow.waits["teachers that are asked once more"] = flow.trace.now()
+    """Replace the scores of these groups by new ones; drop a group if its teacher cannot score it any more."""
+    began = flow.waits["teachers that score again"] = flow.trace.now()
     try:
         async with asyncio.TaskGroup() as tasks:
             for number in numbers:
                 tasks.create_task(relabel_one(flow, update, number))
     finally:
-        del flow.waits["teachers that are asked once more"]
+        del flow.waits["teachers that score again"]
     update.seconds["relabel"] = update.seconds.get("relabel", 0.0) + flow.trace.now() - began
     flow.advance()
 
@@ -499,13 +500,13 @@ async def relabel_one(flow: Flow, update: Update, number: int) -> None:
         found = await worker.engine.relabel(asked)
         worker.since[number] = 0
         flow.account.scored(found, scorers.say)
-        return answered(found)
+        return gradable_members(found)
 
     update.relabelled.add(number)
     try:
         found = await scorers.call(f"group {number} again", again)
     except (GivenUp, RecordsLost) as failure:
-        if flow.held.get(number) is not group:  # it begins again already
+        if flow.held.get(number) is not group:  # the group was restarted meanwhile
             return
         if isinstance(failure, GivenUp):
             flow.drop(number, "scoring failed", str(failure))
@@ -518,9 +519,10 @@ async def relabel_one(flow: Flow, update: Update, number: int) -> None:
 
 
 async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
-    """Make the gradient of these groups: of the first mini-batch, where they are a whole batch.
+    """Compute the gradient of these groups; if they are a whole batch, of its first mini-batch.
 
-    A part of a batch cannot know the counts of the whole: it is a plain sum, which the step divides.
+    The total counts of an update are unknown while its groups arrive one by one. Then gradients are plain sums, and
+    the optimizer step divides them.
     """
     groups = tuple(flow.held[number] for number in numbers)
     batch, began = Batch(groups, update.number), flow.trace.now()
@@ -529,7 +531,7 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
             flow.trace.arrives(flow.learning, number)
         try:
             counts = await flow.learner.prepare(batch)
-        except RecordsLost as error:  # nobody knows whose, and none of them is taken
+        except RecordsLost as error:  # it is unknown which group lost its records, so all of them start again
             flow.samplers.say(f"update {update.number}: {len(numbers)} of its groups begin again: {error}")
             for number in numbers:
                 flow.restart(number)
@@ -545,9 +547,10 @@ async def gather(flow: Flow, update: Update, numbers: list[int]) -> None:
 
 
 async def finish(flow: Flow, update: Update) -> None:
-    """The optimizer step, and the gradients and steps of all mini-batches that follow."""
+    """Make the optimizer step of an update, the gradients and steps of its other mini-batches, and all records."""
     began, counts = flow.trace.now(), total(update.counts)
-    quotes = await flow.learner.quote(some(update, flow.quoted)) if flow.quoted else []  # none is lost with a step
+    # before the step: an error here must not leave a step without its records
+    quotes = await flow.learner.quote(spread_samples(update, flow.quoted)) if flow.quoted else []
     with flow.learning.busy(f"update {update.number}"):
         try:
             flow.torn = True
@@ -561,14 +564,14 @@ async def finish(flow: Flow, update: Update) -> None:
     update.seconds["learn"] += flow.trace.now() - began
     batch, numbers = Batch(tuple(update.groups), update.number), over_steps(steps)
     weighed = [update.weighed[header.number, header.index] for header in batch.headers] if flow.buffer else []
-    why = await why_anew(flow, flow.buffer, batch, weighed, numbers) if flow.buffer else None
-    flow.torn = False  # and from here on nobody is waited for: an update is told, or not made
+    why = await refresh_reason(flow, flow.buffer, batch, weighed, numbers) if flow.buffer else None
+    flow.torn = False  # no await from here on: an update is recorded completely, or not made
     version = flow.admission.version
     for number in flow.admission.learning:
         del flow.held[number]
     flow.admission.train()
     if flow.buffer is not None:
-        begin_anew(flow, flow.buffer, why)
+        refresh_buffer(flow, flow.buffer, why)
         numbers |= flow.buffer.metrics
     flow.learning.tokens += counts.n_tokens
     flow.canaries.trained({group[0].header.number for group in update.groups}, update.number)
@@ -587,15 +590,15 @@ async def accumulate(flow: Flow, update: Update, batch: Batch, counts: Counts) -
         update.weighed |= {(h.number, h.index): each for h, each in zip(batch.headers, weighed, strict=True)}
 
 
-async def why_anew(
+async def refresh_reason(
     flow: Flow, buffer: Buffer, batch: Batch, weighed: Sequence[Weighed], numbers: Metrics
 ) -> str | None:
-    """Why all that has begun should begin anew, if it should: then nothing rolls out any more. To the numbers goes what
-    samples counted, and how fresh the others are."""
+    """Add freshness metrics to `numbers`; return the reason for a buffer refresh (rollouts are then paused) or None."""
     measured = list[Weighed]()
     ready = Batch(tuple(flow.held[number] for number in flow.admission.ready), batch.update)
     if ready.groups and buffer.measures(batch.update):
-        with flow.learning.busy("freshness", "other"), suppress(RecordsLost):  # found out where they are learned from
+        # lost records are handled when their groups are learned from
+        with flow.learning.busy("freshness", "other"), suppress(RecordsLost):
             measured = await flow.learner.weigh(ready)
     numbers |= buffer.look(weighed)
     level, found = buffer.level(ready.headers, measured, batch.update)
@@ -606,8 +609,8 @@ async def why_anew(
     return why
 
 
-def begin_anew(flow: Flow, buffer: Buffer, why: str | None) -> None:
-    """With all that has begun under older weights than this update's, before those are published."""
+def refresh_buffer(flow: Flow, buffer: Buffer, why: str | None) -> None:
+    """Restart all groups that began under older weights than this update's, if there is a reason for a refresh."""
     if not (why and flow.admission.gated):
         return
     before = flow.account.thrown
@@ -618,15 +621,15 @@ def begin_anew(flow: Flow, buffer: Buffer, why: str | None) -> None:
         buffer.done(flow.admission.version, groups=len(stale), tokens=tokens, why=why)
 
 
-def some(update: Update, count: int) -> Batch:
-    """So many samples from all over an update, each for itself."""
+def spread_samples(update: Update, count: int) -> Batch:
+    """Return `count` samples spread evenly over an update, each as a group of its own."""
     handles = [handle for group in update.groups for handle in group]
     count = min(count, len(handles))
     return Batch(tuple([handles[i * len(handles) // count]] for i in range(count)), update.number)
 
 
 async def move_teachers(flow: Flow, *, first: bool = False) -> list[asyncio.Task[None]]:
-    """Those whose turn it is follow the student, and are on their way to their scorers; at first, all of them."""
+    """Move the teachers that follow the student and are due, or all at `first`; return the tasks that publish them."""
     version, moving = flow.admission.version, list[asyncio.Task[None]]()
     for name, every in flow.follow.items():
         if first or version % every == 0:
@@ -645,9 +648,9 @@ async def teach(flow: Flow, name: str, weights: WeightsRef, expected: Fingerprin
 
 
 async def deliver(flow: Flow, publishing: Awaitable[list[Loaded]], moving: Sequence[asyncio.Task[None]]) -> None:
-    """Publish, then open the gate: the credits of everything trained so far come back."""
+    """Publish, then open the gate: the credits of all trained groups return."""
     began = flow.trace.now()
-    numbers = told(await publishing)
+    numbers = publish_metrics(await publishing)
     flow.account.published(numbers | {"seconds/publish": flow.trace.now() - began})
     await asyncio.gather(*moving)
     await flow.after_publish()
@@ -657,9 +660,10 @@ async def deliver(flow: Flow, publishing: Awaitable[list[Loaded]], moving: Seque
 
 
 async def unbroken(flow: Flow, work: Coroutine[Any, Any, T]) -> T:
-    """Whoever is cancelled here waits until the work is done: an update happens with all its bookkeeping or not.
+    """Run work that a cancellation must not interrupt: an update happens with all its records, or not at all.
 
-    Unless the run is stopped because nothing moves: then this may be what hangs. Or it is told again.
+    After a cancellation the work is still waited for. A stalled run does not wait, because this work may be what hangs;
+    a second cancellation ends the wait.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -677,7 +681,7 @@ async def unbroken(flow: Flow, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def watch(flow: Flow, patience: float) -> None:
-    """When nothing moves for so long, the run stops and says why. Guarantor of invariant 9: every wait has a bound."""
+    """Stop the run when nothing changes for `patience` seconds. Guarantor of invariant 9: every wait has a bound."""
     while True:
         await asyncio.sleep(patience / 10)
         if flow.trace.now() - flow.moved > patience:

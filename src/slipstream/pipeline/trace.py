@@ -1,9 +1,10 @@
-"""What every worker does when: the source of overlap and idle time, of trace.json and of the stall report.
+"""The times at which every worker is busy, for the overlap and idle metrics, trace.json and the stall report.
 
-trace.json is in Chrome's format (a list of events that need not be closed) and opens in ui.perfetto.dev: one track per
-worker, one slice per busy interval, an arrow from the rollout of every group to the update that learned from it; and a
-line for every episode in an environment, with its turns and steps.
-Guarantor of invariant 8: whoever in the pipeline wants to know the time asks `Trace.now`, the event loop's clock.
+trace.json is in Chrome's format (a list of events that need not be closed) and opens in ui.perfetto.dev. It has one
+track per worker and one slice per busy interval. An arrow leads from each group's rollout to the update that learned
+from it. Every episode in an environment has a line with its turns and steps.
+
+Guarantor of invariant 8: all code in the pipeline reads the time by `Trace.now`, which uses the event loop's clock.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from slipstream.metrics import Interval, Workers
 from slipstream.records import Header
 
 Kind = Literal["stage", "other", "pause"]
-"""What a call is to its worker: the work of its stage, something else beside it, or something that holds it up."""
+"""Kind of a call to a worker: work of its stage, other work, or a pause of its work."""
 
 
 class Written(Protocol):
@@ -26,17 +27,17 @@ class Written(Protocol):
 
 
 class Lately(NamedTuple):
-    """What everybody did in so many seconds: the intervals of every stage's workers."""
+    """The busy intervals of all workers, by stage, in a period of `seconds`."""
 
     seconds: float
     busy: dict[str, Workers]
-    """At anything."""
+    """Intervals in which a worker did any work."""
     stages: dict[str, Workers]
-    """At the work of their stage: rolling out, scoring, learning."""
+    """Intervals in which a worker did the work of its stage: rollout, scoring or learning."""
 
 
 class Spans:
-    """When something goes on, and when it went on."""
+    """The intervals in which a state is on, including the one that is not over yet."""
 
     def __init__(self) -> None:
         self.since: float | None = None
@@ -50,23 +51,23 @@ class Spans:
             self.since = None
 
     def between(self, start: float, end: float) -> list[Interval]:
-        """Intervals between two times; what lies before `end` is forgotten."""
+        """Return the intervals cut to the given period, and forget those that are over."""
         found = [*self._over, *([] if self.since is None else [(self.since, end)])]
         self._over = []
         return [(max(a, start), min(b, end)) for a, b in found if b > start]
 
 
 class Track:
-    """One worker's time. It is busy while at least one call is with it."""
+    """The timeline of one worker, which is busy while it has at least one call."""
 
     def __init__(self, trace: Trace, tid: int, stage: str, name: str, there: bool) -> None:
         self.trace, self.tid, self.stage, self.name, self.there = trace, tid, stage, name, there
         self.calls: dict[str | int, float] = {}
-        """What is with the worker now, and since when."""
+        """Start time of each call that the worker has now."""
         self.kinds: dict[str | int, Kind] = {}
         self.tokens = 0
         self.since = 0.0
-        """Since when its slice goes on, if it is busy."""
+        """Start time of the current slice, if the worker is busy."""
         self.label = stage
         self.busy_at, self.stage_at = Spans(), Spans()
         self._count = Counter[Kind]()
@@ -87,7 +88,7 @@ class Track:
 
     @contextmanager
     def busy(self, call: str, kind: Kind = "stage") -> Iterator[None]:
-        """With one thing at a time, after which its slice is called."""
+        """Mark the worker as busy with one call, which names the slice."""
         self.label = call
         self.begin(call, kind)
         try:
@@ -96,7 +97,6 @@ class Track:
             self.end(call)
 
     def relabel(self, label: str) -> None:
-        """What it does from now on is called otherwise."""
         if self.calls:
             now = self.trace.now()
             self._close(now)
@@ -117,19 +117,19 @@ class Track:
 
 class Trace:
     def __init__(self, file: Written | None, clock: Callable[[], float], *, before: float = 0.0) -> None:
-        """`before` is how long the run had gone on when it was stopped, if this is its continuation."""
+        """Start the trace; `before` is the seconds that the run has taken before a resume."""
         self.file, self.clock, self.began = file, clock, clock() - before
         self.tracks: list[Track] = []
         self.at: float | None = None
-        """Until when `lately` has told; before that, when the work of any stage began."""
+        """Start of the next period of `lately`: end of the last one, or start of the first work; None before that."""
 
     def now(self) -> float:
-        """Seconds since the run began."""
+        """Return the seconds since the run began."""
         return self.clock() - self.began
 
     def lately(self) -> Lately:
-        """Since this was last asked for, and the first time since the first rollout began."""
-        assert self.at is not None, "nothing has begun"
+        """Return the busy intervals since the last call, or since the first rollout began."""
+        assert self.at is not None, "no work has begun"
         start, now = self.at, self.now()
         self.at = now
         busy, stages = dict[str, Workers](), dict[str, Workers]()
@@ -139,7 +139,7 @@ class Trace:
         return Lately(now - start, busy, stages)
 
     def track(self, stage: str, name: str, *, there: bool = True) -> Track:
-        """Of a worker, whose idle time counts while it is `there`."""
+        """Add a track for a worker; its idle time counts while `there` is true."""
         track = Track(self, len(self.tracks) + 1, stage, name, there)
         self.tracks.append(track)
         for kind, value in (("thread_name", {"name": name}), ("thread_sort_index", {"sort_index": track.tid})):
@@ -154,11 +154,11 @@ class Trace:
         self._write({"ph": "X", "pid": 1, "tid": track.tid, "ts": at, "dur": duration, "name": name})
 
     def leaves(self, track: Track, number: int) -> None:
-        """A group has been rolled out: the tail of its arrow. Call it while the worker is busy with it."""
+        """Draw the tail of a group's arrow, at its rollout; call this while the worker is busy with the group."""
         self._arrow("s", track, number, self.now())
 
     def arrives(self, track: Track, number: int) -> None:
-        """An update begins to learn from a group: the head of its arrow."""
+        """Draw the head of a group's arrow, where an update begins to learn from the group."""
         self._arrow("f", track, number, self.now())
 
     def _arrow(self, phase: str, track: Track, number: int, at: float) -> None:
@@ -169,7 +169,7 @@ class Trace:
             )
 
     def episodes(self, headers: Iterable[Header]) -> None:
-        """Turns and steps of a group that has just been rolled out, each episode on a line of its own."""
+        """Write the turns and steps of a group that has just been rolled out, one line per episode."""
         now = self.now()
         for header in headers:
             name = f"{header.number}/{header.index}"
@@ -189,7 +189,6 @@ class Trace:
             self.file.write(json.dumps(event) + ",\n")
 
     def report(self) -> list[str]:
-        """For every worker, what is with it and since when."""
         now, lines = self.now(), []
         for track in self._there():
             oldest = sorted(track.calls.items(), key=lambda call: call[1])[:3]

@@ -1,7 +1,7 @@
-"""Files that survive: whole or not there, for their owner only, written by one process at a time.
+"""Atomic files: complete or absent, readable by their owner only, written by one process at a time.
 
-Whoever is killed at any moment, or runs out of disk, leaves what was whole before, and what has a name has all its
-bytes on disk: everything is written beside, synced, and renamed.
+Every file is written under a temporary name, synced and renamed. If the process is killed or the disk is full, the
+previous version stays. A file with its final name has all its bytes on disk.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from slipstream.errors import RunDirError
 MANIFEST = "manifest.json"
 LOCK = "lock"
 TRIES, PAUSE = 20, 0.01
-"""How often a lock is tried, and seconds between: whoever only looks whether it is held has it for a moment."""
+"""Number of tries to get a lock, and seconds between them, because `held` takes the lock for a moment."""
 BLOCK = 1 << 20
 Extent = dict[str, Any]
-"""How many bytes, and their checksum."""
+"""Size of a file in bytes, and its SHA-256 checksum."""
 
 
 @contextmanager
 def private() -> Iterator[None]:
-    """What this process and its children write is for their owner only: prompts and answers may be confidential."""
+    """Make new files of this process and its children private, because prompts and answers may be confidential."""
     before = os.umask(0o077)
     try:
         yield
@@ -43,7 +43,7 @@ def private() -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A disk that is full, closed or gone is said in one line."""
+    """Turn an OSError of a write (full or missing disk, no permission) into a one-line RunDirError."""
     try:
         yield
     except OSError as error:
@@ -51,16 +51,16 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def opened(path: Path, flags: int = os.O_RDONLY, mode: int = 0o600) -> int:
-    """Return a descriptor of a file of a run. Links and what is no regular file are refused, whoever put them there."""
+    """Return a descriptor of a regular file; refuse links and special files."""
     check_regular(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    # what has come to its place since is neither followed nor waited for
+    # in case the file was replaced since the check: do not follow a link, do not block on a pipe
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
 
 
 def check_regular(path: Path) -> None:
-    """Refuse a link, a device, a pipe or a socket in the place of a file."""
+    """Raise RunDirError if the path is a link, a device, a pipe or a socket."""
     if path.is_symlink() or not (path.is_file() or path.is_dir() or not path.exists()):
         what = "a link" if path.is_symlink() else "a device, a pipe or a socket"
         raise RunDirError(f"{path} is {what}, not a regular file: move it away, or name another path")
@@ -68,7 +68,7 @@ def check_regular(path: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[BufferedReader]:
-    """Open a file of a run for reading. What cannot be read is said in one line."""
+    """Open a file of a run for reading; turn an OSError into a one-line RunDirError."""
     try:
         with os.fdopen(opened(path), "rb") as file:
             yield file
@@ -78,9 +78,9 @@ def reading(path: Path) -> Iterator[BufferedReader]:
 
 @contextmanager
 def alone_in(path: Path) -> Iterator[None]:
-    """One writer per directory. The lock is let go however its process ends.
+    """Hold the lock of a directory, so that it has one writer; the system releases it when the process ends.
 
-    Children that are forked in here would hold it too: fork first.
+    Fork children before taking the lock, because they would hold it too.
     """
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -93,16 +93,16 @@ def alone_in(path: Path) -> Iterator[None]:
             raise RunDirError(f"{path} is in use by process {file.read().strip()}: stop that first") from None
         except OSError as error:
             raise RunDirError(
-                f"{path}: its file system knows no locks ({error.strerror}): keep runs on another"
+                f"{path}: its file system has no locks ({error.strerror}): keep runs on another file system"
             ) from None
         file.truncate(0)
-        with suppress(OSError):  # on a full disk nobody learns our name, but the lock is ours
+        with suppress(OSError):  # on a full disk the lock file stays empty, but the lock is held
             file.write(f"{os.getpid()} on {socket.gethostname()}")
             file.flush()
         try:
             yield
         finally:
-            if not (path / "config.toml").exists():  # no run came about
+            if not (path / "config.toml").exists():  # no run was created
                 with suppress(OSError):
                     (path / LOCK).unlink()
 
@@ -119,7 +119,7 @@ def _lock(file: IO[str]) -> None:
 
 
 def held(path: Path) -> bool | None:
-    """Whether somebody writes in a directory; None where its file system knows no locks."""
+    """Return whether a process holds the lock of a directory; None if its file system has no locks."""
     try:
         with os.fdopen(opened(path / LOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -133,7 +133,7 @@ def held(path: Path) -> bool | None:
 
 
 def writer(path: Path) -> str:
-    """Who writes there, or did last: `PID on HOST`, or nothing where nobody knows."""
+    """Return the current or last writer of a directory as `PID on HOST`; empty if unknown."""
     try:
         with os.fdopen(opened(path / LOCK), errors="replace") as file:
             return file.read().strip()
@@ -142,19 +142,19 @@ def writer(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """A file, or the names in a directory, to the disk."""
+    """Sync a file, or the names in a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
         if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-            raise  # some network file systems cannot sync a directory, and keep names in order by themselves
+            raise  # some network file systems cannot sync a directory, and keep names in order without it
     finally:
         os.close(descriptor)
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Whoever reads sees the old file or the new one, whole."""
+    """Replace a file so that a reader sees either the complete old text or the complete new one."""
     check_regular(path)
     beside = beside_of(path)
     try:
@@ -169,12 +169,12 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def beside_of(path: Path) -> Path:
-    """Where it is while it is not whole."""
+    """Return the temporary path under which a file or directory is written."""
     return path.with_name(path.name + ".tmp")
 
 
 def remove(path: Path) -> None:
-    """A directory. It loses its name first, so that nobody finds half of it."""
+    """Remove a directory, renamed first so that no reader finds an incomplete one."""
     beside = beside_of(path)
     shutil.rmtree(beside, ignore_errors=True)
     path.rename(beside)
@@ -182,7 +182,7 @@ def remove(path: Path) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """What somebody who was killed has left."""
+    """Remove the temporary files and directories that a killed process has left."""
     for path in directory.glob("*.tmp"):
         if path.is_dir():
             shutil.rmtree(path)
@@ -191,7 +191,7 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def append(path: Path, lines: str) -> None:
-    """Whole lines after those that are there, whoever else appends some at the same time."""
+    """Append complete lines to a file; several processes may do so at the same time."""
     with writing(path), os.fdopen(opened(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         before = os.fstat(file.fileno()).st_size
@@ -203,37 +203,34 @@ def append(path: Path, lines: str) -> None:
             raise
 
 
-# --- a directory that says what is in it ------------------------------------------------------------------------------
-
-
 def seal(path: Path) -> None:
-    """Put all of a directory on disk, for its owner only, and a manifest with it."""
+    """Sync all files of a directory, make them private, and write the manifest."""
     below = sorted(path.rglob("*"))
     for each in below:
-        each.chmod(0o700 if each.is_dir() else 0o600)  # whoever wrote it, on whichever machine
+        each.chmod(0o700 if each.is_dir() else 0o600)  # another process or machine may have written it
         sync(each)
     files = [each for each in below if each.is_file()]
     write_atomic(path / MANIFEST, _as_text({each.relative_to(path).as_posix(): extent(each) for each in files}))
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a sealed directory; nothing, if every byte is as it was. What was added does not count."""
+    """Return what differs from the manifest of a sealed directory, or None; added files are ignored."""
     try:
         if not (path / MANIFEST).exists():
             return f"{MANIFEST} is missing"
         with reading(path / MANIFEST) as file:
             text = file.read().decode("utf-8")
-        said = json.loads(text)
-        for name, saved in said.items():
+        manifest = json.loads(text)
+        for name, saved in manifest.items():
             if not (path / name).is_file():
                 return f"{name} is missing"
             if (found := extent(path / name)) != saved:
-                return f"{name} is not as it was saved, in its {found['bytes']:,} bytes"
+                return f"{name} differs from what was saved, in its {found['bytes']:,} bytes"
     except RunDirError as error:
         return str(error)
     except (ValueError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} cannot be read: {error}"
-    return None if _as_text(said) == text else f"{MANIFEST} is not as it was saved"
+    return None if _as_text(manifest) == text else f"{MANIFEST} differs from what was saved"
 
 
 def _as_text(manifest: Mapping[str, Extent]) -> str:
@@ -246,7 +243,7 @@ def extent(path: Path) -> Extent:
 
 
 def prefix(path: Path, count: int) -> hashlib._Hash:
-    """The checksum so far of the first so many bytes, or of all that there are."""
+    """Return the running checksum of the first `count` bytes of a file, or of the whole file if it is shorter."""
     digest = hashlib.sha256()
     with reading(path) as file:
         while count and (block := file.read(min(count, BLOCK))):
@@ -256,7 +253,7 @@ def prefix(path: Path, count: int) -> hashlib._Hash:
 
 
 def begins_with(path: Path, end: Extent) -> hashlib._Hash:
-    """The checksum so far of a file that still begins with what it held then."""
+    """Return the running checksum at `end`; raise RunDirError if the file no longer begins with that content."""
     digest = prefix(path, end["bytes"]) if path.exists() else hashlib.sha256()
     if digest.hexdigest() != end["sha256"]:
         raise RunDirError(
@@ -266,17 +263,14 @@ def begins_with(path: Path, end: Extent) -> hashlib._Hash:
     return digest
 
 
-# --- a file that only grows -------------------------------------------------------------------------------------------
-
-
 class Lines:
-    """Whole lines, or none, whatever ends the run.
+    """A file of lines that are written completely or not at all, in whatever way the run ends.
 
-    A line that cannot be written raises, once, and is taken back; those that come after it are lost with the run.
+    A failed write raises once, and its incomplete line is removed. Later lines are not written.
     """
 
     def __init__(self, path: Path, *, end: Extent | None = None, ahead: int = 0) -> None:
-        """`end` is what the file holds that counts, and is to hold; `ahead`, how many bytes may wait to be written."""
+        """Open the file, cut back to the extent `end` if given; up to `ahead` bytes are buffered before a write."""
         self.path, self.ahead = path, ahead
         self.waiting = bytearray()
         self.failed = False
@@ -309,12 +303,12 @@ class Lines:
 
     def _append(self, data: memoryview) -> None:
         if not os.path.samestat(self.path.stat(), os.fstat(self.descriptor)):
-            raise OSError(errno.ESTALE, "another file has come to its place")
+            raise OSError(errno.ESTALE, "the file was replaced by another one")
         while data:
             data = data[os.write(self.descriptor, data) :]
 
     def end(self) -> Extent:
-        """All that is written so far, which is on disk when this returns."""
+        """Write everything to disk, and return the extent of the file."""
         self.flush()
         if self.failed:
             raise RunDirError(f"{self.path} lacks lines that could not be written")

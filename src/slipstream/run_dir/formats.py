@@ -1,8 +1,7 @@
-"""What the files of a run directory hold: the version of their format, and the shape of their lines.
+"""The format of the files of a run directory: its version, and the shape of each line.
 
-A run directory and each of its checkpoints carry a format number: `format` in meta.json and in standing.json, 1 where
-there is none. What an older format says is brought to the present one by `UPGRADES` wherever it is read. A newer format
-is refused.
+A run directory and each of its checkpoints have a format number: `format` in meta.json and in standing.json. A missing
+number means 1. Data of an older format is converted by `UPGRADES` whenever it is read. A newer format is refused.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from slipstream.errors import RunDirError, first_line
 
 Line = dict[str, Any]
 FORMAT = 1
-"""Of the directories that this version of Slipstream writes."""
+"""Format of the directories that this version of Slipstream writes."""
 UPGRADES: Mapping[int, Mapping[str, Callable[[Line], Line]]] = {}
-"""From format N to N + 1: by the name of a file, what becomes of its object, or of the object on each of its lines.
+"""Conversions from format N to N + 1, by file name; each converts the object of a file, or of one line.
 
-A run that goes on appends lines of the present format to older ones. So a step must leave alone what is new already.
+A resumed run appends lines of the current format to older ones. So a conversion must not change new lines.
 """
 HUGE = 1e150
-"""Finite numbers from here on have no squares."""
+"""Limit of numbers that can be squared without overflow."""
 SUSPECT = ".suspect"
-"""Behind the number of a checkpoint whose weights may be worse for what stopped the run."""
+"""Suffix of a checkpoint saved when an unhealthy run or a non-finite loss was stopped: its weights may be bad."""
 LARGEST = 1 << 53
-"""Integers from here on are not exact as floats."""
+"""Limit of integers that are exact as floats."""
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "meta.json": {"config": {}, "prompts?": ("", None), "packages?": {"*": ("", None)}, "command?": [""]},
     "metrics.jsonl": {"kind": "train|eval", "update": 0, "set?": "", "*": inf},
@@ -58,26 +57,26 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "trace.json b": {"ts": 0.0, "id": ("", 0)},
     "trace.json e": {"ts": 0.0, "id": ("", 0)},
 }
-"""What readers rely on: by the name of a file, and by that and by what `DECIDES` finds in an object.
+"""Shape of each line that readers rely on, by file name, or by file name and kind (the value of a `DECIDES` key).
 
-An example stands for its kind: 0 a count, 0.0 a finite number, inf any number, "" text, "a|b" one of these words. A
+An example stands for its type: 0 a count, 0.0 a finite number, inf any number, "" text, "a|b" one of these strings. A
 tuple lists alternatives, [x] is a list of x, [x, y] a pair. A key with ? may be missing, and * stands for all keys that
 are not named.
 """
 DECIDES = ("kind", "end", "ph")
 PER_TOKEN = ("tokens", "logp", "teacher_logp")
 PLAIN = {str, float, NoneType}
-"""Types of which a list is looked at once for each type, however long it is."""
+"""Types of which a list is checked by one value of each type only, for speed."""
 
 
 def written_by() -> Line:
-    """Return what a checkpoint says of its format, and of the version that wrote it."""
+    """Return the format entry of a checkpoint, with the version of Slipstream that writes it."""
     return {"format": FORMAT, "packages": {"slipstream": slipstream.__version__}}
 
 
-def format_of(path: Path, said: Mapping[str, Any]) -> int:
-    """Return the format that the object in this file names. One that is not known here is refused."""
-    found, packages = said.get("format", 1), said.get("packages")
+def format_of(path: Path, data: Mapping[str, Any]) -> int:
+    """Return the format number in the object of a file; raise RunDirError if this version does not know it."""
+    found, packages = data.get("format", 1), data.get("packages")
     by = packages.get("slipstream") if isinstance(packages, dict) else None
     if fits(found, 0) and 1 <= found <= FORMAT:
         return int(found)
@@ -87,17 +86,18 @@ def format_of(path: Path, said: Mapping[str, Any]) -> int:
     )
 
 
-def upgraded(name: str, said: Line, number: int) -> Line:
-    """Bring the object of a file of this name from format `number` to the present one."""
+def upgraded(name: str, data: Line, number: int) -> Line:
+    """Convert an object of the file `name` from format `number` to the current one."""
     for step in range(number, FORMAT):
-        said = UPGRADES[step].get(name, dict)(said)
-    return said
+        data = UPGRADES[step].get(name, dict)(data)
+    return data
 
 
 def resumable(checkpoints: Path, proof: int) -> list[int]:
-    """Return the checkpoints that `resume` goes on from by itself: the last one, or one before it if that is damaged.
+    """Return the checkpoints from which `resume` chooses: it takes the last one that is not damaged.
 
-    Where a run went wrong, these are the ones with so many updates behind them (`proof`), or, without any, all earlier.
+    If the run went wrong (it has a suspect checkpoint), these are the ones at least `proof` updates older than that.
+    If there are none, these are all earlier ones.
     """
     existing = sorted(int(path.name) for path in checkpoints.glob("*") if path.name.isdecimal())
     suspects = [int(path.stem) for path in checkpoints.glob(f"*{SUSPECT}") if path.stem.isdecimal()]
@@ -108,42 +108,42 @@ def resumable(checkpoints: Path, proof: int) -> list[int]:
 
 
 def parsed(path: Path, lines: Iterable[bytes], before: Callable[[], int] = int, *, number: int = FORMAT) -> list[Line]:
-    """Return the object on each of these lines of a file of format `number`. A damaged line is refused.
+    """Return the objects on these lines of a file of format `number`; raise RunDirError for a damaged line.
 
-    `before` tells how many lines the file has before them.
+    `before` returns the number of lines before them in the file, for the message.
     """
     found: list[Line] = []
     for line in lines:
         try:
             found.append(checked(path.name, upgraded(path.name, object_of(line), number)))
         except (ValueError, RecursionError) as error:
-            said = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
-            raise RunDirError(f"{path} is damaged: {said}, in line {before() + len(found) + 1}") from None
+            cause = error.msg if isinstance(error, json.JSONDecodeError) else first_line(error)
+            raise RunDirError(f"{path} is damaged: {cause}, in line {before() + len(found) + 1}") from None
     return found
 
 
 def object_of(text: bytes) -> Line:
-    said = json.loads(text.decode("utf-8"))
-    if not isinstance(said, dict):
-        raise ValueError(f"an object is expected, not {said!r:.40}")
-    return said
+    data = json.loads(text.decode("utf-8"))
+    if not isinstance(data, dict):
+        raise ValueError(f"an object is expected, not {data!r:.40}")
+    return data
 
 
-def checked(name: str, said: Line) -> Line:
-    kind = next((said[key] for key in DECIDES if isinstance(said.get(key), str)), "")
-    if wrong := misfit(said, SHAPES.get(name, {})) or misfit(said, SHAPES.get(f"{name} {kind}", {})):
+def checked(name: str, data: Line) -> Line:
+    kind = next((data[key] for key in DECIDES if isinstance(data.get(key), str)), "")
+    if wrong := misfit(data, SHAPES.get(name, {})) or misfit(data, SHAPES.get(f"{name} {kind}", {})):
         raise ValueError(wrong)
-    if name == "samples.jsonl" and len({len(each) for key in PER_TOKEN if (each := said[key]) is not None}) > 1:
-        raise ValueError(f"{', '.join(PER_TOKEN)} are not of one length")
-    return said
+    if name == "samples.jsonl" and len({len(each) for key in PER_TOKEN if (each := data[key]) is not None}) > 1:
+        raise ValueError(f"{', '.join(PER_TOKEN)} differ in length")
+    return data
 
 
-def misfit(said: Mapping[str, Any], shape: Mapping[str, Any]) -> str:
-    """Return what of an object is not as `SHAPES` has it, or nothing."""
-    missing = sorted(key for key in shape.keys() - said.keys() if key[-1] not in "?*")
+def misfit(data: Mapping[str, Any], shape: Mapping[str, Any]) -> str:
+    """Return how an object deviates from a shape of `SHAPES`, or an empty string."""
+    missing = sorted(key for key in shape.keys() - data.keys() if key[-1] not in "?*")
     if missing:
         return f"{missing[0]} is missing"
-    for key, value in said.items():
+    for key, value in data.items():
         expected = shape.get(key, shape.get(f"{key}?", shape.get("*", ...)))
         if expected is not ... and not fits(value, expected):
             return f"{key} cannot be {value!r:.40}"
@@ -151,7 +151,7 @@ def misfit(said: Mapping[str, Any], shape: Mapping[str, Any]) -> str:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Return whether a value is of the kind that an entry of `SHAPES` stands for."""
+    """Return whether a value fits a shape of `SHAPES`."""
     match shape:
         case tuple():
             return any(fits(value, each) for each in shape)

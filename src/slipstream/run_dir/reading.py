@@ -1,4 +1,4 @@
-"""What a run has written, for whoever reads it: read anew whenever it is asked for, also while the run goes on."""
+"""The reader of a run directory; each access reads the files again, so it also works while the run continues."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RunDir:
 
     @property
     def config(self) -> Config:
-        """As it ran, with every default."""
+        """The config of the run, with all defaults."""
         return self.config_with()
 
     def config_with(self, *overrides: tuple[str, str]) -> Config:
@@ -45,42 +45,41 @@ class RunDir:
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """What it was begun with: versions, machine, command."""
+        """Versions, machine and command at the start of the run."""
         return read_meta(self.path)
 
     @property
     def finished(self) -> bool:
-        """Whether all updates are made."""
+        """Return whether all updates are made."""
         return (self.path / "final").exists()
 
     @property
     def metrics(self) -> list[Line]:
-        """Of every update, by the names of docs/metrics.md."""
+        """Metrics of every update, by the names of docs/metrics.md."""
         return [line for line in self._lines(METRICS) if line["kind"] == "train"]
 
     @property
     def evaluations(self) -> list[Line]:
-        """Of every evaluation on held-out prompts."""
+        """Metrics of every evaluation on held-out prompts."""
         return [line for line in self._lines(METRICS) if line["kind"] == "eval"]
 
     @property
     def ledger(self) -> list[Line]:
-        """How every group that was submitted ended."""
+        """One entry for every submitted group: how it ended."""
         return self._lines(LEDGER)
 
     @property
     def samples(self) -> list[Line]:
-        """Some of what the student said at every update."""
+        """Some samples of every update, with texts and tokens."""
         return self._lines(SAMPLES)
 
     @property
     def trace(self) -> list[Line]:
-        """What every worker did when: events of Chrome's format."""
-        return self.picked(TRACE, lambda number, _: number > 0)  # behind the bracket that opens the list
+        """Busy times of all workers, as events of Chrome's format."""
+        return self.picked(TRACE, lambda number, _: number > 0)  # line 0 is the bracket that opens the list
 
     def picked(self, name: str, wanted: Callable[[int, bytes], bool]) -> list[Line]:
-        """Lines of one file that somebody wants by their number and a look at their bytes: the others, however many,
-        cost no more than that."""
+        """Return the parsed lines of a file for which `wanted(number, bytes)` is true; other lines are not parsed."""
         path, found = self.path / name, list[Line]()
         if not path.exists():
             return found

@@ -1,10 +1,10 @@
-"""The run directory: the only contract between a run and the tools that read it. Guarantor of invariant 10.
+"""The writer of the run directory, which is all that a run and its readers share. Guarantor of invariant 10.
 
 config.toml    the resolved configuration          metrics.jsonl   one line per update (and per evaluation)
 meta.json      versions, machine, git              ledger.jsonl    one line per submitted group: how it ended
-checkpoints/N  HF directories to go on from        samples.jsonl   some samples of every update: what the student said
-final/         the trained student, a HF directory trace.json      what every worker did when, in Chrome's format
-eval.jsonl     what `eval` found, one line per set lock            who writes here, as long as somebody does
+checkpoints/N  HF directories to resume from       samples.jsonl   texts and tokens of some samples of every update
+final/         the trained student, a HF directory trace.json      the busy times of every worker, in Chrome's format
+eval.jsonl     results of `eval`, one line per set lock            the process that writes here, while it does
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from slipstream.run_dir.formats import FORMAT, checked, format_of, object_of, pa
 PACKAGES = ("slipstream", "torch", "transformers", "numpy")
 META, METRICS, LEDGER, SAMPLES, TRACE = "meta.json", "metrics.jsonl", "ledger.jsonl", "samples.jsonl", "trace.json"
 SOCKET = "scale.sock"
-"""By which a run that goes on is told to have more workers or fewer."""
+"""Socket by which `slipstream scale` changes the number of workers of a running run."""
 EVALS = "eval.jsonl"
-"""Written by `eval`, whoever else writes in the run meanwhile."""
+"""Results of `slipstream eval`, which may write while the run writes its own files."""
 LOOKED_AT = (SAMPLES, TRACE)
-"""What is large, and nothing depends on."""
+"""Large files that only people look at; a user may delete them, and the run still resumes."""
 AHEAD = 1 << 16
-"""Bytes of the trace that wait to be written together."""
+"""Bytes of the trace that are buffered before a write."""
 FIXED = ("student", "seed", "sampler.group", "learner.batch_size", "learner.lora", "schedule.kind")
-"""Settings that say what everything in a run means: they cannot change in it."""
+"""Settings that cannot change within a run, because the meaning of its data depends on them."""
 Mark = Mapping[str, Any]
-"""Where the log stood at a checkpoint."""
+"""The state of the log at a checkpoint: sizes and checksums of the files, and the last metrics."""
 Quotes = Sequence[Mapping[str, Any]]
 """Lines of samples.jsonl."""
 TEXTS = 10
-"""Of so many updates a tracker gets the samples of one: it keeps, and draws, every text for itself."""
+"""Interval in updates at which a tracker gets samples, because trackers store and draw each text separately."""
 
 
 class Sink(Protocol):
-    """Where metrics are also sent, and samples."""
+    """A tracker that also gets the metrics, and samples of some updates."""
 
     every: int
-    """Of so many updates it gets the samples of one, the first one among them."""
+    """Interval in updates at which the tracker gets samples, beginning with the first update."""
 
     def log(self, numbers: Mapping[str, float], step: int) -> None: ...
     def samples(self, quotes: Quotes, step: int) -> None: ...
@@ -67,20 +67,20 @@ class RunLog:
     def __init__(
         self, path: Path, sinks: list[Sink], *, samples: bool = True, trace: bool = True, mark: Mark | None = None
     ) -> None:
-        """With a `mark`, go on from there: what the files hold beyond it is cut off."""
+        """Open the files for writing; with a `mark`, cut them back to their state at that checkpoint."""
         self.path, self.sinks = path, sinks
         before = mark or {}
         ends = ends_of(path, mark) if mark else {}
         self.say: Callable[[str], None] = print
-        """Told what the run survives."""
+        """Called with a warning about a problem that does not stop the run."""
         self.heard: Mapping[str, Callable[[dict[str, Any]], None]] = {}
-        """Who is told of every line of the metrics, by its kind; what they raise ends the run."""
+        """Callbacks for metrics lines, by kind ("train" or "eval"); their exceptions stop the run."""
         self.last: Mapping[str, Any] = before.get("last", {})
         """The metrics of the last update."""
         self.evaluated: int | None = before.get("evaluated")
-        """The last update after which there was an evaluation."""
+        """The update of the last evaluation; None before the first."""
         self.time: float = before.get("time", 0.0)
-        """Seconds that the run had gone on when it was stopped."""
+        """Seconds that the run had taken at the checkpoint."""
         names = (METRICS, LEDGER, *([SAMPLES] if samples else []), *([TRACE] if trace else []))
         with writing(path):
             self.files = {
@@ -92,7 +92,7 @@ class RunLog:
 
     @classmethod
     def create(cls, config: Config, path: Path, *, prompts: str | None = None) -> RunLog:
-        """A new run directory, on these prompts (their digest). One that already holds a run is left alone."""
+        """Create a run directory; raise if the path already holds a run. `prompts` is the digest of the prompts."""
         check_free(path)
         check_trackers(config.log.to)
         with writing(path):
@@ -109,7 +109,7 @@ class RunLog:
 
     @classmethod
     def reopen(cls, config: Config, path: Path, mark: Mark, *, prompts: str | None = None) -> RunLog:
-        """Go on from a checkpoint. A finished run's student stays, under the number of its last update."""
+        """Open a run directory to resume from a checkpoint; `final` of a finished run is renamed to `final-N`."""
         check_trackers(config.log.to)
         meta = read_meta(path)
         with writing(path):
@@ -118,17 +118,17 @@ class RunLog:
                 shutil.rmtree(kept, ignore_errors=True)
                 (path / "final").rename(kept)
             write_atomic(path / "config.toml", to_toml(config))
-            write_meta(path, meta | begun_with(config, prompts))  # last: who is killed before it may ask the same again
+            write_meta(path, meta | begun_with(config, prompts))  # last, so that a killed `resume` can be repeated
         sinks = start_trackers(config, path)
         return cls(path, sinks, samples=config.log.samples > 0, trace=config.log.trace, mark=mark)
 
     def mark(self, *, time: float = 0.0) -> Mark:
-        """Where the log stands, all of it on disk: what a checkpoint must know to go on from here."""
+        """Sync all files to disk and return their state, which a checkpoint saves."""
         ends = {name: file.end() for name, file in self.files.items()}
         return {"files": ends, "last": self.last, "evaluated": self.evaluated, "time": time}
 
     def updates(self) -> Iterator[dict[str, Any]]:
-        """The metrics of every update so far: whoever decides by them goes through them again where a run goes on."""
+        """Yield the metrics of every update so far, from which a resumed run rebuilds its decisions."""
         number = format_in(self.path)
         with reading(self.path / METRICS) as lines:
             for before, text in enumerate(lines):
@@ -137,7 +137,7 @@ class RunLog:
                     yield line
 
     def metrics(self, kind: str, numbers: Mapping[str, float], *, update: int, of: str = "") -> None:
-        """Of an update, or of an evaluation after it: `of` this held-out set, where there are several."""
+        """Write the metrics of an update (kind "train") or of an evaluation (kind "eval") of the held-out set `of`."""
         line = {"kind": kind, "update": update, **({"set": of} if of else {}), **numbers}
         self.files[METRICS].write(as_lines([line]))
         if kind == "eval":
@@ -153,13 +153,13 @@ class RunLog:
         for sink in list(sinks):
             try:
                 what(sink)
-            except Exception as error:  # a tracker fails in ways of its own, and none of them ends a run
+            except Exception as error:  # a tracker may raise anything, and must not stop the run
                 self.sinks.remove(sink)
                 self._left_out(sink, error)
 
     def _left_out(self, sink: Sink, error: Exception) -> None:
         self.say(
-            f"{type(sink).__name__} failed and is left out from now on, metrics.jsonl has it all: {first_line(error)}"
+            f"{type(sink).__name__} failed and gets no more metrics, metrics.jsonl has them all: {first_line(error)}"
         )
 
     def ledger(self, *entries: Mapping[str, Any]) -> None:
@@ -190,7 +190,7 @@ def run_path(config: Config, name: str) -> Path:
 
 
 def check_free(path: Path) -> None:
-    """A run may begin there."""
+    """Raise RunDirError if a run cannot begin in this directory."""
     with writing(path):
         if any(
             (path / name).exists() for name in ("config.toml", "metrics.jsonl", "ledger.jsonl", "checkpoints", "final")
@@ -202,28 +202,28 @@ def check_free(path: Path) -> None:
     if not above.is_dir():
         raise RunDirError(f"{path} cannot be written: {above} is a file; choose another run directory with --output")
     if not os.access(above, os.W_OK | os.X_OK):
-        raise RunDirError(f"{path} cannot be written: {above} is not yours; choose another run directory with --output")
+        raise RunDirError(f"{path} cannot be written: no permission in {above}; choose another directory with --output")
 
 
 def for_sinks(kind: str, numbers: Mapping[str, float], of: str = "") -> dict[str, float]:
-    """By names that tell training from evaluation, and held-out sets from each other."""
+    """Return the metrics for trackers, with names that distinguish training, evaluation and held-out sets."""
     prefix = f"{kind}/{of}" if of else kind
     return {name if kind == "train" and "/" in name else f"{prefix}/{name}": value for name, value in numbers.items()}
 
 
 def check_lines(path: Path, mark: Mark) -> None:
-    """The files still begin with what they held at that checkpoint."""
+    """Raise RunDirError if a file no longer begins with its content at the checkpoint."""
     for name, end in ends_of(path, mark).items():
         begins_with(path / name, end)
 
 
 def ends_of(path: Path, mark: Mark) -> dict[str, Extent]:
-    """Where every file stood. Who removed one that is only looked at begins another."""
+    """Return the extent of each file at the checkpoint, without files of `LOOKED_AT` that were deleted."""
     return {name: end for name, end in mark["files"].items() if name not in LOOKED_AT or (path / name).exists()}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a run that was killed may have left half of one at the end."""
+    """Return all complete lines; a killed run may have left an incomplete one at the end."""
     with reading(path) as file:
         return parsed(path, file.read().split(b"\n")[:-1], number=format_in(path.parent))
 
@@ -232,7 +232,7 @@ def as_lines(entries: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(entry) + "\n" for entry in entries)
 
 
-# --- what a run was begun with -------------------------------------------------------------------------------------
+# --- settings and machine at the start of a run ----------------------------------------------------------------------
 
 
 def begun_with(config: Config, prompts: str | None) -> dict[str, Any]:
@@ -246,22 +246,22 @@ def write_meta(path: Path, meta: Mapping[str, Any]) -> None:
 def read_meta(path: Path) -> dict[str, Any]:
     where = path / META
     if not where.exists():
-        raise RunDirError(f"{where} does not say what the run began with: there is no such file")
+        raise RunDirError(f"{where} does not exist: it holds the settings that the run began with")
     try:
         with reading(where) as file:
             meta = object_of(file.read())
         return checked(META, upgraded(META, meta, format_of(where, meta)))
     except (ValueError, RecursionError) as error:
-        raise RunDirError(f"{where} does not say what the run began with: {first_line(error)}") from None
+        raise RunDirError(f"{where} is damaged: {first_line(error)}") from None
 
 
 def format_in(path: Path) -> int:
-    """Return the format of a run directory: the present one where no meta.json says otherwise."""
+    """Return the format of a run directory; without meta.json, the current format."""
     return format_of(path / META, read_meta(path)) if (path / META).exists() else FORMAT
 
 
 def check_unchanged(path: Path, config: Config, *, meant: Iterable[str] = ()) -> None:
-    """A run goes on as it began, but for settings that are named as meant to change."""
+    """Raise RunDirError if config.toml differs from the run's start in settings that are not in `meant`."""
     before = parse(read_meta(path)["config"], where=str(path / META), say=lambda _: None)
     changes = {
         name: f"{name} = {json.dumps(now)} (it was {json.dumps(then)})" for name, then, now in differing(before, config)
@@ -275,7 +275,7 @@ def check_unchanged(path: Path, config: Config, *, meant: Iterable[str] = ()) ->
     other = {name: said for name, said in changes.items() if not any(_within(name, each) for each in meant)}
     if other:
         raise RunDirError(
-            f"{path / 'config.toml'} was changed: {', '.join(other.values())}; put it back, or say that it is meant: "
+            f"{path / 'config.toml'} was changed: {', '.join(other.values())}; put it back, or confirm the change: "
             f"--change {' '.join(other)}"
         )
 
@@ -284,13 +284,13 @@ def check_prompts(path: Path, config: Config, prompts: str, *, meant: Iterable[s
     before = read_meta(path).get("prompts")
     if before is not None and before != prompts and "data.train" not in meant:
         raise RunDirError(
-            f"{config.data.train} does not give the prompts that {path} began with; put it back, or say that it is "
-            "meant: --change data.train"
+            f"{config.data.train} does not give the prompts that {path} began with; put it back, or confirm the "
+            "change: --change data.train"
         )
 
 
 def _within(name: str, section: str) -> bool:
-    """Whether a setting is this one, or below it; `log.*` is all below `log`."""
+    """Return whether a setting is `section` or below it; `log` and `log.*` both name all settings below `log`."""
     return f"{name}.".startswith(section.removesuffix("*").rstrip(".") + ".")
 
 
@@ -333,17 +333,17 @@ def start_trackers(config: Config, path: Path) -> list[Sink]:
     for name in config.log.to:
         try:
             sinks.append(SINKS[name](config, path))
-        except Exception as error:  # a tracker may refuse for reasons of its own: no key, no server
+        except Exception as error:  # a tracker may raise anything: no key, no server
             raise ConfigError(f"log.to = [{name!r}] cannot start: {first_line(error)}") from None
     return sinks
 
 
 ENDED = {"eos": "ended", "length": "cut off", "turns": "out of turns", "time": "out of time"}
-"""How a sample came to its end."""
+"""Text for each finish reason of a sample."""
 
 
 def heading(quote: Mapping[str, Any]) -> str:
-    """What is told of a sample in a line, in the order in which it matters."""
+    """Return a sample's update, lag, rewards, length and finish reason as one line."""
     lags = [quote["update"] - 1 - version for version, _ in quote["versions"]]
     lag = f", lag {min(lags)}" + (f" to {max(lags)}" if len(set(lags)) > 1 else "") if lags else ""
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
@@ -371,10 +371,10 @@ class TensorBoard:
             self.writer.add_scalar(name, value, step)
 
     def samples(self, quotes: Quotes, step: int) -> None:
-        """As Markdown, in which what is indented stays as it is."""
-        for number, (told, *texts) in enumerate(table_of(quotes)):
+        """Write samples as Markdown, where indented text is shown unchanged."""
+        for number, (headline, *texts) in enumerate(table_of(quotes)):
             parts = [
-                told,
+                headline,
                 *(f"{name}:\n\n{indent(text, ' ' * 4, bool)}" for name, text in zip(COLUMNS[1:], texts, strict=True)),
             ]
             self.writer.add_text(f"samples/{number}", "\n\n".join(parts), step)

@@ -1,17 +1,16 @@
-"""How much is in flight, and how often weights are published, where "auto" leaves that to the run. Pure: no task, no
-clock.
+"""The choice of tau and of the publish interval for "auto" settings. Pure code: no tasks, no clock.
 
-    drift is above its budget, or samples no longer count             less in flight, as much as it takes
-    it is not, the learner waits for groups, and publishes take long  publish half as often
-    it is not, and the learner waits for groups                       more in flight, as far as drift leaves room
-    publishes take hardly any time                                    publish twice as often
-    the learner does not wait for them                                nothing changes
+    drift is above its budget, or samples are too stale              lower tau until drift fits
+    drift is in budget, the learner waits, publishes take long       publish half as often
+    drift is in budget, the learner waits for groups                 raise tau as far as drift allows
+    publishes take hardly any time                                   publish twice as often
+    otherwise                                                        change nothing
 
-More in flight, or a publish less, is an experiment: it stays if the learner waits less for it. What was too stale, or
-brought nothing, is not gone back to, nor a tau that was too small, so what is still possible only narrows: noise can
-end that at a wrong tau, but never makes it swing. What was learned is forgotten after 25 updates, 50, 100 …, for
-lengths and drift change as a student learns, and most at the start. Between two publishes at most half of what is in
-flight is learned from, or the samplers would stand still. Who goes on with a run shows all its lines again.
+A larger tau, or a longer publish interval, is a trial: it stays if the learner is busier with it. The range of possible
+values only narrows, because rejected values are not tried again. So noise can lead to a wrong tau, but tau never
+oscillates. Because lengths and drift change during training, bounds are forgotten after 25 updates, 50, 100 and so on.
+At most half of the groups in flight are learned from between two publishes, or samplers would be idle. A resumed run
+passes all its metrics lines to the autopilot again.
 """
 
 from __future__ import annotations
@@ -25,48 +24,47 @@ from statistics import fmean, stdev
 Line = Mapping[str, float]
 """The metrics of one update."""
 FIRST = 1
-"""The tau that a run begins with."""
+"""Initial tau."""
 WINDOW, LONGEST = 5, 20
-"""Updates of one tau that a decision looks at, at least and at most; then a trial is judged, whatever chance did."""
+"""Fewest and most updates with one tau before a decision; at the most, a trial is judged despite noise."""
 SHORT = 0.02
-"""Share of the time that the learner waits for groups, from which on it has too few."""
+"""Share of the time spent waiting for groups above which the learner has too few."""
 BOLD = 4
-"""How many times as much is tried at once."""
+"""Largest factor by which one decision raises tau."""
 WORTH = 0.02
-"""By how much the learner must be busier for a larger tau to stay."""
+"""Relative gain in the learner's busy time that a trial must bring to stay."""
 CHANCE = 2.0
-"""Standard errors that are no longer chance."""
+"""Number of standard errors beyond which a difference counts as real."""
 LEAST, GATED = 0.5, 0.25
-"""Samples are too stale, whatever the drift, where the effective sample size of token weights, as a share, is below the
-one, or the share of those that freshness lets count nothing is above the other."""
+"""Limits of staleness: lowest effective sample size as a share, highest share of samples with freshness weight 0."""
 MEMORY = 25
-"""Updates until what was learned is forgotten for the first time."""
+"""Updates until the bounds found so far are forgotten for the first time."""
 LONG, BRIEF = 0.1, 0.02
-"""Shares of the time: publishes that take more are halved, and those that take less come twice as often."""
+"""Shares of the time for publishes: above the first they come half as often, below the second twice as often."""
 
 Measured = tuple[float, float]
-"""A mean, and its standard error."""
+"""Mean and standard error."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one update tells."""
+    """Measurements of one update."""
 
     waited: float
-    """The share of it in which the learner waited for groups."""
+    """Share of the time in which the learner waited for groups."""
     busy: float
-    """The share in which it waited neither for these nor for a publish."""
+    """Share of the time in which the learner waited neither for groups nor for a publish."""
     drift: float
     ess: float
     gated: float
     publish: float
-    """Seconds that it took until samplers had new weights."""
+    """Seconds until all samplers had new weights; 0 without a publish."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was before, and how busy the learner was with it: as long as nobody knows if it is better now."""
+    """The settings before a change that is not judged yet, and how busy the learner was with them."""
 
     ahead: int
     every: int
@@ -74,7 +72,7 @@ class Trial:
 
 
 def seen(line: Line) -> Seen:
-    """What nobody measures is as it should be."""
+    """Read the measurements from a metrics line; metrics that are missing count as healthy."""
     seconds, groups = line["seconds/update"], line["seconds/data"] + line["seconds/turn"]
     return Seen(
         waited=groups / seconds,
@@ -93,38 +91,37 @@ def measured(values: Sequence[float]) -> Measured:
 
 class Autopilot:
     def __init__(self, most: int, drift: float, *, often: int = 1, rarest: int = 1) -> None:
-        """`most` that tau may be, the `drift` that it is to stay within, and the least and the most updates that there
-        may be between two publishes."""
+        """Set the largest tau, the budget of `drift`, and the fewest and most updates between two publishes."""
         self.most, self.budget, self.often, self.rarest = most, drift, often, rarest
         self.ahead, self.every = min(FIRST, most), often
-        """What tau would be if publishes came as often as they may, and the updates from one to the next."""
+        """The tau at the shortest publish interval with the same amount in flight, and the current interval."""
         self.low, self.high = -1, most + 1
-        """Up to the one it is too small, from the other on too large."""
+        """Bounds of `ahead`: values up to `low` proved too small, values from `high` on too large."""
         self.too_rare = 2 * rarest
-        """Publishes that come so seldom are too stale, or brought nothing."""
+        """Publish intervals from this one on were too stale or brought nothing."""
         self.window = deque[Seen](maxlen=LONGEST)
         self.settling, self.update, self.memory = (self.ahead + 1) * often, 0, MEMORY
         self.trial: Trial | None = None
 
     @property
     def tau(self) -> float:
-        """(tau + 1) · every batches are in flight."""
+        """The current tau; (tau + 1) · every batches are in flight."""
         return (self.ahead + 1) * self.often / self.every - 1
 
     def look(self, line: Line) -> str:
-        """After every update; says why something is otherwise from now on, if it is."""
+        """Take the metrics of an update; return what changes from now on and why, or an empty string."""
         self.update += 1
         if self.update == self.memory:
             self.memory *= 2
             self.low, self.high, self.too_rare = -1, self.most + 1, 2 * self.rarest
         tau, every = line.get("tau", self.tau), round(line.get("publish_every", self.every))
         ahead = round((tau + 1) * every / self.often) - 1
-        if (ahead, every) != (self.ahead, self.every):  # a config that was changed, and other decisions
+        if (ahead, every) != (self.ahead, self.every):  # the line is from an earlier part with another config
             self._set(ahead, every)
         if self.settling:
             self.settling -= 1
             return ""
-        if "seconds/eval" in line:  # it waited for an evaluation, which says nothing of tau
+        if "seconds/eval" in line:  # the learner waited for an evaluation, so its waits say nothing about tau
             return ""
         self.window.append(seen(line))
         return self._decide() if len(self.window) >= max(WINDOW, self.every) else ""
@@ -142,44 +139,44 @@ class Autopilot:
                 self.trial = before
                 return ""
             if gained < 0:
-                return self._take_back(before, "that brought nothing")
+                return self._take_back(before, "that change brought nothing")
             self.low = before.ahead if before.every == self.every else self.low
         published = self._published()
-        told = f"publishes take {published:.0%} of the time"
+        reason = f"publishes take {published:.0%} of the time"
         if self.every > self.often and published < BRIEF:
-            return self._set(self.ahead, self.every // 2, told)
+            return self._set(self.ahead, self.every // 2, reason)
         if published > LONG and busy[0] < 1 - SHORT and (rarer := self._rarer(drift)):
             self.trial = Trial(self.ahead, self.every, busy)
-            return self._set(*rarer, told)
+            return self._set(*rarer, reason)
         return self._raise(drift, waited, busy) if waited > SHORT else ""
 
     def _too_stale(self, drift: float) -> str:
-        """Why, if it is; this is how much drift there is at least."""
+        """Return why samples are too stale, or an empty string; `drift` is a lower bound of the mean drift."""
         ess, gated = fmean(each.ess for each in self.window), fmean(each.gated for each in self.window)
         if drift > self.budget:
             return f"drift is above {drift:.2g}"
         if ess < LEAST:
             return f"the effective sample size is {ess:.2g}"
-        return f"{gated:.0%} of the samples count nothing" if gated > GATED else ""
+        return f"{gated:.0%} of the samples have freshness weight 0" if gated > GATED else ""
 
     def _published(self) -> float:
-        """The share of the time in which weights were on their way, over whole rounds of publishes."""
+        """Return the share of the time spent on publishes, over whole publish intervals."""
         lately = list(self.window)[-(len(self.window) // self.every * self.every) :]
         return sum(each.publish for each in lately) / sum(each.seconds for each in lately)
 
     def _rarer(self, drift: float) -> tuple[int, int] | None:
-        """What publishes that come half as often would need in flight, and how often that is, if it may be."""
+        """Return `ahead` and the interval for publishes half as often; None if drift or limits do not allow it."""
         every = 2 * self.every
         ahead = max(self.ahead, 2 * every // self.often - 1)
         fits = ahead == self.ahead or (self.ahead > 0 and drift * ahead <= self.budget * self.ahead)
         return (ahead, every) if fits and every < self.too_rare and every <= self._rarest_of(ahead) else None
 
     def _rarest_of(self, ahead: int) -> int:
-        """Publishes may not come less often than this, with so much in flight."""
+        """Return the longest publish interval allowed with this much in flight."""
         return max(self.often, min(self.rarest, (min(ahead, self.most) + 1) * self.often // 2))
 
     def _lower(self, drift: float, why: str) -> str:
-        """To where drift would be within its budget, were it in proportion to tau; not below what was too small."""
+        """Lower tau to fit the budget if drift is proportional to tau, but not to values known as too small."""
         self.high = self.ahead
         self.low = min(self.low, self.ahead - 2)
         fits = floor(self.ahead * min(self.budget / drift, 1.0)) if drift else 0
@@ -193,8 +190,11 @@ class Autopilot:
         return self._set(before.ahead, before.every, why)
 
     def _raise(self, drift: float, waited: float, busy: Measured) -> str:
-        """By one, if that is within the budget where drift is in proportion to tau; by more, if it is where drift grows
-        with its square; and by half of what is still possible, where a larger one was too large."""
+        """Raise tau as far as the drift budget allows.
+
+        It rises by one if drift, taken as proportional to tau, stays in the budget; by more if drift, taken as growing
+        with tau squared, stays in it. If a larger tau proved too large, it rises half of the way there.
+        """
         now, room = self.ahead, self.budget / drift if drift else inf
         ahead = max(min(now + 1, now * room), min(BOLD * now, now * sqrt(room))) if now else 1
         ahead = min(floor(ahead), self.high - 1 if self.high > self.most else (now + self.high) // 2)
@@ -212,5 +212,7 @@ class Autopilot:
         if every != self.every:
             self.every, self.low, self.high = every, -1, self.most + 1
         self.window.clear()
-        told = [f"publish_every from {before} to {every}"] * (every != before)
-        return f"{', '.join([*told, *([f'tau from {tau:g} to {self.tau:g}'] if self.tau != tau else [])])}, as {why}"
+        news = [f"publish_every from {before} to {every}"] * (every != before)
+        return (
+            f"{', '.join([*news, *([f'tau from {tau:g} to {self.tau:g}'] if self.tau != tau else [])])}, because {why}"
+        )

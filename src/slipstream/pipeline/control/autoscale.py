@@ -1,12 +1,12 @@
-"""How many workers a run has where `replicas = "auto"` leaves it to the run. Pure: no task, no clock.
+"""The choice of the number of workers for `replicas = "auto"`. Pure code: no tasks, no clock.
 
-    the learner waits for groups         more come of all that would else hold it up, and stay if it got faster
-    it does not, and workers are idle    as many of them leave
-    in between                           nothing changes
+    the learner waits for groups                   add workers of every kind that is too slow
+    the learner does not wait, workers are idle    remove the idle workers
+    in between                                     change nothing
 
-Each change is an experiment. A size that proved too small, or too large, is not gone back to, so what is still possible
-only narrows: noise can end that at a wrong size, but never makes sizes swing. What was learned is forgotten after 100
-updates, 200, 400 …, for responses get longer or shorter as a student learns.
+Each increase is a trial: it stays only if the run gets faster. A size that proved too small or too large is not tried
+again. So noise can lead to a wrong size, but sizes never oscillate. Because the length of responses changes during
+training, bounds are forgotten after 100 updates, 200, 400 and so on.
 """
 
 from __future__ import annotations
@@ -19,37 +19,36 @@ from math import ceil
 from slipstream.pipeline.control.scaling import Room
 
 WINDOW = 5
-"""Updates that one decision looks at."""
+"""Number of updates that one decision averages."""
 SETTLING = 2
-"""Updates after a change at which nobody looks: what they learned from was on its way before."""
+"""Number of updates ignored after a change: their groups were in flight before it."""
 SHORT, PLENTY = 0.1, 0.03
-"""Shares of the time that the learner waits for groups: from the one on it has too few, below the other enough."""
+"""Shares of the time spent waiting for groups: above the first the learner has too few, below the second enough."""
 FILLED = 0.7
-"""How busy those are to be who stay when others leave."""
+"""Share of the time in which the remaining workers should be busy after others are removed."""
 WORTH = 0.25
-"""Of the speed that more workers promise, the part that they must bring to stay."""
+"""Part of the expected speed-up that added workers must bring to stay."""
 MEMORY = 100
-"""Updates until what was learned is forgotten for the first time."""
+"""Updates until the bounds found so far are forgotten for the first time."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one update tells of who waited for whom."""
+    """Measurements of one update."""
 
     seconds: float
     waited: float
-    """Of these the learner, for groups."""
+    """Seconds in which the learner waited for groups."""
     tokens: float
-    """From which it learned."""
     busy: Mapping[str, float]
-    """How many workers of each kind had something to do, on average."""
+    """Average number of busy workers, by kind."""
     sizes: Mapping[str, int]
-    """How many there are; of no kind, while any come or leave."""
+    """Number of workers by kind; empty while any worker is starting or leaving."""
 
 
 @dataclass
 class Known:
-    """Of the sizes of one kind: up to `low` they are too small, from `high` on too large."""
+    """Bounds of the size of one kind: sizes up to `low` are too small, sizes from `high` on too large."""
 
     high: int
     low: int = 0
@@ -63,7 +62,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Trial:
-    """More workers, and how many tokens a second make them worth it."""
+    """An increase on trial: sizes before and after, and the tokens per second that it must reach to stay."""
 
     before: Mapping[str, int]
     after: Mapping[str, int]
@@ -72,20 +71,20 @@ class Trial:
 
 class Autoscale:
     def __init__(self, most: Mapping[str, int]) -> None:
-        """`most` workers of each kind that is decided here."""
+        """Set the largest number of workers of each kind that is set to "auto"."""
         self.most = most
-        self.known = self._nothing()
+        self.known = self._no_bounds()
         self.sizes: Mapping[str, int] = {}
         self.window = deque[Seen](maxlen=WINDOW)
         self.settling, self.update, self.memory = 0, 0, MEMORY
         self.trial: Trial | None = None
 
     def look(self, seen: Seen, room: Room) -> Change | None:
-        """After every update: what is to change, if anything."""
+        """Take the measurements of an update; return the change of sizes, or None."""
         self.update += 1
         if self.update == self.memory:
             self.memory *= 2
-            self.known = self._nothing()
+            self.known = self._no_bounds()
         if seen.sizes != self.sizes:
             self.sizes, self.settling = seen.sizes, SETTLING
             self.window.clear()
@@ -95,7 +94,7 @@ class Autoscale:
             self.window.append(seen)
         return self._decide(room) if len(self.window) == WINDOW else None
 
-    def _nothing(self) -> dict[str, Known]:
+    def _no_bounds(self) -> dict[str, Known]:
         return {kind: Known(high=number + 1) for kind, number in self.most.items()}
 
     def _decide(self, room: Room) -> Change | None:
@@ -111,7 +110,7 @@ class Autoscale:
         return self._fewer(busy) if waits < PLENTY else None
 
     def _more(self, waits: float, speed: float, busy: Mapping[str, float], room: Room) -> Change | None:
-        """As many as it takes to be as fast as the learner, but not more than twice as fast."""
+        """Add as many workers as match the speed of the learner, at most doubling the speed."""
         faster, after = 1 / (1 - min(waits, 0.5)), dict(self.sizes)
         for kind, known in self.known.items():
             size = self.sizes[kind]
@@ -131,11 +130,11 @@ class Autoscale:
         for kind, size in trial.before.items():
             self.known[kind] = Known(low=size - 1, high=size + 1)
         there = {kind: size for kind, size in trial.before.items() if self.sizes[kind] > size}
-        return Change(there, "more of them brought too little") if there else None
+        return Change(there, "the added workers brought too little") if there else None
 
     def _fewer(self, busy: Mapping[str, float]) -> Change | None:
         after = {kind: max(ceil(busy[kind] / FILLED), known.low + 1) for kind, known in self.known.items()}
         changed = {kind: size for kind, size in after.items() if size < self.sizes[kind]}
         for kind in changed:
             self.known[kind].high = self.sizes[kind]
-        return Change(changed, "the learner does not wait and they are idle") if changed else None
+        return Change(changed, "the learner does not wait and workers are idle") if changed else None

@@ -1,8 +1,8 @@
-"""How fresh the buffer is, and when to begin anew: pure, from what was learned from and what is ready.
+"""The freshness of the buffer, and the decision when to refresh it. Pure code, without tasks and clock.
 
-The buffer is every scored sample that is not learned from yet. Its mean freshness follows from the lags in it and from
-the drift that was found at each lag (`Curve`), or from a pass over all of it. When it is too low, everything that was
-rolled out under older weights is rolled out again (`admission.refresh`).
+The buffer is all scored samples that are not learned from yet. Its mean freshness is modelled from lags and the drift
+measured at each lag (`Curve`), or measured by a pass over all samples. When the mean is too low, all groups that began
+under older weights are rolled out again (`Admission.refresh`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from slipstream.protocols import Weighed
 from slipstream.records import Header
 
 RATE = 0.1
-"""What the newest update counts in the drift of a lag."""
+"""Weight of the newest update in the moving average of the drift at a lag."""
 DRIFT = "freshness/drift/lag_"
 
 
 class Curve:
-    """Drift by lag: a rolling mean at each lag that was seen, straight lines between them and from (0, 0) on."""
+    """Drift by lag: a moving average at each observed lag, with linear interpolation from (0, 0) on."""
 
     def __init__(self, known: Mapping[int, float] | None = None) -> None:
         self.known = dict(known or {})
@@ -46,7 +46,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Means over the buffer."""
+    """Means over the buffer: freshness, and the shares of tokens with known drift of rollout and of supervision."""
 
     f: float = 1.0
     roll_coverage: float = 1.0
@@ -57,21 +57,20 @@ class Buffer:
     def __init__(
         self, freshness: FreshnessConfig, *, steps: int, last: Mapping[str, float], say: Callable[[str], None]
     ) -> None:
-        """`steps` are those of one update; `last` is the line that the last update wrote, of a run that is gone on
-        with."""
+        """Restore the state from `last`, the last metrics line; `steps` is the optimizer steps of an update."""
         self.freshness, self.steps, self.say = freshness, steps, say
         self.curve = Curve({int(name.removeprefix(DRIFT)): x for name, x in last.items() if name.startswith(DRIFT)})
         self.sup = last.get("freshness/sup", 0.0)
-        """Drift of supervision, as it was found last."""
+        """Last measured drift of supervision."""
         self.coverage = Level(1.0, last.get("freshness/roll_coverage", 1.0), last.get("freshness/sup_coverage", 1.0))
         self.refreshes = round(last.get("freshness/refreshes", 0))
         self.refreshed = round(last.get("freshness/refreshed", 0))
-        """The update after which it was done last; 0 for never."""
+        """The update after which the buffer was last refreshed; 0 for never."""
         self.tokens = round(last.get("freshness/refreshed_tokens", 0))
-        """That were thrown away for it."""
+        """Tokens discarded by refreshes."""
 
     def look(self, weighed: Sequence[Weighed]) -> Metrics:
-        """At the samples of an update."""
+        """Learn drift and coverage from the samples of an update, and return their freshness metrics."""
         known = [each for each in weighed if isfinite(each.roll)]
         by_lag: dict[int, list[float]] = {}
         for each in known:
@@ -95,26 +94,26 @@ class Buffer:
         }
 
     def modelled(self, headers: Sequence[Header], version: int) -> Level:
-        """Of a buffer, by the lags in it."""
+        """Return the means that the model predicts from the lags in a buffer."""
         if not headers:
             return Level()
         f = fmean(self._f(max(0, version - header.oldest)) for header in headers)
         return Level(f, self.coverage.roll_coverage, self.coverage.sup_coverage)
 
     def _f(self, lag: int) -> float:
-        """`estimators.freshness.score` of what is usual at a lag."""
+        """Return `estimators.freshness.score` of the average drift at a lag."""
         freshness, roll = self.freshness, max(0.0, self.curve(lag))
         drift = freshness.alpha * sqrt(roll) + freshness.beta * sqrt(max(0.0, self.sup))
         return exp(-drift) / ((lag if freshness.lag else 0) + 1)
 
     def measures(self, update: int) -> bool:
-        """Whether there is to be a pass over the buffer after this update."""
+        """Return whether the buffer is to be measured by a pass after this update."""
         freshness = self.freshness
         every = freshness.measure or (1 if freshness.buffer == "measured" else 20)
         return freshness.refresh == "adaptive" and update % every == 0
 
     def level(self, headers: Sequence[Header], measured: Sequence[Weighed], version: int) -> tuple[Level, Metrics]:
-        """Of the buffer, and what is written of it; `measured` is what such a pass has found, if there was one."""
+        """Return the means over the buffer and their metrics; `measured` is empty without a pass over the buffer."""
         modelled = found = self.modelled(headers, version)
         numbers: Metrics = {}
         if measured:
@@ -132,7 +131,7 @@ class Buffer:
         }
 
     def why(self, level: Level, update: int) -> str | None:
-        """Why all that is older than the weights of this update should be rolled out again, if it should."""
+        """Return the reason for a refresh after this update, or None."""
         freshness, since = self.freshness, update - self.refreshed
         match freshness.refresh:
             case "never":
@@ -144,9 +143,9 @@ class Buffer:
         if level.f <= freshness.kappa_f:
             return f"mean freshness {level.f:.3g} of the buffer <= {freshness.kappa_f:g}"
         if level.roll_coverage < freshness.kappa_roll:
-            return f"the drift of only {level.roll_coverage:.0%} of the buffer can be known"
+            return f"the drift is known for only {level.roll_coverage:.0%} of the buffer"
         if level.sup_coverage < freshness.kappa_sup:
-            return f"supervision of only {level.sup_coverage:.0%} of the buffer can be compared"
+            return f"the drift of supervision is known for only {level.sup_coverage:.0%} of the buffer"
         return None
 
     def done(self, update: int, *, groups: int, tokens: int, why: str) -> None:
@@ -155,7 +154,7 @@ class Buffer:
 
     @property
     def metrics(self) -> Metrics:
-        """All that a run that is gone on with has to know, beside the curve."""
+        """Metrics from which a resumed run restores its state, beside the curve."""
         return {
             "freshness/refreshes": float(self.refreshes),
             "freshness/refreshed": float(self.refreshed),

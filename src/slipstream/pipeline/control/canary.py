@@ -1,12 +1,12 @@
-"""Canaries: fixed texts that every teacher scores at the start and again every few updates, and how answers compare.
+"""Canaries: fixed texts that teachers score at the start and every few updates, and the comparison of the answers.
 
-Pure: no task, no clock, no engine. `canary_rounds` asks the engines and acts on what is found here.
+Pure code: no tasks, no clock, no engine. `canary_rounds` sends the requests and acts on the results.
 
-A reference is what a teacher said at the start: for each log-prob the median of all answers of all its replicas. The
-noise is how far the answers of one replica are from their own median. A replica that is later further than `limit_of`
-says from the reference has changed. Distances are root mean squares over all log-probs of all texts.
+A reference holds a teacher's answers at the start: for each log-prob the median of all answers of all replicas. The
+noise is the distance of a replica's answers from their own median. A replica has changed if its later answer is further
+from the reference than `limit_of` allows. Distances are root mean squares over all log-probs of all texts.
 
-Shapes: N tokens of a text, M draws, X log-probs that a teacher gives for each token (the emitted one's first).
+Shapes: N tokens of a text, M draws (tokens sampled at the same position), X log-probs per token (of the emitted first).
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from slipstream.protocols import Metrics, Sampling
 from slipstream.records import Floats, Group, Prompt, Rollout, Said, one_turn
 
 TEXTS, TOKENS, END = 4, 24, 4
-"""The number of texts that a teacher scores, the tokens of each after its prompt, and the distance of end tokens."""
+"""Number of texts that a teacher scores, tokens of each after its prompt, and distance between end tokens in it."""
 ASKED, NOISE = 3, 4.0
-"""How often each replica is asked at the start, all at once; and the limit, as a multiple of the noise found there."""
+"""Simultaneous requests to each replica at the start, and the limit as a multiple of the noise measured there."""
 EXACT, ROUNDED = 0.01, 0.1
-"""The least limit: of float32 on this machine; of bfloat16 and of endpoints, which may round otherwise under load."""
+"""Smallest limit for float32 on this machine, and for bfloat16 and endpoints, whose rounding depends on load."""
 DRAWN, DRAWN_TOKENS = 4, 8
-"""How many short answers every sampler draws, and of how many tokens."""
+"""Number of short answers that every sampler generates, and their length in tokens."""
 KL, PERPLEXITY = {True: 1e-3, False: 2e-2}, {True: 0.01, False: 0.05}
-"""From sampler to learner with the same weights, in float32 and otherwise: the limits of the check before a run."""
+"""Limits between sampler and learner with the same weights, for float32 (True) and others; `doctor` has the same."""
 FOLLOWS = {True: 0.02, False: 0.5}
-"""From what a teacher that follows the student says to what the learner says in its stead, at the worst token."""
+"""Limits at the worst token, from a teacher that follows the student to the learner with that teacher's weights."""
 FAR = 1e3
-"""What a difference is recorded as that is infinite."""
+"""Value recorded for an infinite difference."""
 Reference = list[Floats | None]
-"""Of each text its log-probs [N, X]; None for a text that the teacher cannot score."""
+"""Log-probs [N, X] of each text; None for a text that the teacher cannot score."""
 
 
 def prompts_of(prompts: Prompts, teacher: str | None, count: int) -> list[Prompt]:
-    """Return the first prompts of the run that this teacher scores (None: any), under numbers that no other has."""
+    """Return the first prompts of the run that this teacher scores (None: any), with negative, so unused, numbers."""
     every = (prompts.at(number) for number in range(len(prompts.rows)))
     its = (prompt for prompt in every if teacher is None or prompt.teacher == teacher)
     return [replace(prompt, number=-1 - i) for i, prompt in enumerate(islice(its, count))]
@@ -72,21 +72,20 @@ def texts_of(prompts: Sequence[Prompt], sampling: Sampling, ends: Sequence[int])
 
 
 def drawn_by(sampling: Sampling) -> Sampling:
-    """Return how samplers are asked: short answers of the whole distribution, without an agent or a greedy answer."""
+    """Return sampling options for short untruncated answers, without an external agent or a greedy answer."""
     whole = replace(sampling, top_p=1.0, top_k=0, min_p=0.0, keep_mask=False, greedy=False, alone=True)
     return replace(whole, group=1, max_tokens=min(DRAWN_TOKENS, sampling.max_tokens))
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an answer is from the reference, and where most."""
+    """The distance of an answer from the reference, and a description of the worst token."""
 
     apart: float
     said: str = ""
 
 
 def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[Said]) -> Difference:
-    """Compare an answer with the reference."""
     gaps, worst = list[Floats](), Difference(0.0)
     for i, (text, was_NX, said) in enumerate(zip(texts, reference, answer, strict=True)):
         if was_NX is None:
@@ -95,7 +94,7 @@ def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[
             return Difference(inf, f"text {i}: {said.cause}")
         gap_NX = said.logps.astype(np.float64) - was_NX
         n = int(np.abs(gap_NX[:, 0]).argmax())
-        where = f"token {text.tokens[n]} at place {n} of text {i}"
+        where = f"token {text.tokens[n]} at position {n} of text {i}"
         here = f"{where} had log-prob {was_NX[n, 0]:.2f}, now {said.logps[n, 0]:.2f}"
         worst = max(worst, Difference(abs(gap_NX[n, 0]), here), key=lambda each: each.apart)
         gaps.append(gap_NX.ravel())
@@ -103,7 +102,7 @@ def difference(texts: Sequence[Rollout], reference: Reference, answer: Sequence[
 
 
 def reference_of(answers: Sequence[Sequence[Said]]) -> Reference:
-    """Return the median of all answers. A text that some answer has no log-probs for is left out."""
+    """Return the median of all answers; None for a text for which some answer has no log-probs."""
     return [
         None if any(said.cause for said in of_text) else np.median([said.logps for said in of_text], 0)
         for of_text in zip(*answers, strict=True)
@@ -111,33 +110,33 @@ def reference_of(answers: Sequence[Sequence[Said]]) -> Reference:
 
 
 def limit_of(texts: Sequence[Rollout], by_replica: Sequence[Sequence[Sequence[Said]]], *, exact: bool) -> float:
-    """Return how far an answer may be from the reference, by how far the answers of one replica are from each other."""
+    """Return the largest allowed distance from the reference, by the noise between the answers of each replica."""
     noise = [difference(texts, reference_of(its), answer).apart for its in by_replica for answer in its]
     return max(EXACT if exact else ROUNDED, NOISE * max(noise))
 
 
-def furthest(numbers: Metrics, scored: Group) -> float:
-    """Return how far the worst log-prob is from the learner's, by `Learner.compare`."""
+def worst_gap(numbers: Metrics, scored: Group) -> float:
+    """Return the largest difference of a log-prob from the learner's, as found by `Learner.compare`."""
     if any(handle.header.finish == "error" for handle in scored):
         return inf
     return max(value for name, value in numbers.items() if name.endswith("/difference_max"))
 
 
 def misdated(versions: Set[int], oldest: int, newest: int) -> str:
-    """Return what is wrong with the versions that tokens name, or an empty string."""
+    """Return what is wrong with the versions recorded for tokens, or an empty string."""
     if all(oldest <= version <= newest for version in versions):
         return ""
-    between = f"only {newest}" if oldest == newest else f"{oldest} to {newest}"
-    return f"its tokens name version {', '.join(map(str, sorted(versions)))}, and it can have had {between}"
+    possible = f"only version {newest} is" if oldest == newest else f"versions {oldest} to {newest} are"
+    return f"its tokens name version {', '.join(map(str, sorted(versions)))}, but {possible} possible"
 
 
 def distrusted(numbers: Metrics, versions: Set[int], *, version: int, exact: bool) -> str:
-    """Return what is wrong with answers that a sampler drew under the learner's own weights, or an empty string."""
+    """Return what is wrong with answers that a sampler drew with the learner's weights, or an empty string."""
     k3, ratio = numbers["drift/k3_kl"], numbers["drift/ppl_ratio"]
     wrong = misdated(versions, version, version)
-    if wrong or (k3 <= KL[exact] and abs(ratio - 1) <= PERPLEXITY[exact]):  # NaN is not below
+    if wrong or (k3 <= KL[exact] and abs(ratio - 1) <= PERPLEXITY[exact]):  # false for NaN, which is reported
         return wrong
     return (
         f"with the weights of version {version} its log-probs are not the learner's: KL {k3:.2g} (limit "
-        f"{KL[exact]:g}), perplexity ratio {ratio:.3f}: stale weights, or log-probs of another distribution"
+        f"{KL[exact]:g}), perplexity ratio {ratio:.3f}: it has stale weights, or log-probs of another distribution"
     )

@@ -1,15 +1,16 @@
-"""What a run does by itself when its numbers go wrong. Pure functions of the lines that it has written so far.
+"""Guards, which lower the learning rate or tau while metrics are bad. They depend only on the metrics lines so far.
 
-| guard        | acts while                                              | how                              |
+| guard        | acts while                                              | action                           |
 |--------------|---------------------------------------------------------|----------------------------------|
 | length_surge | responses are much longer than 100 updates before       | learning rate × factor           |
-| ess          | few samples outweigh the others                         | learning rate × ess / target     |
-| entropy      | the student has next to none                            | learning rate × factor           |
-| kl           | the learner is far from what drew its tokens            | tau − 1, again and again         |
-| gac          | the gradient of stale samples leads elsewhere           | learning rate × factor           |
+| ess          | the effective sample size is small                      | learning rate × ess / target     |
+| entropy      | the student's entropy is close to 0                     | learning rate × factor           |
+| kl           | the drift (KL between sampler and learner) is high      | tau − 1, repeatedly              |
+| gac          | gradients of stale and fresh samples disagree           | learning rate × factor           |
 
-They look at an update when it is made, and act on the next. Each number has two thresholds, so that no guard comes and
-goes with the noise. Whoever goes on with a run shows them all its lines again, and they stand where they stood.
+Guards read an update's metrics after it, and act on the next update. Each guard has two thresholds (hysteresis), so
+that noise does not switch it on and off. A resumed run passes all its metrics lines to the guards again, which restores
+their state.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from slipstream.metrics import Metrics
 Line = Mapping[str, float]
 """The metrics of one update."""
 LOOKS = 5
-"""Numbers of which the mean counts: one alone is mostly noise."""
+"""Number of updates that are averaged, because one value is mostly noise."""
 CALM = 50
-"""Updates of little drift, after which more may be in flight again."""
+"""Updates of low drift after which tau is raised again."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """What one guard does to the updates that follow."""
+    """The action of one guard on the following updates."""
 
     lr: float = 1.0
-    """What their learning rate is multiplied by."""
+    """Factor on the learning rate."""
     lowered: int = 0
-    """How much less than its tau is in flight."""
+    """Amount by which tau is lowered."""
     said: str = ""
-    """Why, where that is new."""
+    """Message for the user if the action changed, else empty."""
 
 
 class Guard(Protocol):
@@ -50,13 +51,13 @@ class Guard(Protocol):
 
 class Guards:
     def __init__(self, config: GuardsConfig, *, tau: float = 0.0, batches: float = 1.0) -> None:
-        """`tau` is the schedule's, where a guard may lower it; and so many batches are in flight with it."""
-        self.guards = made(config, tau, batches)
+        """Create the configured guards; `tau` is the schedule's, and `batches` are in flight with it."""
+        self.guards = create_guards(config, tau, batches)
         self.acts = {name: Act() for name in self.guards}
-        """As they stand after the last line."""
+        """Action of each guard after the last update."""
 
     def look(self, line: Line) -> list[str]:
-        """After every update; returns what is new."""
+        """Pass the metrics of an update to all guards, and return a text for each changed action."""
         self.acts = {name: guard.look(line) for name, guard in self.guards.items()}
         return [f"guards.{name}: {act.said}" for name, act in self.acts.items() if act.said]
 
@@ -70,30 +71,27 @@ class Guards:
 
     @property
     def metrics(self) -> Metrics:
-        """What each does to the update in hand."""
+        """Action of each guard on the current update: factor on the learning rate, or amount taken off tau."""
         return {f"guard/{name}": float(act.lowered) if name == "kl" else act.lr for name, act in self.acts.items()}
 
 
-def made(config: GuardsConfig, tau: float, batches: float) -> dict[str, Guard]:
+def create_guards(config: GuardsConfig, tau: float, batches: float) -> dict[str, Guard]:
     found: dict[str, Guard] = {}
     if config.length_surge is not None:
-        found["length_surge"] = surging(config.length_surge)
+        found["length_surge"] = length_surge_guard(config.length_surge)
     if config.ess is not None:
         found["ess"] = Ess(config.ess)
     if config.entropy is not None:
-        found["entropy"] = sure_of_all(config.entropy)
+        found["entropy"] = entropy_guard(config.entropy)
     if config.kl is not None:
         found["kl"] = Brake(config.kl, tau, batches)
     if config.gac is not None and config.gac.below is not None:
-        found["gac"] = led_astray(config.gac, config.gac.below)
+        found["gac"] = gradient_guard(config.gac, config.gac.below)
     return found
 
 
-# --- on the learning rate ---------------------------------------------------------------------------------------------
-
-
 class Latch:
-    """On from where a number is beyond `on`, until it is back at `off`; above or below, as these two lie."""
+    """A switch with hysteresis: on when a value passes `on`, above or below `off`, and off when it is back at `off`."""
 
     def __init__(self, on: float, off: float) -> None:
         self.sign = 1 if on > off else -1
@@ -105,11 +103,11 @@ class Latch:
 
 
 class Slower:
-    """Multiplies the learning rate by a factor as long as a mean of numbers is beyond its threshold."""
+    """A guard that multiplies the learning rate by a factor while the mean of a metric is beyond a threshold."""
 
-    def __init__(self, latch: Latch, factor: float, of: Callable[[Line], float | None], told: str, looks: int) -> None:
-        """`of` a line is the number, if it has any; `told` of its mean, as a format."""
-        self.latch, self.factor, self.of, self.told = latch, factor, of, told
+    def __init__(self, latch: Latch, factor: float, of: Callable[[Line], float | None], text: str, looks: int) -> None:
+        """Use `of` to read the metric from a line (None if missing); `text` is a format for its mean."""
+        self.latch, self.factor, self.of, self.text = latch, factor, of, text
         self.recent = deque[float](maxlen=looks)
 
     def look(self, line: Line) -> Act:
@@ -119,31 +117,31 @@ class Slower:
             if len(self.recent) == self.recent.maxlen:
                 self.latch.look(fmean(self.recent))
         if not self.latch.shut:
-            return Act(said="over, the learning rate is as it was" if before else "")
-        new = f"{self.told.format(fmean(self.recent))}: learning rate × {self.factor:g} until that is over"
+            return Act(said="the guard ended, the learning rate is back to normal" if before else "")
+        new = f"{self.text.format(fmean(self.recent))}: learning rate × {self.factor:g} until that ends"
         return Act(lr=self.factor, said="" if before else new)
 
 
-def surging(length_surge: LengthSurge) -> Slower:
-    """A surge comes before a collapse by tens of updates.  (2602.01826.)"""
+def length_surge_guard(length_surge: LengthSurge) -> Slower:
+    """Return the guard against length surges, which precede a collapse by tens of updates (2602.01826)."""
     latch = Latch(length_surge.ratio, (1 + length_surge.ratio) / 2)
-    told = "responses are {:.2f} times as long as 100 updates ago"
-    return Slower(latch, length_surge.factor, lambda line: line.get("length/trend"), told, looks=1)
+    text = "responses are {:.2f} times as long as 100 updates ago"
+    return Slower(latch, length_surge.factor, lambda line: line.get("length/trend"), text, looks=1)
 
 
-def sure_of_all(entropy: EntropyFloor) -> Slower:
-    latch, told = Latch(entropy.floor, 1.1 * entropy.floor), "the student's entropy is down to {:.3g} nats"
-    return Slower(latch, entropy.factor, lambda line: line.get("student/entropy"), told, looks=LOOKS)
+def entropy_guard(entropy: EntropyFloor) -> Slower:
+    latch, text = Latch(entropy.floor, 1.1 * entropy.floor), "the student's entropy is down to {:.3g} nats"
+    return Slower(latch, entropy.factor, lambda line: line.get("student/entropy"), text, looks=LOOKS)
 
 
-def led_astray(gac: GradientCosine, below: float) -> Slower:
-    """The halves of a batch that differ in age.  (Gradient alignment, after GAC, 2603.01501.)"""
-    latch, told = Latch(below, below + 0.1), "the cosine of fresh and stale gradients is {:.2g}"
-    return Slower(latch, gac.factor, lambda line: line.get("gradient/cosine"), told, looks=LOOKS)
+def gradient_guard(gac: GradientCosine, below: float) -> Slower:
+    """Return the guard on the cosine of fresh and stale gradients (gradient alignment, after GAC, 2603.01501)."""
+    latch, text = Latch(below, below + 0.1), "the cosine of fresh and stale gradients is {:.2g}"
+    return Slower(latch, gac.factor, lambda line: line.get("gradient/cosine"), text, looks=LOOKS)
 
 
 class Ess:
-    """Steps are as small as the batch really is.  (VCPO, 2602.17616.)"""
+    """The guard that scales the learning rate with the effective sample size (VCPO, 2602.17616)."""
 
     def __init__(self, ess: EssGuard) -> None:
         self.target = ess.target
@@ -154,15 +152,12 @@ class Ess:
         if ess is None:
             return Act()
         before, now = self.latch.shut, self.latch.look(ess)
-        new = f"the effective sample size is {ess:.2g}: the learning rate follows it"
+        new = f"the effective sample size is {ess:.2g}: the learning rate is scaled by it"
         return Act(lr=min(ess / self.target, 1.0), said=new if now and not before else "")
 
 
-# --- on what is in flight ---------------------------------------------------------------------------------------------
-
-
 class Brake:
-    """Lowers tau while drift is high, a step at a time: what one does is seen when all that was in flight is gone."""
+    """The guard that lowers tau by one while drift is high, then waits until all groups in flight are learned from."""
 
     def __init__(self, kl: KLBrake, tau: float, batches: float) -> None:
         self.kl, self.most, self.flight = kl, int(tau), ceil(batches)
@@ -171,8 +166,8 @@ class Brake:
 
     def look(self, line: Line) -> Act:
         if (lowered := line.get("guard/kl")) is None:
-            return Act()  # before there was this guard
-        if lowered != self.lowered:  # by other thresholds
+            return Act()  # the line is from before this guard was configured
+        if lowered != self.lowered:  # the line was made with other thresholds
             self._set(round(lowered))
         if self.settling:
             self.settling -= 1
@@ -194,4 +189,4 @@ class Brake:
         self.lowered = min(lowered, self.most)
         self.settling, self.calm = self.flight, 0
         self.recent.clear()
-        return Act(lowered=self.lowered, said=f"{why}: tau is {self.lowered} less than it was set to")
+        return Act(lowered=self.lowered, said=f"{why}: tau is {self.lowered} below its configured value")

@@ -1,16 +1,17 @@
-"""Is this still a run worth going on with? Pure functions from what a run has written of itself to what is wrong.
+"""Health checks of a run: pure functions from metrics lines to problems that make further training useless.
 
-| finding            | is found when                                                                         | stops |
+| finding            | found when                                                                            | stops |
 |--------------------|---------------------------------------------------------------------------------------|-------|
-| a lying teacher    | mean reverse KL is below 0 by more than chance allows, which no distribution can be   | yes   |
-| a failing teacher  | many of its scores cannot be used, or are others when asked again                     | yes   |
-| an exploding step  | the gradient norm is far beyond what it usually is, several times in a row            | yes   |
-| a dead student     | entropy or length fell to nearly nothing, and neither KL nor reward is better for it; | yes   |
-|                    | or KL is far above what it was, and no reward is                                      |       |
-| nothing to learn   | no update had any gradient for long                                                   | yes   |
-| a still reward     | it is exactly what it was, for long                                                   | no    |
+| lying teacher      | mean reverse KL is below 0 beyond chance, which is impossible for true log-probs      | yes   |
+| failing teacher    | many of its scores are unusable                                                       | yes   |
+| changing teacher   | many of its scores differ when groups are scored twice                                | yes   |
+| exploding step     | the gradient norm is far above its usual value, several times in a row                | yes   |
+| dead student       | entropy or length fell to nearly 0, without a better KL or reward;                    | yes   |
+|                    | or KL is far above its start, without a better reward                                 |       |
+| nothing to learn   | all gradients have been 0 for many updates                                            | yes   |
+| still reward       | a reward has been exactly the same for many updates                                   | no    |
 
-Thresholds are those of [health]. What a run does with a finding is `Health`'s business: it says it, or stops.
+The thresholds are settings of [health]. `Health` reports a finding, or stops the run.
 """
 
 from __future__ import annotations
@@ -27,43 +28,43 @@ from slipstream.errors import Unhealthy
 Line = Mapping[str, float]
 """The metrics of one update."""
 CHANCE = 3.0
-"""Standard errors that are no longer chance: once in 700."""
+"""Number of standard errors beyond chance: 3 occur by chance once in 700."""
 
 
 @dataclass(frozen=True)
 class Trouble:
     name: str
     said: str
-    """What, and what to do."""
+    """Description of the problem and of its remedy."""
     harmful: bool = False
-    """The weights may be worse for it."""
+    """True if the problem may have damaged the weights."""
     stops: bool = True
 
 
 @dataclass(frozen=True)
 class History:
-    """What a run has written of itself so far, also before it was stopped and went on."""
+    """The metrics lines that the rules look at, including those from before a resume."""
 
     first: Sequence[Line] = ()
-    """Its first updates: how everything was at the start."""
+    """The first updates of the run, as the reference."""
     recent: Sequence[Line] = ()
-    """The last [health].window of them, in their order."""
+    """The latest updates, oldest first, enough for every rule."""
 
 
 class Health:
-    """Looks at every update; says a finding when it begins, and stops the run if that is what is to be done."""
+    """The check of every update, which reports a new finding or stops the run."""
 
     def __init__(self, health: HealthConfig, say: Callable[[str], None]) -> None:
         self.health, self.say = health, say
         self.first = list[Line]()
         self.recent = deque[Line](maxlen=max(health.window, health.idle, health.reward) + health.updates)
         self.found = set[str]()
-        """What was wrong after the update before."""
+        """Names of the findings after the previous update."""
 
     def recall(self, lines: Iterable[Line]) -> None:
-        """Take the updates that a run made before it went on: how it was at the start, and lately.
+        """Take the metrics lines from before a resume.
 
-        What stopped it then is not found again in the same lines: whoever resumes may have mended the cause.
+        If they contain a finding that stops the run, recent lines are forgotten, because the cause may be fixed now.
         """
         for line in lines:
             self._add(line)
@@ -95,30 +96,27 @@ def examined(history: History, health: HealthConfig) -> Iterator[Trouble]:
             yield trouble
 
 
-# --- the rules --------------------------------------------------------------------------------------------------------
-
-
 def negative_kl(history: History, health: HealthConfig) -> Trouble | None:
-    """KL(what drew ‖ teacher) ≥ 0 for any two distributions, whatever the temperature or the truncation of either."""
+    """Find a negative reverse KL: KL(sampler ‖ teacher) ≥ 0 for any two distributions, truncated or not."""
     last = history.recent[-health.updates :]
     if len(last) < health.updates:
         return None
-    for name in sorted(set.intersection(*(kls(line) for line in last))):
+    for name in sorted(set.intersection(*(kl_names(line) for line in last))):
         mean = fmean(line[name] for line in last)
         error = hypot(*(line[f"{name}_error"] for line in last)) / len(last)
         if mean + CHANCE * error < -health.kl:
             who = name.removesuffix("/kl")
             return Trouble(
                 "lying teacher",
-                f"{who}: mean reverse KL is {mean:.2f} ± {error:.2f} over the last {len(last)} updates, and no "
-                "distribution is below 0: its log-probs are not of these tokens (a server that makes them up, another "
+                f"{who}: mean reverse KL is {mean:.2f} ± {error:.2f} over the last {len(last)} updates, but a KL "
+                "cannot be below 0: its log-probs are not of these tokens (a server that makes them up, another "
                 "prompt, shifted rows); run `slipstream doctor`",
                 harmful=True,
             )
     return None
 
 
-def kls(line: Line) -> set[str]:
+def kl_names(line: Line) -> set[str]:
     return {name for name in line if name.startswith("teacher/") and name.endswith("/kl")}
 
 
@@ -128,7 +126,7 @@ def unusable_scores(history: History, health: HealthConfig) -> Trouble | None:
     if failed >= health.updates and failed / (failed + sound) > health.invalid:
         return Trouble(
             "failing teacher",
-            f"of {failed:.0f} of the last {failed + sound:.0f} responses the teacher's scores could not be used: the "
+            f"the teacher's scores could not be used for {failed:.0f} of the last {failed + sound:.0f} responses: the "
             "ledger has the causes",
         )
     differed, asked = summed(last, "teacher/differed"), summed(last, "teacher/rechecked")
@@ -151,7 +149,7 @@ def exploding(history: History, health: HealthConfig) -> Trouble | None:
     if all(line.get("grad_norm", 0.0) > limit for line in last):
         return Trouble(
             "exploding step",
-            f"the gradient norm of the last {len(last)} updates was {last[-1]['grad_norm']:.2g}, usual is "
+            f"the gradient norm of the last {len(last)} updates was {last[-1]['grad_norm']:.2g}, the usual one is "
             f"{median(usual):.2g}: lower learner.lr or learner.clip_norm, and go on from an earlier checkpoint",
             harmful=True,
         )
@@ -160,33 +158,33 @@ def exploding(history: History, health: HealthConfig) -> Trouble | None:
 
 def dead(history: History, health: HealthConfig) -> Trouble | None:
     first, last = history.first, history.recent[-health.updates :]
-    if len(history.recent) < 2 * health.updates or rewarded(first, last):
+    if len(history.recent) < 2 * health.updates or reward_improved(first, last):
         return None
-    start, now = distance(first), [distance([line]) for line in last]
+    start, now = mean_kl(first), [mean_kl([line]) for line in last]
     if start is not None and all(kl is not None and kl > start + health.rise for kl in now):
-        return gone(f"mean reverse KL rose from {start:.2g} to {now[-1]:.2g}")
+        return collapsed(f"mean reverse KL rose from {start:.2g} to {now[-1]:.2g}")
     if start is not None and all(kl is not None and kl < start / 2 for kl in now):
-        return None  # it has good reason to be surer
+        return None  # the student is much closer to its teacher, so low entropy or length can be right
     for name, what in (("student/entropy", "entropy"), ("length/mean", "length of responses")):
         was, values = mean_of(first, name), [line[name] for line in last if name in line]
         if was and len(values) == len(last) and all(value < health.collapse * was for value in values):
-            return gone(f"the {what} fell from {was:.3g} to {values[-1]:.2g}, and neither KL nor a reward gained")
+            return collapsed(f"the {what} fell from {was:.3g} to {values[-1]:.2g}, and neither KL nor reward improved")
     return None
 
 
-def gone(how: str) -> Trouble:
-    said = f"the student is no language model any more: {how}; lower learner.lr, and go on from an earlier checkpoint"
+def collapsed(how: str) -> Trouble:
+    said = f"the student has collapsed: {how}; lower learner.lr, and go on from an earlier checkpoint"
     return Trouble("dead student", said, harmful=True)
 
 
-def distance(lines: Sequence[Line]) -> float | None:
-    """Mean reverse KL to the teachers."""
-    values = [line[name] for line in lines for name in kls(line)]
+def mean_kl(lines: Sequence[Line]) -> float | None:
+    """Return the mean reverse KL to the teachers, or None if no line has one."""
+    values = [line[name] for line in lines for name in kl_names(line)]
     return fmean(values) if values else None
 
 
-def rewarded(first: Sequence[Line], last: Sequence[Line]) -> bool:
-    """As never before."""
+def reward_improved(first: Sequence[Line], last: Sequence[Line]) -> bool:
+    """Return whether a reward's recent mean is above all its values in the first updates."""
     rewards = set.intersection(*({name for name in line if name.startswith("reward/")} for line in (*first, *last)))
     return any((mean_of(last, name) or 0.0) > max(line[name] for line in first) for name in rewards)
 
@@ -197,7 +195,7 @@ def idle(history: History, health: HealthConfig) -> Trouble | None:
         return None
     causes = {
         "correction/rollout_rs_masked_fraction": (1.0, "the correction rejects every token: widen correction.rs"),
-        "policy/rows_moved": (0.0, "every group agrees in its reward, so all advantages are 0: other prompts?"),
+        "policy/rows_moved": (0.0, "rewards within each group are equal, so all advantages are 0: other prompts?"),
     }
     known = (cause for name, (value, cause) in causes.items() if all(line.get(name) == value for line in last))
     return Trouble(
@@ -212,7 +210,7 @@ def still_reward(history: History, health: HealthConfig) -> Trouble | None:
         return None
     for name in sorted(name for name in last[-1] if name.startswith("reward/")):
         if len({line.get(name) for line in last}) == 1:
-            said = f"{name} has been {last[-1][name]:g} for {len(last)} updates: is every answer graded alike?"
+            said = f"{name} has been {last[-1][name]:g} for {len(last)} updates: are all answers graded alike?"
             return Trouble("still reward", said, stops=False)
     return None
 
