@@ -2,8 +2,8 @@
 
 checkpoints/N holds the learner after update N (a HF directory and the optimizer state) and all groups in flight. It
 also holds the state of admission and of the run's files (`standing.json`) and a manifest with checksums
-(`atomic_files.seal`). A resumed run discards everything later than its checkpoint and continues the groups in flight. So
-every group still ends exactly once.
+(`atomic_files.seal`). A resumed run discards everything later than its checkpoint and continues the groups in flight.
+So every group still ends exactly once.
 """
 
 from __future__ import annotations
