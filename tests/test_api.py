@@ -115,7 +115,7 @@ def test_where_an_event_loop_runs_and_in_any_thread_one_run_at_a_time(config: di
         return (await asyncio.to_thread(slipstream.train, another, quiet=True)).finished
 
     assert asyncio.run(cell()) and threading.main_thread() not in threads
-    assert refused == ["a run goes on in this process: wait for it, or begin this one in a process of its own"] * 2
+    assert refused == ["this process already has an active run: wait for its end, or use another process"] * 2
     assert asyncio.run(beside())
 
 

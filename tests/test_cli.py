@@ -157,7 +157,7 @@ def test_config_says_what_a_new_kind_discards(shell: Shell) -> None:
 def test_config_check_reads_everything_and_writes_nothing(shell: Shell) -> None:
     done = shell("config", "good.toml", "--check")
     assert (done.code, done.err, done.written) == (0, "", [])
-    assert done.out.endswith("# ok: 6 prompts, one vocabulary, everything fits the context\n")
+    assert done.out.endswith("# ok: 6 prompts; vocabularies match; everything fits the context\n")
     assert parse(tomllib.loads(done.out)).student == "models/student", "with the check's line it is still TOML"
 
 
@@ -185,11 +185,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "unknown argument": (["eval", "models/student", "--fast", "1"], "unrecognized arguments: --fast 1; see slipstream"),
     "wrong type of argument": (
         ["eval", "models/student", "-n", "many"],
-        "argument -n/--eval.n: 'many' is no whole number of at least 1",
+        "argument -n/--eval.n: 'many' is not a whole number of at least 1",
     ),
     "negative number": (
         ["eval", "models/student", "-n", "0"],
-        "argument -n/--eval.n: '0' is no whole number of at least 1",
+        "argument -n/--eval.n: '0' is not a whole number of at least 1",
     ),
     "negative temperature": (
         ["eval", "models/student", "--temperature", "-1"],
@@ -216,11 +216,11 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "empty data": (["train", "good.toml", "--data.train", "empty.jsonl"], "empty.jsonl: no rows"),
     "data without answers": (
         ["train", "good.toml", "--data.train", "unanswered.jsonl"],
-        "unanswered.jsonl:1: has no answer, which the reward 'exact' needs: data.answer names a column",
+        "unanswered.jsonl:1: has no answer, which the reward 'exact' needs: set data.answer to its column",
     ),
     "held-out data without answers": (
         ["train", "good.toml", "--data.eval", "unanswered.jsonl"],
-        "unanswered.jsonl:1: has no answer, which the reward 'exact' needs: data.answer names a column",
+        "unanswered.jsonl:1: has no answer, which the reward 'exact' needs: set data.answer to its column",
     ),
     "prompt longer than the context": (
         ["train", "good.toml", "--data.train", "long.jsonl"],
@@ -324,7 +324,7 @@ def test_a_reward_of_ones_own_is_trained_on_and_what_was_said_is_printed(shell: 
     assert printed.code == 0 and printed.out.startswith(f"update 1: {said[1]['prompt_id']}, answer ")
     assert f"prompt:\n{said[1]['prompt']}\nresponse:\n{said[1]['response']}\nscored by main" in printed.out
     assert shell("samples", "own", "--update", "7").err == (
-        "error: own has no samples of update 7: they go from 1 to 2\n"
+        "error: own has no samples of update 7: it has samples of updates 1 to 2\n"
     )
     assert shell("samples", "nowhere").err == "error: nowhere holds no run: there is no config.toml in it\n"
 

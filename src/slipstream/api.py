@@ -1,7 +1,6 @@
-"""What a script or a notebook calls: to train, to resume, and to read what a run has written.
+"""Python interface for scripts and notebooks: train, resume, and read the files of a run.
 
-Nothing here computes. A run is what it is on the command line, with the same config, the same run directory and the
-same errors, which are raised.
+A run behaves as on the command line: it has the same config and run directory. Errors are raised as exceptions.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.pipeline.checkpoint import newest
 from slipstream.run_dir.reading import Line, RunDir
 from slipstream.runs import start as command
-from slipstream.runs.start import Caller, Enough, saying
+from slipstream.runs.start import Caller, Enough, line_printer
 
 __all__ = ["Config", "Run", "SlipstreamError", "resume", "train"]
 
 T = TypeVar("T")
 Told = Callable[[Line], object] | None
-"""Is told of a line of metrics.jsonl. What it raises ends the run, and so does False, without an error; both leave a
-checkpoint to go on from."""
-ONE = threading.Lock()
-"""Held while there is a run: two in one process would share its file mode mask and its signals."""
+"""Callback on a line of metrics.jsonl. It ends the run with a checkpoint by an exception, or without error by False."""
+RUN_LOCK = threading.Lock()
+"""Held while a run is active, as two runs in one process would share its file mode mask and its signals."""
 
 
 def train(
@@ -49,14 +47,14 @@ def train(
 ) -> Run:
     """Train a student, as `slipstream train` does, and return when it is done.
 
-    `config` is a TOML file, the same as a dict, or a Config. `on_update` and `on_eval` are called with every line of
-    metrics as it is written, in the thread that trains. `quiet` prints nothing at all; without `checks` a run begins
-    before it has tried its engines.
+    `config` is the path of a TOML file, its content as a dict, or a Config. `on_update` and `on_eval` are called with
+    every line of metrics when it is written, in the thread that trains. `quiet` prints nothing. `checks=False` starts
+    training without testing the engines.
     """
     screen = screen_for(quiet)
-    chosen, name = config_of(config, saying(screen))
-    caller = Caller(heard(on_update, on_eval))
-    return Run(here_or_beside(partial(command.train, chosen, screen, name=name, checks=checks, caller=caller), caller))
+    chosen, name = config_of(config, line_printer(screen))
+    caller = Caller(callbacks_by_kind(on_update, on_eval))
+    return Run(run_in_thread(partial(command.train, chosen, screen, name=name, checks=checks, caller=caller), caller))
 
 
 def resume(
@@ -69,22 +67,22 @@ def resume(
     on_eval: Told = None,
     quiet: bool = False,
 ) -> Run:
-    """Go on with a run that was stopped, as `slipstream resume` does.
+    """Continue a stopped run, as `slipstream resume` does.
 
-    `updates` is how many to make in all, also of a run that is finished; `checkpoint`, the one to go on from; `change`,
-    the settings that its config.toml was edited in.
+    `updates` is the total number of updates; it also extends a finished run. `checkpoint` is the number of the
+    checkpoint to start from, by default the last one. `change` lists the settings that were edited in config.toml.
     """
-    caller = Caller(heard(on_update, on_eval))
+    caller = Caller(callbacks_by_kind(on_update, on_eval))
     given: Any = {"number": checkpoint, "updates": updates, "meant": tuple(change), "caller": caller}
-    return Run(here_or_beside(partial(command.resume, Path(path), screen_for(quiet), **given), caller))
+    return Run(run_in_thread(partial(command.resume, Path(path), screen_for(quiet), **given), caller))
 
 
 class Run(RunDir):
-    """What a run has written, and the student that came of it."""
+    """Files of a run, and its trained student."""
 
     @property
     def student(self) -> tuple[Any, Any]:
-        """Model and tokenizer of transformers: the final ones, or those of the last checkpoint."""
+        """Model and tokenizer as transformers objects, final ones or else those of the last checkpoint."""
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
@@ -99,7 +97,6 @@ class Run(RunDir):
 
 
 def config_of(given: object, say: Callable[[str], None]) -> tuple[Config, str]:
-    """The config, and what its run is called."""
     match given:
         case Config():
             return given, "run"
@@ -112,12 +109,12 @@ def config_of(given: object, say: Callable[[str], None]) -> tuple[Config, str]:
 
 
 def screen_for(quiet: bool) -> Console:
-    """Plain lines in a notebook, which says that it is a terminal and shows no live panel."""
+    """Return a console that prints plain lines in a notebook, which claims to be a terminal but shows no live panel."""
     plain = quiet or Console().is_jupyter
     return Screen(quiet=quiet, force_jupyter=False, force_terminal=False if plain else None)
 
 
-def heard(on_update: Told, on_eval: Told) -> dict[str, Callable[[Line], None]]:
+def callbacks_by_kind(on_update: Told, on_eval: Told) -> dict[str, Callable[[Line], None]]:
     def until_enough(told: Callable[[Line], object], line: Line) -> None:
         if told(line) is False:
             raise Enough
@@ -126,16 +123,16 @@ def heard(on_update: Told, on_eval: Told) -> dict[str, Callable[[Line], None]]:
     return {kind: partial(until_enough, told) for kind, told in given.items() if told is not None}
 
 
-def here_or_beside(work: Callable[[], T], caller: Caller) -> T:
-    """In this thread; in one beside it, where an event loop is running in this one, as it is in a notebook.
+def run_in_thread(work: Callable[[], T], caller: Caller) -> T:
+    """Do the work in this thread, or in a new one if this thread runs an event loop, as in a notebook.
 
-    That one gets no signals: what stops this one, as the button of a notebook does, stops the run in order.
+    The new thread gets no signals. So an exception in this thread, as from a notebook's stop button, stops the run.
     """
-    with only_one():
+    with single_run():
         if not in_a_loop():
             return work()
         with ThreadPoolExecutor(1, "slipstream") as thread:
-            done = thread.submit(copy_context().run, work)  # what is printed there is this cell's
+            done = thread.submit(copy_context().run, work)  # with this context its output appears in this cell
             while True:
                 try:
                     return done.result()
@@ -154,10 +151,10 @@ def in_a_loop() -> bool:
 
 
 @contextmanager
-def only_one() -> Iterator[None]:
-    if not ONE.acquire(blocking=False):
-        raise SlipstreamError("a run goes on in this process: wait for it, or begin this one in a process of its own")
+def single_run() -> Iterator[None]:
+    if not RUN_LOCK.acquire(blocking=False):
+        raise SlipstreamError("this process already has an active run: wait for its end, or use another process")
     try:
         yield
     finally:
-        ONE.release()
+        RUN_LOCK.release()

@@ -1,4 +1,4 @@
-"""The command line: thin commands. Nothing heavy is imported before a command needs it, so that --help is instant."""
+"""The command line. Each command imports heavy libraries only when it needs them, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ FLAGS = (
     "--json",
     "--report",
 )
-"""Words that begin with -- and are no settings."""
-OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists them all"
-
+"""Options of commands in OVERRIDABLE; every other argument that begins with -- is a setting."""
+OVERRIDES = "--a.b VALUE overrides a setting, for example --learner.lr 1e-5; `slipstream config` lists all settings"
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -44,10 +43,9 @@ ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_VERBOSITY": "error",
 }
-"""Unless told otherwise: engines set their own thread counts, what else starts threads keeps to one, and what libraries
-warn of we say in a line."""
-SAID: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up", signal.SIGTERM: "terminated"}
-BY: dict[type[BaseException], int] = {
+"""Defaults of environment variables: one thread, as engines set their own thread counts, and no library warnings."""
+SIGNAL_NAMES: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGHUP: "hung up", signal.SIGTERM: "terminated"}
+SIGNAL_OF: dict[type[BaseException], int] = {
     KeyboardInterrupt: signal.SIGINT,
     HungUp: signal.SIGHUP,
     Terminated: signal.SIGTERM,
@@ -55,7 +53,7 @@ BY: dict[type[BaseException], int] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as all of us do."""
+    """Argument parser whose errors are a `ConfigError`, which is printed in one line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
@@ -66,9 +64,9 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     os.environ |= ENVIRONMENT | os.environ
-    told: list[int] = []
+    received: list[int] = []
     try:
-        with stoppable(told):
+        with stoppable(received):
             words, changes = split_overrides(sys.argv[1:] if argv is None else argv)
             args = parser().parse_args(words)
             code: int = args.run(args, changes)
@@ -77,25 +75,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         note(" ".join(["error:", *str(error).splitlines()]))
         return 2
     except (KeyboardInterrupt, Terminated) as stopped:
-        number = told[0] if told else BY[type(stopped)]
-        print(SAID[number], file=sys.stderr)
+        number = received[0] if received else SIGNAL_OF[type(stopped)]
+        print(SIGNAL_NAMES[number], file=sys.stderr)
         return 128 + number
-    except BrokenPipeError:  # whoever read our output has closed it, as `| head` does
+    except BrokenPipeError:  # the reader of the output has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 @contextmanager
-def stoppable(told: list[int]) -> Iterator[None]:
-    """SIGTERM and SIGHUP stop a command as Ctrl-C does, also while it loads; a run that goes on heeds them in ways of
-    its own. Under nohup, SIGHUP stays ignored."""
+def stoppable(received: list[int]) -> Iterator[None]:
+    """Let SIGTERM and SIGHUP, unless ignored (nohup), stop a command as Ctrl-C does; `received` gets their numbers."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        received.append(number)
         if number == signal.SIGHUP:
             let_go_of_terminal()
-        heeds = signal.getsignal(signal.SIGINT)  # an event loop's, where one runs; ignored in the background of a shell
-        (heeds if callable(heeds) else signal.default_int_handler)(signal.SIGINT, frame)
+        handler = signal.getsignal(signal.SIGINT)  # that of a running event loop; not callable in a background job
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
 
     here = threading.current_thread() is threading.main_thread()
     heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if here and signal.getsignal(n) == signal.SIG_DFL]
@@ -116,50 +113,46 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    demo = commands.add_parser(
-        "demo", help="watch a tiny student learn from a tiny teacher, on a CPU", epilog=OVERRIDES
-    )
+    demo = commands.add_parser("demo", help="train a tiny student with a tiny teacher, on a CPU", epilog=OVERRIDES)
     demo.set_defaults(run=run_demo)
 
     train = commands.add_parser("train", help="train a student", epilog=OVERRIDES)
     train.add_argument("config", help="a TOML file")
     train.set_defaults(run=run_train)
 
-    train.add_argument("--skip-checks", action="store_true", help="begin without trying the engines first")
+    train.add_argument("--skip-checks", action="store_true", help="start training without testing the engines")
 
     examine = commands.add_parser(
-        "doctor", help="try a config's engines: do they agree, do weights arrive?", epilog=OVERRIDES
+        "doctor", help="check that engines agree and that new weights arrive", epilog=OVERRIDES
     )
-    examine.add_argument("config", nargs="?", help="a TOML file; the demo's without it")
+    examine.add_argument("config", nargs="?", help="a TOML file (default: the config of the demo)")
     examine.set_defaults(run=run_doctor)
 
-    resume = commands.add_parser("resume", help="go on with a run that was stopped, from its last checkpoint")
+    resume = commands.add_parser("resume", help="continue a stopped run from its last checkpoint")
     resume.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
     resume.add_argument(
         "--from",
         type=not_below_zero,
         dest="number",
         metavar="N",
-        help="from this checkpoint; what came later is forgotten",
+        help="continue from this checkpoint; later checkpoints and log lines are deleted",
     )
+    resume.add_argument("--updates", type=positive, metavar="N", help="total number of updates; extends a finished run")
     resume.add_argument(
-        "--updates", type=positive, metavar="N", help="make so many updates in all; also of a run that is finished"
-    )
-    resume.add_argument(
-        "--change", nargs="+", action="extend", default=[], metavar="KEY", help="changes in config.toml that are meant"
+        "--change", nargs="+", action="extend", default=[], metavar="KEY", help="accept these changes in config.toml"
     )
     resume.set_defaults(run=run_resume)
 
-    scaling = commands.add_parser("scale", help="workers of a run that goes on: list them, have more, or fewer")
+    scaling = commands.add_parser("scale", help="list, add or remove workers of an active run")
     scaling.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
     scaling.add_argument("changes", nargs="*", metavar="KIND=N", help="sampler=+2, teacher.NAME=-1 or sampler=3")
     scaling.set_defaults(run=run_scale)
 
     evaluate = commands.add_parser(
         "eval",
-        help="accuracy of a model: avg@n, pass@k, greedy",
-        epilog="A model of a run is asked what the run's config.toml says; what is written here comes first. "
-        "Options have the names of settings, too.",
+        help="measure the accuracy of a model: avg@n, pass@k, greedy",
+        epilog="For the model of a run, defaults are the settings in the run's config.toml, otherwise those in "
+        "parentheses. Options can also be written with the names of settings.",
         argument_default=argparse.SUPPRESS,
     )
     evaluate.add_argument("model", help="a run directory, HF directory or hub name, or builtin:student")
@@ -168,102 +161,102 @@ def parser() -> argparse.ArgumentParser:
         type=held_out,
         nargs="+",
         metavar="[NAME=]SOURCE",
-        help="prompts with answers, or several sets of them (without a run: builtin:arithmetic)",
+        help="one or several sets of prompts with answers (without a run: builtin:arithmetic)",
     )
     evaluate.add_argument("--split", "--data.eval_split", help="split of the data (without a run: eval)")
-    evaluate.add_argument("--reward", "--task.reward", type=reward, nargs="+", help="the first is accuracy (exact)")
     evaluate.add_argument(
-        "--limit", "--eval.prompts", type=positive, help="the first so many prompts of each set (200)"
+        "--reward", "--task.reward", type=reward, nargs="+", help="rewards; the first is accuracy (exact)"
     )
+    evaluate.add_argument("--limit", "--eval.prompts", type=positive, help="use the first N prompts of each set (200)")
     evaluate.add_argument("-n", "--eval.n", dest="n", type=positive, help="samples of each prompt (4)")
-    evaluate.add_argument("-k", type=positive, nargs="+", default=[1], help="report pass@k for these (1)")
-    evaluate.add_argument("--max-tokens", "--sampler.max_tokens", type=positive, help="longest response (96)")
-    evaluate.add_argument("--temperature", "--eval.temperature", type=temperature, help="0 is greedy (1.0)")
-    evaluate.add_argument("--seed", type=int, help="every draw follows from it (0)")
+    evaluate.add_argument("-k", type=positive, nargs="+", default=[1], help="values of k in pass@k (1)")
+    evaluate.add_argument("--max-tokens", "--sampler.max_tokens", type=positive, help="longest response in tokens (96)")
+    evaluate.add_argument("--temperature", "--eval.temperature", type=temperature, help="0 samples greedily (1.0)")
+    evaluate.add_argument("--seed", type=int, help="seed of all sampling (0)")
     evaluate.add_argument(
         "--dtype", "--sampler.dtype", choices=["float32", "bfloat16", "float64"], help="precision (float32)"
     )
-    evaluate.add_argument("--device", "--runtime.device", help="as runtime.device of a config (auto)")
+    evaluate.add_argument("--device", "--runtime.device", help="same as the setting runtime.device (auto)")
     for name in ("prompt", "answer", "template"):
-        evaluate.add_argument(f"--data.{name}", dest=name, metavar="TEXT", help=f"as data.{name} of a config")
+        evaluate.add_argument(f"--data.{name}", dest=name, metavar="TEXT", help=f"same as the setting data.{name}")
     evaluate.add_argument(
-        "--data.chat", dest="chat", action=argparse.BooleanOptionalAction, help="as data.chat of a config"
+        "--data.chat", dest="chat", action=argparse.BooleanOptionalAction, help="same as the setting data.chat"
     )
     evaluate.add_argument("--system-prompt", "--data.system_prompt", help="system message before every conversation")
     evaluate.add_argument("--json", action="store_true", default=False, help="print one JSON object for every set")
     evaluate.set_defaults(run=run_eval)
 
     serving = commands.add_parser(
-        "gateway", help="give a config's student to agents, and keep what they do with it", epilog=OVERRIDES
+        "gateway", help="serve a student to external agents, record episodes", epilog=OVERRIDES
     )
     serving.add_argument("config", help="a TOML file with [environment.gateway]")
-    serving.add_argument("-n", type=positive, metavar="N", help="end after so many prompts (all, once)")
+    serving.add_argument("-n", type=positive, metavar="N", help="number of prompts (default: every prompt once)")
     serving.add_argument(
         "-o",
         dest="to",
         type=Path,
         default=Path("lineages.jsonl"),
         metavar="FILE",
-        help="a new file (default: %(default)s)",
+        help="file to write, which must not exist (default: %(default)s)",
     )
     serving.set_defaults(run=run_gateway)
 
     study = commands.add_parser(
-        "sweep", help="run a study: arms and grids over any settings, by seeds", epilog=OVERRIDES
+        "sweep", help="run a study: arms and grids of settings, several seeds", epilog=OVERRIDES
     )
     study.add_argument("config", help="a TOML file with [sweep] (docs/lab.md)")
-    study.add_argument("--check", action="store_true", help="check every config, list the cells, run nothing")
-    study.add_argument("--jobs", type=positive, metavar="N", help="so many runs at a time (as the cores allow)")
+    study.add_argument("--check", action="store_true", help="check every config and list the cells, without running")
+    study.add_argument("--jobs", type=positive, metavar="N", help="parallel runs (default: as many as the cores allow)")
     study.set_defaults(run=run_sweep)
 
     planning = commands.add_parser(
-        "plan", help="what a run would do with so many devices: speed, lag, and how to split them", epilog=OVERRIDES
+        "plan", help="simulate speed and lag of a run on a number of devices", epilog=OVERRIDES
     )
-    planning.add_argument("source", metavar="CONFIG", help="a TOML file; or a run directory, whose own costs are taken")
-    planning.add_argument("--devices", type=positive, metavar="N", help="so many (as many as the config has workers)")
+    planning.add_argument("source", metavar="CONFIG", help="a TOML file; or a run directory, whose own costs are used")
+    planning.add_argument(
+        "--devices", type=positive, metavar="N", help="number of devices (default: workers in CONFIG)"
+    )
     given = planning.add_mutually_exclusive_group()
-    given.add_argument("--measure", action="store_true", help="start its engines and measure what each stage costs")
-    given.add_argument("--costs", type=Path, metavar="FILE", help="what each stage costs, as -o writes it")
-    planning.add_argument("-o", dest="to", type=Path, metavar="FILE", help="write the costs there, to be edited")
+    given.add_argument("--measure", action="store_true", help="start the engines and measure the cost of each stage")
+    given.add_argument("--costs", type=Path, metavar="FILE", help="file with the cost of each stage, as -o writes it")
+    planning.add_argument("-o", dest="to", type=Path, metavar="FILE", help="write the costs to a new file, for editing")
     planning.add_argument("--json", action="store_true", help="print one JSON object")
-    planning.add_argument("--report", type=Path, metavar="FILE", help="write a page with figures there, too")
+    planning.add_argument("--report", type=Path, metavar="FILE", help="also write an HTML page with figures")
     planning.set_defaults(run=run_plan)
 
-    said = commands.add_parser("samples", help="print what the student said in a run")
-    said.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
-    said.add_argument("--update", type=positive, metavar="N", help="of this update; the last ones without it")
-    said.add_argument("-n", type=positive, default=2, help="at most so many (default: %(default)s)")
-    said.set_defaults(run=run_samples)
+    sampled = commands.add_parser("samples", help="print responses of the student in a run")
+    sampled.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
+    sampled.add_argument("--update", type=positive, metavar="N", help="samples of this update (default: the last ones)")
+    sampled.add_argument("-n", type=positive, default=2, help="largest number of samples (default: %(default)s)")
+    sampled.set_defaults(run=run_samples)
 
-    reporting = commands.add_parser("report", help="a page of one or several runs, or of a study, that opens anywhere")
+    reporting = commands.add_parser("report", help="write one HTML page about one or several runs, or about a study")
     reporting.add_argument("paths", nargs="+", type=Path, metavar="RUN", help="a run directory, or one study")
     reporting.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="where to write it (default: report.html in the first one)"
+        "-o", "--output", type=Path, metavar="FILE", help="file to write (default: report.html in the first directory)"
     )
     reporting.add_argument(
-        "--markdown", type=Path, metavar="DIR", help="a study as Markdown with its figures as SVG, there, instead"
+        "--markdown", type=Path, metavar="DIR", help="instead write a study as Markdown, with figures as SVG, to DIR"
     )
     reporting.set_defaults(run=run_report)
 
-    watching = commands.add_parser("watch", help="a run that goes on, or went on, on the whole terminal")
+    watching = commands.add_parser("watch", help="show an active or finished run on the whole terminal")
     watching.add_argument("directory", type=Path, metavar="RUN", help="a run directory")
-    watching.add_argument("--once", action="store_true", help="print it as it is now, and end")
+    watching.add_argument("--once", action="store_true", help="print the current state once as text")
     watching.set_defaults(run=run_watch)
 
-    advice = commands.add_parser("advise", help="what is wrong with a run, why, and the smallest change that mends it")
-    advice.add_argument("directory", type=Path, metavar="RUN", help="a run directory, also of a run that goes on")
+    advice = commands.add_parser("advise", help="print problems of a run, their causes, and what to change")
+    advice.add_argument("directory", type=Path, metavar="RUN", help="a run directory; the run may be active")
     advice.add_argument("--json", action="store_true", help="print one JSON object")
     advice.set_defaults(run=run_advise)
 
-    config = commands.add_parser(
-        "config", help="print a resolved config, or every setting with its help", epilog=OVERRIDES
-    )
-    config.add_argument("config", nargs="?", help="a TOML file; without it all settings are listed")
-    config.add_argument("--check", action="store_true", help="also read data, tokenizers and weights, as train would")
+    config = commands.add_parser("config", help="print a resolved config, or all settings with help", epilog=OVERRIDES)
+    config.add_argument("config", nargs="?", help="a TOML file (default: list all settings)")
+    config.add_argument("--check", action="store_true", help="also read data, tokenizers and weights, as `train` does")
     config.set_defaults(run=run_config)
 
-    estimators = commands.add_parser("estimators", help="every loss, correction and advantage: what it is and is for")
-    estimators.add_argument("name", nargs="?", help="only this one, in full")
+    estimators = commands.add_parser("estimators", help="list losses, corrections and advantages, and when to use them")
+    estimators.add_argument("name", nargs="?", help="print all details of this estimator")
     estimators.set_defaults(run=run_estimators)
     return top
 
@@ -278,7 +271,7 @@ def reward(text: str) -> str:
 
 
 def held_out(text: str) -> tuple[str, str]:
-    """`NAME=SOURCE`, or a source without a name."""
+    """Split `NAME=SOURCE` into name and source; the name is empty if none is given."""
     name, equals, source = text.partition("=")
     return (name, source) if equals and name.isidentifier() else ("", text)
 
@@ -293,7 +286,7 @@ def not_below_zero(text: str) -> int:
 
 def whole(text: str, *, least: int) -> int:
     if not text.isdecimal() or (value := int(text)) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return value
 
 
@@ -301,12 +294,12 @@ def temperature(text: str) -> float:
     from slipstream.config.base import GREEDY
 
     if (value := float(text)) != 0 and not GREEDY <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is neither 0, which is greedy, nor from {GREEDY} to 100")
+        raise argparse.ArgumentTypeError(f"{text} is neither 0, which is greedy, nor between {GREEDY} and 100")
     return value
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """What argparse shall see, and the settings of `--a.b value` or `--a.b=value`, wherever they stand."""
+    """Split arguments into those for argparse and settings written as `--a.b value` or `--a.b=value`."""
     if not words or words[0] not in OVERRIDABLE:
         return list(words), []
     kept, found, rest = [words[0]], list[tuple[str, str]](), list(words[1:])
@@ -339,7 +332,7 @@ def run_train(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     config = load(args.config, changes, say=note)
     from slipstream.runs.start import train
 
-    return tell_done(train(config, console(), name=Path(args.config).stem, checks=not args.skip_checks))
+    return print_done(train(config, console(), name=Path(args.config).stem, checks=not args.skip_checks))
 
 
 def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
@@ -355,12 +348,12 @@ def run_doctor(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
 def run_resume(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     from slipstream.runs.start import resume
 
-    return tell_done(
+    return print_done(
         resume(args.directory, console(), number=args.number, updates=args.updates, meant=tuple(args.change))
     )
 
 
-def tell_done(path: Path) -> int:
+def print_done(path: Path) -> int:
     print(printable(f"done: student in {path / 'final'}, metrics in {path / 'metrics.jsonl'}"))
     return 0
 
@@ -442,10 +435,10 @@ def run_samples(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int
 
 
 def run_report(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
-    from slipstream.commands.report import report, written
+    from slipstream.commands.report import report, write_markdown
 
     if args.markdown is not None:
-        print(*written(args.paths, args.markdown), sep="\n")
+        print(*write_markdown(args.paths, args.markdown), sep="\n")
     else:
         print(printable(str(report(args.paths, args.output))))
     return 0
@@ -479,7 +472,7 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
     text = to_toml(config)
     print(printable(text) if sys.stdout.isatty() else text, end="")
     if args.check:
-        from slipstream.plan.plan import at_a_look, plan, read_weights
+        from slipstream.plan.plan import plan, prompt_preview, read_weights
         from slipstream.run_dir.writing import check_free, run_path
         from slipstream.runtimes.local import check_gpus
 
@@ -489,9 +482,9 @@ def run_config(args: argparse.Namespace, changes: list[tuple[str, str]]) -> int:
         if made.engines.runtime.kind == "local":
             check_gpus(made.engines, made.tokenizer, warnings.append)
         read = read_weights(made.config)
-        for line in (*warnings, *at_a_look(made), *made.notes, made.method, *made.needs, *read):
+        for line in (*warnings, *prompt_preview(made), *made.notes, made.method, *made.needs, *read):
             print(printable(f"# {line}"))
-        print(f"# ok: {len(made.prompts.rows)} prompts, one vocabulary, everything fits the context")
+        print(f"# ok: {len(made.prompts.rows)} prompts; vocabularies match; everything fits the context")
     return 0
 
 
@@ -510,10 +503,10 @@ def run_estimators(args: argparse.Namespace, changes: list[tuple[str, str]]) -> 
         except ValueError as error:
             raise ConfigError(str(error)) from None
         for entry in entries:
-            told = Table.grid(padding=(0, 2))
+            details = Table.grid(padding=(0, 2))
             for title, text in zip(TITLES, asdict(entry).values(), strict=True):
-                told.add_row(f"{title}:", Text(text))
-            screen.print(told)
+                details.add_row(f"{title}:", Text(text))
+            screen.print(details)
         return 0
     for family, entries in catalogue().items():
         table = Table(title=family, title_justify="left")
@@ -522,5 +515,5 @@ def run_estimators(args: argparse.Namespace, changes: list[tuple[str, str]]) -> 
         for entry in entries:
             table.add_row(*map(Text, (entry.name, entry.scope, entry.what, entry.use_when)))
         screen.print(table)
-    screen.print("slipstream estimators NAME tells more of one", highlight=False)
+    screen.print("slipstream estimators NAME prints all details of one", highlight=False)
     return 0

@@ -16,14 +16,24 @@ import pytest
 from rich.console import Console
 
 from slipstream.cli import main
-from slipstream.commands.doctor import arrival, by_itself, doctor, rewarded, room
+from slipstream.commands.doctor import check_publish, doctor, memory_findings, self_taught_plan, with_rewards
 from slipstream.config.file import load, parse
 from slipstream.config.objective import PolicyConfig
 from slipstream.config.schema import Config
 from slipstream.engines.score_checks import scored
 from slipstream.errors import ConfigError, ModelError
 from slipstream.models.resolve import DEMO, model_path
-from slipstream.plan.checks import ENOUGH, FEW, PROMPTS, CheckFailed, Finding, failing, in_place, quick, raised
+from slipstream.plan.checks import (
+    ENOUGH,
+    FEW,
+    PROMPTS,
+    CheckFailed,
+    Finding,
+    correlation_finding,
+    failure_findings,
+    raise_fatal,
+    start_checks,
+)
 from slipstream.plan.plan import Plan, plan
 from slipstream.protocols import Engines, Loaded, Sampling
 from slipstream.records import Handle
@@ -104,8 +114,8 @@ def one_clamped(logp_NM: np.ndarray) -> np.ndarray:
 LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "shifted": (lambda logp: np.roll(logp, 1, axis=0), "the rows are shifted by one token"),
     "zeros": (np.zeros_like, "mean reverse KL to it -0.* and no distribution is below 0"),
-    "constant": (lambda logp: np.full_like(logp, -2.0), "it says the same of every token"),
-    "noise": (noise, "it has nothing to do with these tokens"),
+    "constant": (lambda logp: np.full_like(logp, -2.0), "it gives the same score to every token"),
+    "noise": (noise, "its scores are not of these tokens"),
     "negated": (lambda logp: -logp, "cannot be learned from, as teacher main gives token .* which is above 0"),
     "upside down": (lambda logp: np.log1p(-np.exp(logp) + 1e-3), "finds likely what the student finds unlikely"),
     "clamped": (one_clamped, "answers cannot be learned from, as .* a log-prob of -9999, which stands for none"),
@@ -126,15 +136,15 @@ def examined(settings: Config, wrap: Any, check: Any) -> list[Finding]:
 
 
 async def at_the_start(made: Plan, engines: Engines, prompts: Any) -> list[Finding]:
-    return await quick(made, engines, prompts, version=0)
+    return await start_checks(made, engines, prompts, version=0)
 
 
 def test_engines_that_agree_are_found_to() -> None:
     found = examined(config(), lambda engines: engines, at_the_start)
     assert all(finding.ok for finding in found)
-    pearson = float(found[0].said.split()[1].strip(","))
+    pearson = float(found[0].detail.split()[1].strip(","))
     assert pearson >= 0.9999
-    raised(found)
+    raise_fatal(found)
 
 
 def test_another_temperature_in_the_sampler_is_found() -> None:
@@ -142,9 +152,9 @@ def test_another_temperature_in_the_sampler_is_found() -> None:
         return replace(engines, samplers=tuple(OtherTemperature(sampler) for sampler in engines.samplers))
 
     found = examined(config(), wrap, at_the_start)
-    assert not found[0].ok and "another temperature on one side?" in found[0].fix
+    assert not found[0].ok and "check temperatures" in found[0].fix
     with pytest.raises(CheckFailed, match="sampler and learner, one checkpoint: .*--skip-checks"):
-        raised(found)
+        raise_fatal(found)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +173,7 @@ def test_a_teacher_that_lies_is_found_out_before_a_run(lie: str, opened: tuple[P
     found = asyncio.run(at_the_start(job, lying, [job.prompts.at(number) for number in range(PROMPTS)]))
     assert [finding.ok for finding in found] == [True, False, True]
     with pytest.raises(CheckFailed, match=f"^teacher main: .*{said}.*--skip-checks"):
-        raised(found)
+        raise_fatal(found)
 
 
 SEEN = {
@@ -198,7 +208,7 @@ SEEN = {
 def test_the_bar_for_a_correlation_follows_from_the_number_of_tokens(
     changes: dict[str, float], ok: bool, fatal: bool
 ) -> None:
-    found = in_place("main", SEEN | changes)
+    found = correlation_finding("main", SEEN | changes)
     assert (found.ok, found.fatal) == (ok, fatal) and (found.ok or found.fix)
 
 
@@ -215,7 +225,7 @@ def test_short_answers_are_drawn_to_more_prompts_until_there_is_enough_to_judge_
     job, engines = opened
     short = replace(job, sampling=replace(job.sampling, max_tokens=3))
     found = asyncio.run(at_the_start(short, engines, [job.prompts.at(number) for number in range(PROMPTS)]))
-    (tokens,) = re.findall(r"over (\d+) tokens", found[1].said)
+    (tokens,) = re.findall(r"over (\d+) tokens", found[1].detail)
     assert ENOUGH * 0.75 < int(tokens) <= ENOUGH
 
 
@@ -225,7 +235,7 @@ def test_the_same_short_answers_to_one_prompt_accuse_nobody(opened: tuple[Plan, 
     short = replace(job, sampling=replace(job.sampling, max_tokens=4))
     prompt = job.prompts.at(0)
     found = asyncio.run(at_the_start(short, engines, [replace(prompt, seed=seed) for seed in range(PROMPTS * 8)]))
-    (tokens,) = re.findall(r"over (\d+) tokens", found[1].said)
+    (tokens,) = re.findall(r"over (\d+) tokens", found[1].detail)
     assert int(tokens) < FEW and (found[1].ok or not found[1].fatal), found[1]
 
 
@@ -240,10 +250,10 @@ def test_a_load_that_was_skipped_and_lied_about_is_found() -> None:
         engines.learner.export = exported  # type: ignore[method-assign]
         return replace(engines, samplers=(sampler,))
 
-    found = examined(config(), wrap, arrival)
+    found = examined(config(), wrap, check_publish)
     assert [finding.ok for finding in found] == [True, False]
     assert found[1].name == "sampler and learner, after a publish"
-    assert found[1].fix.startswith("weights that were published are not what runs")
+    assert found[1].fix.startswith("the sampler does not run the published weights")
 
 
 def test_a_load_that_was_skipped_is_told_by_the_fingerprint() -> None:
@@ -271,18 +281,21 @@ def test_a_swapped_tokenizer_is_named_by_its_first_id(tmp_path: Path, capsys: py
 def test_the_doctor_finds_nothing_in_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *(f"--{name}={value}" for name, value in INLINE)]) == 0
     out = capsys.readouterr().out
-    assert "sampler and learner, after a publish" in out and "all is well" in out and "FAIL" not in out
+    assert "sampler and learner, after a publish" in out and "all checks passed" in out and "FAIL" not in out
     assert "a teacher equal to the student teaches nothing: largest difference of a log-prob 0" in out
 
 
 def test_a_policy_loss_without_a_teacher_is_examined_too() -> None:
     settings = load(Path(__file__).parents[2] / "configs" / "decoupled.toml", INLINE, say=str)
-    assert by_itself(plan(settings)) is None
+    assert self_taught_plan(plan(settings)) is None
     assert doctor(settings, QUIET)
     group = [Handle(replace(header, rewards={}), None) for header in [_header(0), _header(1)]]
-    assert [handle.header.rewards for handle in rewarded(settings, group)] == [{"exact": 0.0}, {"exact": 1.0}]
+    assert [handle.header.rewards for handle in with_rewards(settings, group)] == [
+        {"exact": 0.0},
+        {"exact": 1.0},
+    ]
     against_greedy = settings.model_copy(update={"policy": PolicyConfig(advantage="remax")})
-    assert rewarded(against_greedy, group)[1].header.rewards == {"exact": 1.0, "greedy_exact": 0.5}
+    assert with_rewards(against_greedy, group)[1].header.rewards == {"exact": 1.0, "greedy_exact": 0.5}
 
 
 def _header(index: int) -> Any:
@@ -315,9 +328,9 @@ def test_a_run_may_begin_without_some_rows_but_not_with_an_environment_that_rais
 ) -> None:
     ended = [replace(_header(0), finish="error", outcome={f"failed/{kind}": 1.0}, cause="why") for kind in kinds]
     headers = [header if kind else _header(0) for header, kind in zip(ended, kinds, strict=True)]
-    found = failing([[Handle(header, None)] for header in headers])
+    found = failure_findings([[Handle(header, None)] for header in headers])
     assert [finding.fatal for finding in found] == ([] if fatal is None else [fatal])
-    assert all(not finding.ok and "episodes failed, each time it was tried: why" in finding.said for finding in found)
+    assert all(not finding.ok and "episodes failed in every attempt: why" in finding.detail for finding in found)
 
 
 def test_train_tries_its_engines_before_it_writes_and_can_be_told_not_to(
@@ -376,9 +389,9 @@ def test_weights_of_versions_before_count_where_they_are_kept() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     """What is counted is refused; activations are an estimate."""
-    findings = room(plan(config(("learner.token_budget", "10000000000"))))
+    findings = memory_findings(plan(config(("learner.token_budget", "10000000000"))))
     assert not findings[-1].ok and re.search(
-        r"learner: .*, and its device has .*learner.token_budget", findings[-1].said
+        r"learner: .*, and its device has .*learner.token_budget", findings[-1].detail
     )
     with pytest.raises(ConfigError, match=r"^sampler: .* GiB .*, and its device has .*: lower sampler.slots"):
         plan(config(("sampler.slots", "100000000")))
@@ -399,12 +412,9 @@ def test_the_doctor_plays_whole_episodes_and_says_why_an_environment_fails(
     said = capsys.readouterr().out
     assert re.search(r"ok   environment: 8 whole episodes: \d\.\d turns, .* for tools; ended by eos \d", said)
     assert "ok   rewards of these: exact " in said
-    assert "limits of programs" not in said
+    assert "sandbox limits" not in said
     where = "none" if NO_BUBBLEWRAP else "bubblewrap"
     assert main([*asked, "--environment.use", f"{tmp_path}/broken.py:Broken", "--environment.sandbox", where]) == 1
     said = capsys.readouterr().out
-    assert ("ok   limits of programs: sandbox: " in said) is (not NO_BUBBLEWRAP)
-    assert (
-        "FAIL environment: 8 of 8 episodes failed, each time it was tried: close raised OSError: the shop is shut"
-        in said
-    )
+    assert ("ok   sandbox limits: sandbox: " in said) is (not NO_BUBBLEWRAP)
+    assert "FAIL environment: 8 of 8 episodes failed in every attempt: close raised OSError: the shop is shut" in said

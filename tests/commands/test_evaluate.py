@@ -168,9 +168,9 @@ def test_it_says_what_is_of_the_run_and_what_is_given(home: Path, capsys: pytest
     out, err = capsys.readouterr()
     first, *rest = out.splitlines()
     assert first == (
-        "as runs/first/config.toml says: answer solution, template {question}=, reward ./mine.py:share "
-        "exact, limit 5, max_tokens 6, temperature 1, seed 0, device cpu; as given here: data math.jsonl, n 2, dtype "
-        "float64"
+        "from runs/first/config.toml: answer solution, template {question}=, reward ./mine.py:share "
+        "exact, limit 5, max_tokens 6, temperature 1, seed 0, device cpu; from the command line: data math.jsonl, n 2, "
+        "dtype float64"
     )
     assert err == "" and "\x1b" not in out and "\r" not in out, "no progress on a pipe"
     text = "\n".join(rest)
@@ -207,7 +207,10 @@ def test_without_held_out_prompts_those_of_training_are_asked_and_called_so(
     assert said.startswith("runs/plain/config.toml has no task.reward") and "--reward exact" in said
     assert main(["eval", "runs/plain", "--reward", "exact"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert "data train.jsonl" in first and "(training prompts: it has no data.eval); as given here: reward" in first
+    assert (
+        "data train.jsonl" in first
+        and "(training prompts, because data.eval is not set); from the command line: reward" in first
+    )
     assert not (home / "runs/plain/eval.jsonl").read_text().count("arithmetic")
 
 
@@ -248,7 +251,7 @@ def test_a_damaged_run_is_one_line_or_said(home: Path, capsys: pytest.CaptureFix
 
 def test_a_run_that_is_not_there_is_no_model_of_the_hub(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "runs/frist") == "runs/frist: no such directory; did you mean 'runs/first'?"
-    assert refused(capsys, "runs") == "runs is no run, but holds some: name one of them, for example runs/plain"
+    assert refused(capsys, "runs") == "runs is not a run, but contains runs: name one of them, for example runs/plain"
 
 
 def test_a_hub_that_does_not_answer_is_asked_once(
@@ -268,7 +271,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(
 
 def test_a_student_without_its_run_is_not_asked_arithmetic(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree("runs/first/final", "alone")
-    assert refused(capsys, "alone").startswith("alone was saved by a run that is not around it any more")
+    assert refused(capsys, "alone").startswith("alone was saved by a run, but is outside of its run directory")
     got, _ = found(
         capsys,
         *("alone", "--data", "math.jsonl", "--data.template", "{question}"),
@@ -281,7 +284,7 @@ def test_results_that_cannot_be_kept_are_still_told(home: Path, capsys: pytest.C
     (home / "runs/first/eval.jsonl").mkdir()
     got, said = found(capsys, "runs/first", "--data", "math.jsonl")
     assert len(got) == 1
-    assert said == "note: these results are nowhere kept: runs/first/eval.jsonl cannot be written: Is a directory\n"
+    assert said == "note: these results are not saved: runs/first/eval.jsonl cannot be written: Is a directory\n"
 
 
 def test_answers_that_no_reward_can_grade_count_as_wrong(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

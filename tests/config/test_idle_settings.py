@@ -37,7 +37,7 @@ device = "cpu"
 RL = "loss.weight=0 teachers={} policy.loss=vanilla task.reward=exact sampler.group=2"
 HELD_OUT = "data.eval=builtin:arithmetic task.reward=exact eval.prompts=4"
 TWO = "teachers.other.model=builtin:teacher data.train=routed.jsonl"
-NOTHING = "has next to nothing to do: answers are drawn by the weights that learn from them"
+NOTHING = "has almost no effect: every update is one step on answers of its own weights"
 
 REFUSED = {
     "data.train=rows.jsonl data.split=test": "data.split = 'test' does nothing: rows.jsonl has no splits; drop it",
@@ -77,9 +77,9 @@ REFUSED = {
     "teachers.main.model=": "'' names no model: write an HF directory or a hub name",
     "sampler.slots=1000000000": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
     "loss.m=100000": "loss.m: input should be less than or equal to 10000, got 100000",
-    "learner.lora.rank=100000": "learner.lora.rank = 100000 is more than any of these layers of builtin:student has: w",
+    "learner.lora.rank=100000": "learner.lora.rank = 100000 is more than the width of any of these layers of built",
     "runtime.device=cpu:7": "runtime.device = 'cpu:7': all CPUs are one device: write \"cpu\"",
-    "learner.batch_size=1000000000": "samples on their way, which need 4,768.4 GiB at the least; this machine has",
+    "learner.batch_size=1000000000": "samples in flight, which need at least 4,768.4 GiB; this machine has",
     "freshness.every=5": 'every is for refresh = "fixed": write that, or drop it',
     "freshness.refresh=never freshness.kappa_f=0.2": 'kappa_f is for refresh = "adaptive": write that, or drop it',
     "freshness.refresh=fixed freshness.buffer=measured": 'buffer is for refresh = "adaptive": write that, or drop it',
@@ -107,15 +107,15 @@ WARNED = {
     f"{RL} reference.weight=0.1 reference.host=true": "reference.host = true does nothing on a CPU",
     "learner.token_budget=100000000000": "its device has",
     "checkpoint.minutes=0": "a run that is killed loses everything",
-    "reference.weight=0.1": "drop [reference] if that is not meant",
+    "reference.weight=0.1": "drop [reference] if that is not intended",
 }
 NOTED = {
     "loss.clip=0.2 schedule.kind=sync": f"loss.clip {NOTHING}",
     "loss.ratio_cap=2.0 schedule.tau=0": f"loss.ratio_cap {NOTHING}",
     "loss.kind=k1 loss.as=reward loss.dual_clip=4.0 schedule.kind=periodic": f"loss.dual_clip {NOTHING}",
     f"{RL} policy.options={{clip_high=0.3}} schedule.kind=sync": f"policy.options.clip_high {NOTHING}",
-    "freshness.anchor=0.2 schedule.kind=sync": "[freshness] has next to nothing to do: every answer is drawn by the",
-    "freshness.anchor=0.2": "freshness: no teacher is asked again (relabel), so that supervision drift is",
+    "freshness.anchor=0.2 schedule.kind=sync": "[freshness] has almost no effect: every update trains on answers of",
+    "freshness.anchor=0.2": "freshness: no teacher scores answers again (relabel), so that supervision drift is",
     "loss.m=64": 'loss.m = 64 draws of 39 tokens: loss.kind = "reverse_kl" computes all of them',
 }
 QUIET = [

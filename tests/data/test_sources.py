@@ -23,7 +23,7 @@ from slipstream.data.prompts import Row, load_rows
 from slipstream.data.tokenizers import encode_rows
 from slipstream.errors import ConfigError, DataError
 from slipstream.plan.evaluation import graded_rows
-from slipstream.plan.plan import at_a_look, plan, shortened
+from slipstream.plan.plan import plan, prompt_preview, shortened
 from slipstream.rewards.functions import exact, math, unfit
 from slipstream.run_dir.writing import read_lines
 from slipstream.runs import start as launch
@@ -467,7 +467,7 @@ def test_text_for_a_model_that_chats_is_noted(tmp_path: Path, models_dir: Path) 
     assert any("data.chat = true sends it as a user's message" in note for note in made.notes)
     chatting = plan(load(path, [("data.chat", "true")]))
     assert not any("data.chat" in note for note in chatting.notes)
-    assert at_a_look(chatting)[0] == "first prompt: '<bos><user>A1B0=<eos><assistant>'"
+    assert prompt_preview(chatting)[0] == "first prompt: '<bos><user>A1B0=<eos><assistant>'"
 
 
 # --- commands ----------------------------------------------------------------------------------------------
@@ -521,7 +521,7 @@ def test_check_shows_the_first_prompt_as_the_student_sees_it(home: Path, capsys:
     (home / "long.jsonl").write_bytes(lines({"prompt": "A1" * 60 + "B2="}))
     changes = [("data", '{"train": "long.jsonl"}'), ("task.reward", "none")]
     made = plan(load("run.toml", [("data", '{train = "long.jsonl"}'), *changes[1:]]))
-    prompt, answer = at_a_look(made)
+    prompt, answer = prompt_preview(made)
     assert prompt.endswith("B2='") and len(prompt) < 150 and answer == "its answer: none"
 
 
@@ -542,7 +542,7 @@ REFUSED = {
     "blank": (
         "--data.train",
         "blank.csv",
-        "blank.csv:3: has no answer, which the reward 'exact' needs: data.answer names a column",
+        "blank.csv:3: has no answer, which the reward 'exact' needs: set data.answer to its column",
     ),
     "a pipe": ("--data.train", "pipe.csv", "pipe.csv: is a pipe or a device, where a file is expected"),
     "a template of nothing": ("--data.template", "A1", "data.template: would be the same for every prompt"),
@@ -586,7 +586,7 @@ def test_eval_reads_data_as_training_does(home: Path, capsys: pytest.CaptureFixt
         (
             "--data.prompt",
             "question",
-        ): "table.csv:2: has no answer, which the reward 'exact' needs: data.answer names a column",
+        ): "table.csv:2: has no answer, which the reward 'exact' needs: set data.answer to its column",
         ("--data.template", "A1"): "data.template: would be the same for every prompt",
         (
             "--data",

@@ -214,7 +214,7 @@ def test_a_teacher_at_an_endpoint_is_asked_again_where_attempts_have_moved(tmp_p
         said = list[str]()
         lines = slipstream.train(config, quiet=True, checks=False).metrics
         assert freshness_notes(parse(config, say=said.append)) == [
-            "freshness: supervision drift of teachers.main is a lower bound, as its endpoint tells of 4 tokens only"
+            "freshness: supervision drift of teachers.main is a lower bound, as its endpoint scores 4 tokens only"
         ]
     again = [line for line in lines if line.get("teacher/relabelled")]
     assert (

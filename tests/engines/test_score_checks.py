@@ -45,7 +45,7 @@ from slipstream.reporting.terminal.watch import Watched
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.runs.start import say_how_to_go_on
+from slipstream.runs.start import print_resume_command
 from slipstream.simulation import toy
 from slipstream.simulation import virtual_clock as virtual
 from support.tiny_models import make_prompts, masked, uniform
@@ -346,8 +346,8 @@ def test_a_teacher_that_begins_to_say_zero_stops_the_run_and_the_last_good_check
     proof = HealthConfig().updates
     assert newest(tmp_path, proof=proof).standing.version == 9, "resume agrees with the line that stopped the run"
     said = io.StringIO()
-    say_how_to_go_on(tmp_path, RunDir(tmp_path).config, Console(file=said, width=200))
-    assert said.getvalue() == f"stopped; saved after update 9; go on with: slipstream resume {tmp_path}\n"
+    print_resume_command(tmp_path, RunDir(tmp_path).config, Console(file=said, width=200))
+    assert said.getvalue() == f"stopped; saved after update 9; continue with: slipstream resume {tmp_path}\n"
     assert Watched(tmp_path).state().doing == f"after update 12; slipstream resume {tmp_path} continues after update 9"
 
 

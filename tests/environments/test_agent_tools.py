@@ -231,5 +231,5 @@ def test_a_program_that_an_agent_would_not_find_where_it_begins_is_missed_before
     monkeypatch.chdir(workspace.parent)
     check_agent(Agent(command=("a/run.sh",), workspace="workspace", verify=("cat",)))
     for command, place in ((("workspace/a/run.sh",), "workspace"), (("workspace/a/run.sh",), None)):
-        with pytest.raises(ConfigError, match=r"no program 'workspace/a/run.sh' in the workspace, where it begins"):
+        with pytest.raises(ConfigError, match=r"no program 'workspace/a/run.sh' in the workspace, where it starts"):
             check_agent(Agent(command=command, workspace=place, verify=None))

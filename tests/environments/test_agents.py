@@ -34,11 +34,11 @@ from slipstream.environments.gateway.sessions import Bounds
 from slipstream.errors import ConfigError
 from slipstream.plan.engines import EnvironmentPlan, GatewayPlan
 from slipstream.plan.environment import check_agent
-from slipstream.plan.plan import at_a_glance
+from slipstream.plan.plan import fast_checks
 from slipstream.protocols import Graded, Sampling
 from slipstream.records import Handle, Prompt, handed_over, unfinished
 from slipstream.run_dir.writing import read_lines
-from slipstream.runs.start import invite
+from slipstream.runs.start import announce_gateway
 from support.gateways import VOCABULARY, Babble, post, renderer
 from support.sandboxes import NO_BUBBLEWRAP
 
@@ -414,7 +414,7 @@ def test_the_server_is_an_extra_that_is_missed_before_a_run(tmp_path: Path, monk
     with pytest.raises(
         ConfigError, match=r"environment.gateway needs Starlette and uvicorn: pip install 'slipstream\["
     ):
-        at_a_glance(load(written(tmp_path)))
+        fast_checks(load(written(tmp_path)))
 
 
 def test_a_token_is_written_anew_for_its_owner_alone_and_through_no_link(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_token_is_written_anew_for_its_owner_alone_and_through_no_link(tmp_pat
     for agent in (None, None, Agent(command=("ls",), workspace=None, verify=None)):
         port = GatewayPlan(agent=agent, at_once=1, host="::1", port=8008, name="student", vocabulary=7)
         limits = Limits(turns=1, calls=1, turn_tokens=None, seconds=1, step_seconds=1)
-        invite(
+        announce_gateway(
             EnvironmentPlan(wanted=None, gateway=port, processes=1, limits=limits, renderer={}), tmp_path, said.append
         )
         tokens.append(port.token)
@@ -531,7 +531,7 @@ def test_agents_may_have_the_student_without_a_run(tmp_path: Path, capsys: pytes
     for line in lines:
         assert line["rewards"]["environment/told"] == 1 and line["branch"] == 0 and line["cause"] == ""
         assert len(line["tokens"]) == len(line["logp"]) == len(line["turn"]) and sum(line["loss_mask"]) > 0
-    assert f"4 episodes, of which 0 failed: 4 lineages in {found}" in capsys.readouterr().err
+    assert f"4 episodes, 0 of them failed; 4 lineages are in {found}" in capsys.readouterr().err
     assert main(["gateway", str(config), "-o", str(found)]) == 2
     assert "found.jsonl cannot be written: [Errno 17] File exists" in capsys.readouterr().err
 

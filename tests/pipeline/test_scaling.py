@@ -19,7 +19,7 @@ from slipstream.errors import ConfigError, RunDirError
 from slipstream.pipeline.control.scaling import Room, asked, check_room
 from slipstream.pipeline.run import Run
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.runs.control_socket import SOCKET, reachable, scale
+from slipstream.runs.control_socket import SOCKET, scale, scale_server
 from slipstream.simulation import virtual_clock as virtual
 from support.mortal_workers import mortal
 from support.scaling import scalable
@@ -87,7 +87,7 @@ def test_a_run_is_told_through_its_directory(tmp_path: Path, depth: int) -> None
     found: list[Any] = []
 
     async def main() -> None:
-        async with reachable(run, told, found.append):
+        async with scale_server(run, told, found.append):
             assert (run / SOCKET).stat().st_mode & 0o777 == 0o600
             found.append(await asyncio.to_thread(scale, run, ["x"]))
             found.append(await asyncio.to_thread(scale, run, []))
@@ -100,7 +100,7 @@ def test_a_run_is_told_through_its_directory(tmp_path: Path, depth: int) -> None
         ["sampler: 2 working (x, sampler); 1 leaving (old)"],
         ["sampler: 1 working (sampler); 1 leaving (old)"],
     ]
-    with pytest.raises(RunDirError, match="no run goes on there"):
+    with pytest.raises(RunDirError, match="no run is active there"):
         scale(run, [])
 
 
@@ -109,7 +109,7 @@ def test_a_run_that_was_killed_does_not_go_on(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / SOCKET))
     assert (tmp_path / SOCKET).is_socket()
-    with pytest.raises(RunDirError, match="no run goes on there"):
+    with pytest.raises(RunDirError, match="no run is active there"):
         scale(tmp_path, [])
 
 
@@ -122,7 +122,7 @@ def test_whoever_talks_nonsense_is_told_so(tmp_path: Path, line: bytes) -> None:
             return json.loads(there.makefile().readline())
 
     async def main() -> Any:
-        async with reachable(tmp_path, told, print):
+        async with scale_server(tmp_path, told, print):
             return await asyncio.to_thread(talk)
 
     assert asyncio.run(main()) == {"error": 'expected one line of JSON, such as ["sampler=+2"]'}
@@ -141,7 +141,7 @@ def test_whoever_says_nothing_holds_up_no_end(tmp_path: Path) -> None:
             return b""
 
     async def main() -> bytes:
-        async with reachable(tmp_path, told, print):
+        async with scale_server(tmp_path, told, print):
             call = asyncio.create_task(asyncio.to_thread(talk))
             await asyncio.to_thread(ended.wait)
         return await call

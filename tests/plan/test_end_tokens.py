@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from slipstream.cli import main
 from slipstream.config.file import parse
 from slipstream.models.resolve import model_path
-from slipstream.plan.checks import PROMPTS, Finding, judged_ends, quick
+from slipstream.plan.checks import PROMPTS, Finding, judged_ends, start_checks
 from slipstream.plan.ends import EndProbe, template_end
 from slipstream.plan.plan import plan
 from slipstream.runtimes.inline import open_engines
@@ -75,7 +75,7 @@ def test_a_pair_with_different_ends_is_refused_with_both_ids_by_check_and_train(
     assert said[0] == said[1]
     assert said[0] == (
         f"error: teachers.main: {tmp_path}/teacher ends an answer with '<system>' (id 4), {tmp_path}/student stops "
-        "only at '<eos>' (id 1): it would unlearn to end its answers; write a student that stops at '<system>' (id 4), "
+        "only at '<eos>' (id 1): training would teach it not to stop; write a student that stops at '<system>' (id 4), "
         "or a teacher that ends with '<eos>' (id 1): an instruct model beside an instruct model, a base model beside a "
         "base model"
     )
@@ -161,7 +161,7 @@ def found_at_start(*changes: tuple[str, str]) -> list[Finding]:
     job = plan(parse(tomllib.loads(DEMO), changes))
     engines = open_engines(job.engines, job.tokenizer, say=str)
     try:
-        return asyncio.run(quick(job, engines, [job.prompts.at(number) for number in range(PROMPTS)], version=0))
+        return asyncio.run(start_checks(job, engines, [job.prompts.at(number) for number in range(PROMPTS)], version=0))
     finally:
         engines.close()
 
@@ -184,7 +184,7 @@ def test_a_teacher_that_says_another_end_than_its_files_is_found_at_the_start(
     ends = said(widened(ends_with_another_token(tmp_path / "teacher")))
     assert not ends.ok and ends.fatal and "write a student that stops at '<pad>' (id 0)" in ends.fix
     between = r"with '<eos>' \(id 1\) at probability .*, with '<pad>' \(id 0\), at which the student does not stop, at"
-    assert re.search(between, ends.said)
+    assert re.search(between, ends.detail)
     assert said(widened(tmp_path / "honest")).ok
 
 

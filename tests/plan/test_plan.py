@@ -217,7 +217,7 @@ def test_a_plan_says_what_a_greedy_baseline_costs(config: str) -> None:
     [
         ("schedule.mixture=levle", "levels.jsonl:1: has no 'levle' (schedule.mixture); did you mean 'level'?"),
         ("schedule.mixture=same", "schedule.mixture = 'same' does nothing: every row has 'x' there; drop it"),
-        ("schedule.mixture=number", "no two rows have the same there: name a column of few values, or write schedule."),
+        ("schedule.mixture=number", "every row has a different value there: name a column with"),
         ("schedule.mixture=level schedule.order=submission", 'mixture does nothing with order = "submission": write'),
     ],
 )
@@ -252,7 +252,7 @@ def test_a_plan_says_when_checkpoints_come(config: str) -> None:
 def test_a_plan_holds_what_a_person_must_know(config: str) -> None:
     settings = [("reference.weight", "0.1"), ("learner.dtype", "bfloat16")]
     made = plan(load(config, settings, say=str))
-    assert any("both pull at the student" in warning for warning in made.warnings)
+    assert any("both a teacher and a reference" in warning for warning in made.warnings)
     assert any("rounds small updates away" in warning for warning in made.warnings)
     assert [need.name for need in made.needs] == ["learner", "sampler", "teacher main"]
     assert made.config.sampler.longest == max(map(len, made.prompts.tokens)) + 16
@@ -280,10 +280,10 @@ def test_prompts_that_are_copies_and_held_out_ones_that_are_trained_on_are_warne
     write("other.jsonl", [f"{letter}2=" for letter in "ABCD"])
     write("some.jsonl", ["A2=", "B1="])
     assert warned(("data.train", "equal.jsonl")) == [
-        "data.train: 24 rows hold 1 different prompts; that of equal.jsonl:1 comes 24 times"
+        "data.train: 24 rows have 1 different prompts; that of equal.jsonl:1 occurs 24 times"
     ]
     assert warned(("data.train", "copies.jsonl")) == [
-        "data.train: 200 rows hold 4 different prompts; that of copies.jsonl:1 comes 50 times"
+        "data.train: 200 rows have 4 different prompts; that of copies.jsonl:1 occurs 50 times"
     ]
     assert warned(("data.train", "different.jsonl")) == []
     evaluated = ("data.train", "different.jsonl"), ("eval.every", "1"), ("task.reward", "exact")
@@ -292,7 +292,7 @@ def test_prompts_that_are_copies_and_held_out_ones_that_are_trained_on_are_warne
     assert leak.startswith("data.eval: 1 of 2 held-out prompts are in data.train too, ")
     assert main(["config", config, "--check", "--data.limit", "1000", "--data.train", "equal.jsonl"]) == 0
     told = capsys.readouterr()
-    assert "24 rows hold 1 different prompts" in told.out + told.err
+    assert "24 rows have 1 different prompts" in told.out + told.err
 
 
 def test_a_reward_that_gives_nothing_to_right_answers_is_warned_of(config: str, tmp_path: Path) -> None:

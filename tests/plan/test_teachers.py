@@ -98,13 +98,13 @@ def test_a_prompt_without_teacher_and_a_teacher_without_prompt_are_errors_that_n
         routes(config, [row(0, "math")])
     assert str(caught.value) == (
         "teachers.code: no prompt has data_source = 'programs' (data.teacher_key), its key: write another "
-        "teachers.code.key, or drop it; there are math"
+        "teachers.code.key, or drop it; prompts have math"
     )
 
 
 def test_a_learning_rate_that_no_model_survives_is_warned_of() -> None:
     (warning,) = warnings_of(parsed(learner={"lr": 1e3}))
-    assert warning.startswith("learner.lr = 1000: an update of AdamW moves every weight by about as much")
+    assert warning.startswith("learner.lr = 1000: an AdamW update changes every weight by about this much")
     assert warnings_of(parsed(learner={"lr": 1e-2})) == []
 
 

@@ -21,8 +21,8 @@ from slipstream.errors import ConfigError
 from slipstream.pipeline.run import Run
 from slipstream.planning.costs import Costs, load, parse, quantiles
 from slipstream.planning.derive import costs_of
-from slipstream.planning.fit import Paid, fitted, least_disturbed
-from slipstream.planning.planner import Split, Stage, Subject, numbers, outlook, sensible
+from slipstream.planning.fit import Paid, fitted, fitted_to_fastest
+from slipstream.planning.planner import Split, Stage, Subject, numbers, outlook, promising_splits
 from slipstream.planning.simulate import Work, engines, forecast, prompts
 from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import RunLog
@@ -140,7 +140,7 @@ def test_cores_are_never_busier_than_always(split: Split, schedule: ScheduleConf
 def test_sensible_splits_are_those_with_the_highest_estimates() -> None:
     """Learning takes nearly all: the split of the most ranks comes first, one with a single rank not at all."""
     slow = costs(learn={"token": 10.0})
-    chosen = sensible(slow, WORK, list(Stage().splits(6)), Async(tau=4))
+    chosen = promising_splits(slow, WORK, list(Stage().splits(6)), Async(tau=4))
     assert chosen[0] == Split(1, 1, 4) and all(split.ranks > 1 for split in chosen)
 
 
@@ -158,7 +158,7 @@ def test_costs_go_through_their_file() -> None:
     whole = costs(cores=2.0, others=0.5, coordinator=0.001, lengths={"prompt": 7, "responses": list(range(1, 60))})
     text = whole.to_toml()
     assert parse(tomllib.loads(text), where="x") == whole
-    assert "# of a decoding step, whatever runs in it.\nstep = 0.125" in text
+    assert "# seconds of a decoding step, independent of its rows.\nstep = 0.125" in text
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,16 @@ def test_costs_go_through_their_file() -> None:
     [
         ({"decoding": {}}, "unknown key 'decoding'; did you mean 'decode'?"),
         ({"decode": {"stepp": 1}}, "unknown key 'decode.stepp'; did you mean 'step'?"),
-        ({"decode": {"row": 1}}, "'decode.step' is missing: slipstream plan --measure writes a whole file of costs"),
-        ({"decode": {"step": 0}}, "decode: a step that takes no time never ends: write step or row"),
+        ({"decode": {"row": 1}}, "'decode.step' is missing: slipstream plan --measure -o FILE writes all costs"),
+        ({"decode": {"step": 0}}, "decode: a decoding step must take time: write step or row"),
         ({"cores": 0}, "cores: input should be greater than 0, got 0"),
         ({"score": {"token": -1}}, "score.token: input should be greater than or equal to 0, got -1"),
-        ({"lengths": {"prompt": 1}}, "lengths: takes one of mean (with sigma) and responses"),
-        ({"lengths": {"mean": 5, "responses": [5]}}, "lengths: takes one of mean (with sigma) and responses"),
-        ({"lengths": {"responses": [0]}}, "lengths: responses takes lengths of at least 1, and no sigma beside it"),
+        ({"lengths": {"prompt": 1}}, "lengths: write either mean (with sigma) or responses"),
+        ({"lengths": {"mean": 5, "responses": [5]}}, "lengths: write either mean (with sigma) or responses"),
+        (
+            {"lengths": {"responses": [0]}},
+            "lengths: responses takes lengths of at least 1, and sigma is not allowed beside it",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(changes: dict[str, Any], line: str) -> None:
@@ -214,7 +217,7 @@ def test_what_was_disturbed_does_not_count() -> None:
         for s in slower
         for kind, (calls, tokens) in kinds.items()
     ]
-    assert list(least_disturbed(paid).values()) == pytest.approx([0.5, 0.01])
+    assert list(fitted_to_fastest(paid).values()) == pytest.approx([0.5, 0.01])
 
 
 def test_what_a_run_cost_is_read_off_it(tmp_path: Path) -> None:
@@ -275,7 +278,7 @@ def test_schedules_are_those_that_the_config_could_have() -> None:
 def test_a_plan_is_a_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "train.toml", "--costs", "costs.toml"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith("3 devices") and "async(4) *" in out and "with 4" in out and err == ""
+    assert out.startswith("best splits of 3 devices") and "async(4) *" in out and "with 4" in out and err == ""
     assert all(len(line) <= 80 for line in out.splitlines())
 
 
@@ -299,7 +302,10 @@ def test_and_a_page_with_figures(home: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["train.toml"], "train.toml: what do its stages cost? --measure starts its engines and measures it, "),
+        (
+            ["train.toml"],
+            "train.toml: nothing gives the costs of its stages: write --measure to measure its engines, or ",
+        ),
         (["train.toml", "--costs", "none.toml"], "none.toml: no such file"),
         (["train.toml", "--costs", "costs.toml", "--measure"], "argument --measure: not allowed with argument --costs"),
         (

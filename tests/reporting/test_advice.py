@@ -395,7 +395,7 @@ def test_a_person_is_told_what_to_write(tmp_path: Path, capsys: pytest.CaptureFi
     said = Said(capsys, run)
     assert (said.code, said.err) == (0, "")
     lines = said.out.splitlines()
-    assert lines[:2] == [f"{run}: 60 of 100 updates", "staleness comes first"]
+    assert lines[:2] == [f"{run}: 60 of 100 updates", "first problem to solve: staleness"]
     assert "  write    --schedule.tau 2" in lines
     assert any(line.startswith("  seen     drift/k3_kl = 0.") and line.endswith(", limit 0.05") for line in lines)
 
@@ -406,7 +406,7 @@ def test_a_run_that_is_well_and_one_that_is_young(tmp_path: Path, capsys: pytest
 
     assert verdict("well", 60) == "nothing is wrong"
     assert verdict("young", 3).startswith("nothing is wrong; too few updates")
-    assert verdict("unborn", 0) == "nothing can be said yet: no update is made"
+    assert verdict("unborn", 0) == "no advice yet: no update is finished"
 
 
 def test_a_machine_is_told_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

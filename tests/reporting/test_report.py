@@ -199,9 +199,9 @@ def test_what_was_lost_is_told_with_its_cause(tmp_path: Path) -> None:
     "words, said",
     [
         (["empty"], "empty holds no run: there is no config.toml in it"),
-        (["empty", "--markdown", "here"], "--markdown is of one study: name the directory of a sweep"),
+        (["empty", "--markdown", "here"], "--markdown writes one study: name the directory of one sweep"),
         (["young"], "young has made no update yet: there is nothing to report"),
-        (["run", "study"], "a report is of one study, or of runs: name one study, or the directories of its cells"),
+        (["run", "study"], "a report shows one study, or runs: name one study, or the directories of its cells"),
         (["unstarted"], "unstarted has no finished run yet: there is nothing to report"),
         (["run", "-o", "empty"], "empty cannot be written: Is a directory"),
     ],

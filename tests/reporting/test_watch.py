@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from slipstream.cli import main
-from slipstream.commands.watch import pressed, watch
+from slipstream.commands.watch import handle_keys, watch
 from slipstream.config.schedule import Async, Sync
 from slipstream.errors import RunDirError
 from slipstream.reporting.terminal.events import Event, of_ledger, of_updates
@@ -308,12 +308,12 @@ def test_groups_that_a_stop_dropped_are_told(tmp_path: Path) -> None:
 def test_keys_leaf_hold_and_quit(finished: Path) -> None:
     watched = Watched(finished)
     first = watched.view().quotes[0]
-    assert not pressed(b"n", watched)
+    assert not handle_keys(b"n", watched)
     assert watched.view().quotes[0] is not first and watched.view().place == "50 of 50, held"
-    assert not pressed(b"pp", watched)
+    assert not handle_keys(b"pp", watched)
     assert watched.view().place == "48 of 50, held"
-    assert not pressed(b" x\xff", watched) and not watched.turning.held
-    assert pressed(b"xq", watched)
+    assert not handle_keys(b" x\xff", watched) and not watched.turning.held
+    assert handle_keys(b"xq", watched)
 
 
 @pytest.fixture

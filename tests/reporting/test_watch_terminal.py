@@ -101,7 +101,7 @@ def terminal(finished: Path, tmp_path: Path) -> Iterator[Terminal]:
 def test_keys_are_heard_sizes_are_followed_and_q_gives_the_terminal_back(terminal: Terminal) -> None:
     assert not terminal.clean
     terminal.type(b"n")
-    terminal.until(b"held", b"space turn on")
+    terminal.until(b"held", b"space continue")
     terminal.resize(100, 30)
     drawn = terminal.until("━".encode(), b"gradient norm", "██".encode(), b"q quit").decode()
     assert LEFT.decode() not in drawn

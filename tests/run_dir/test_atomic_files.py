@@ -575,7 +575,7 @@ def test_a_finished_run_is_extended_with_changes_that_are_meant(home: Path, caps
     rewrite("config.toml", "lr = 1e-05", "lr = 0.001")(run)
     assert main(["resume", str(run), "--updates", "6", "--change", "learner.lr"]) == 0
     said = capsys.readouterr().out
-    assert said.count("is damaged: ") == 1 and f"going on from {run / 'checkpoints' / '2'}; " in said
+    assert said.count("is damaged: ") == 1 and f"continuing from {run / 'checkpoints' / '2'}; " in said
     lines = read_lines(run / "metrics.jsonl")
     assert [line["update"] for line in lines] == list(range(1, 7))
     assert [line["lr"] for line in lines] == [1e-5] * 2 + [1e-3] * 4

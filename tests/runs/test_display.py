@@ -107,9 +107,9 @@ def test_a_terminal_that_cannot_replace_what_it_shows_gets_plain_lines() -> None
 
 def test_before_the_first_update_the_panel_says_what_comes_first() -> None:
     progress, _ = progress_on(terminal=True, width=60)
-    assert panel(progress)[1] == "samplers take the first weights"
+    assert panel(progress)[1] == "samplers load the first weights"
     progress, _ = progress_on(terminal=True, width=60, evaluates=True)
-    assert panel(progress)[1] == "samplers take the first weights and answer held-out prompts"
+    assert panel(progress)[1] == "samplers load the first weights and answer held-out prompts"
     progress.admission.submit()
     assert panel(progress) == ["[a]b" + "update 0/8  0 s".rjust(56), "first rollouts: 20 rolling out"]
 

@@ -93,18 +93,18 @@ def test_a_run_whose_learner_dies_goes_back_to_its_last_checkpoint(
 ) -> None:
     write_run(tmp_path, models_dir)
     monkeypatch.chdir(tmp_path)
-    go, fates = command.go, {5: "learner"}
+    go, fates = command.run_loop, {5: "learner"}
 
     def with_a_fate(made: Any, engines: Engines, log: RunLog, *args: Any, **options: Any) -> None:
         log.sinks.append(Fate(signal.SIGKILL, fates, lambda _: engines.learner.pid))  # type: ignore[attr-defined]
         go(made, engines, log, *args, **options)
 
-    monkeypatch.setattr(command, "go", with_a_fate)
+    monkeypatch.setattr(command, "run_loop", with_a_fate)
     changes = ["--runtime.kind", kind, "--updates", "8", "--checkpoint.every", "3"]
     assert main(["train", "run.toml", "--skip-checks", *changes]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"learner \(pid \d+\) is gone: .*; the run goes back to its last checkpoint", said)
-    assert "going on from run/checkpoints/3; " in said and "workers died and were restarted: learner 1 ×" in said
+    assert re.search(r"learner \(pid \d+\) is gone: .*; the run restarts from its last checkpoint", said)
+    assert "continuing from run/checkpoints/3; " in said and "died and were started again: learner 1 ×" in said
     lines, ledger = read_lines(tmp_path / "run" / "metrics.jsonl"), read_lines(tmp_path / "run" / "ledger.jsonl")
     assert [line["update"] for line in lines] == list(range(1, 9))
     assert [line.get("restarts/learner") for line in lines] == [None] * 3 + [1] * 5
@@ -132,8 +132,8 @@ def test_workers_come_and_go_while_a_run_goes_on(
     until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
     assert "1 starting (sampler-1)" in scale("sampler=+1", "teacher.main=2")
     until("sampler: 2 working (sampler, sampler-1)\nteacher.main: 2 working (scorer, scorer-1)\n")
-    assert scale("sampler=+1", "teacher.main=-2") == "error: teacher.main=-2: there are 2, and at least one must stay\n"
-    assert scale("sampler=99999").startswith("error: 100002 engines are more than the ")
+    assert scale("sampler=+1", "teacher.main=-2") == "error: teacher.main=-2: there are 2, and one must stay\n"
+    assert scale("sampler=99999").startswith("error: 100002 engines are more than ")
     scale("sampler=-1", "teacher.main=1")
     until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
     names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in below(pids["nursery"])]
@@ -141,7 +141,7 @@ def test_workers_come_and_go_while_a_run_goes_on(
     os.kill(pids["coordinator"], signal.SIGINT)
     assert coordinators.end() == 130
     assert re.search(r"^sampler-1 is at work after .*^sampler-1 has left$", coordinators.output(), re.M | re.S)
-    assert scale("sampler=+1").endswith("goes on with one that was stopped\n")
+    assert scale("sampler=+1").endswith("continues a stopped run\n")
     assert not (coordinators.home / "run" / "scale.sock").exists()
 
 
@@ -225,7 +225,7 @@ def test_a_daemon_of_ray_that_dies_costs_the_updates_since_the_last_checkpoint(
     assert coordinators.end() == 143, coordinators.output()
     check_exact(coordinators.home / "run")
     said = coordinators.output()
-    assert f"{daemon}, a daemon of Ray, has ended; the run goes back to its last checkpoint\n" in said
+    assert f"{daemon}, a daemon of Ray, has ended; the run restarts from its last checkpoint\n" in said
     assert said.count("starting Ray\n") == 2 and "Traceback" not in said and "(raylet)" not in said
 
 

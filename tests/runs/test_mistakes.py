@@ -88,19 +88,19 @@ resume nowhere | nowhere holds no run: there is no config.toml in it
 resume run.toml | run.toml holds no run: there is no config.toml in it
 resume . | . holds no run: there is no config.toml in it
 resume . --from | argument --from: expected one argument
-resume . --from last | argument --from: 'last' is no whole number of at least 0
-resume . --from -1 | argument --from: '-1' is no whole number of at least 0
-resume . --updates 0 | argument --updates: '0' is no whole number of at least 1
-resume . --updates 1e3 | argument --updates: '1e3' is no whole number of at least 1
+resume . --from last | argument --from: 'last' is not a whole number of at least 0
+resume . --from -1 | argument --from: '-1' is not a whole number of at least 0
+resume . --updates 0 | argument --updates: '0' is not a whole number of at least 1
+resume . --updates 1e3 | argument --updates: '1e3' is not a whole number of at least 1
 resume . --change | argument --change: expected at least one argument
 resume . --learner.lr 1 | unrecognized arguments: --learner.lr 1
 resume run.toml more | unrecognized arguments: more
 samples | the following arguments are required: RUN
 samples nowhere | nowhere holds no run: there is no config.toml in it
 samples run.toml | run.toml holds no run
-samples . -n 0 | argument -n: '0' is no whole number of at least 1
-samples . -n two | argument -n: 'two' is no whole number of at least 1
-samples . --update 0 | argument --update: '0' is no whole number of at least 1
+samples . -n 0 | argument -n: '0' is not a whole number of at least 1
+samples . -n two | argument -n: 'two' is not a whole number of at least 1
+samples . --update 0 | argument --update: '0' is not a whole number of at least 1
 samples . --last | unrecognized arguments: --last
 advise | the following arguments are required: RUN
 advise nowhere | nowhere holds no run: there is no config.toml in it
@@ -113,12 +113,12 @@ estimators --all | unrecognized arguments: --all
 eval | the following arguments are required: model
 eval builtin:student again | unrecognized arguments: again
 eval builtin:student -n | argument -n/--eval.n: expected one argument
-eval builtin:student -n 0 | argument -n/--eval.n: '0' is no whole number of at least 1
-eval builtin:student -n 1.5 | argument -n/--eval.n: '1.5' is no whole number of at least 1
-eval builtin:student -k 0 | argument -k: '0' is no whole number of at least 1
+eval builtin:student -n 0 | argument -n/--eval.n: '0' is not a whole number of at least 1
+eval builtin:student -n 1.5 | argument -n/--eval.n: '1.5' is not a whole number of at least 1
+eval builtin:student -k 0 | argument -k: '0' is not a whole number of at least 1
 eval builtin:student -k | argument -k: expected at least one argument
-eval builtin:student --limit all | argument --limit/--eval.prompts: 'all' is no whole number of at least 1
-eval builtin:student --max-tokens -5 | argument --max-tokens/--sampler.max_tokens: '-5' is no whole number of at least 1
+eval builtin:student --limit all | argument --limit/--eval.prompts: 'all' is not a whole number of at least 1
+eval builtin:student --max-tokens -5 | argument --max-tokens/--sampler.max_tokens: '-5' is not a whole number of at lea
 eval builtin:student --temperature -1 | argument --temperature/--eval.temperature: -1 is neither 0, which is
 eval builtin:student --temperature 1e-300 | argument --temperature/--eval.temperature: 1e-300 is neither 0, which
 eval builtin:student --temperature 1e300 | argument --temperature/--eval.temperature: 1e300 is neither 0, which
@@ -158,7 +158,7 @@ CONFIG = table("""
 --log.to mlflow | log.to = ['mlflow'] needs mlflow: pip install 'slipstream[mlflow]'
 --sampler.slots 0 | run.toml: sampler.slots: input should be greater than or equal to 1, got 0
 --sampler.temperature 1e-9 | run.toml: sampler.temperature: input should be greater than or equal to 0.001, got 1e-09
---sampler.replicas 1000000 | 1000002 engines are more than the 
+--sampler.replicas 1000000 | 1000002 engines are more than 
 --runtime.threads 100000 | run.toml: runtime.threads: input should be less than or equal to 1024, got 100000
 --loss.m 100000 | run.toml: loss.m: input should be less than or equal to 10000, got 100000
 --updates 100000000000000000000000 | run.toml: updates: input should be less than or equal to 1000000000, got 1000000
@@ -390,9 +390,9 @@ def without_text(name: str) -> Callable[[Path], object]:
 
 
 RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "finished": (as_it_is, "resume run", "run is finished: the student is in run/final; --updates with more than 2"),
-    "no more updates": (as_it_is, "resume run --updates 2", "--updates with more than 2 goes on"),
-    "fewer updates": (as_it_is, "resume run --updates 1", "--updates with more than 2 goes on"),
+    "finished": (as_it_is, "resume run", "run is finished: the student is in run/final; to extend, write --updat"),
+    "no more updates": (as_it_is, "resume run --updates 2", "write --updates above 2"),
+    "fewer updates": (as_it_is, "resume run --updates 1", "write --updates above 2"),
     "too many updates": (
         as_it_is,
         "resume run --updates 100000000000000000000000",
@@ -442,12 +442,20 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "resume run --updates 3 --change student",
         'student = "builtin:teacher" (it was "builtin:student") cannot change in a run: ',
     ),
-    "samples of another update": (as_it_is, "samples run --update 7", "run has no samples of update 7: they go from 1"),
-    "no samples": (lost("samples.jsonl"), "samples run", "run has no samples yet: log.samples says how many of each"),
+    "samples of another update": (
+        as_it_is,
+        "samples run --update 7",
+        "run has no samples of update 7: it has samples of updates 1",
+    ),
+    "no samples": (lost("samples.jsonl"), "samples run", "run has no samples yet: log.samples sets how many samples"),
     "samples without a config": (lost("config.toml"), "samples run", "run holds no run: there is no config.toml in it"),
     "samples that are none": (rewritten("samples.jsonl", "{", "["), "samples run", "run/samples.jsonl is damaged: "),
-    "scaled when it has ended": (as_it_is, "scale run sampler=+1", "run: no run goes on there, or it is still loading"),
-    "scaled by nonsense": (as_it_is, "scale run sampler", "run: no run goes on there, or it is still loading"),
+    "scaled when it has ended": (
+        as_it_is,
+        "scale run sampler=+1",
+        "run: no run is active there, or it is loading",
+    ),
+    "scaled by nonsense": (as_it_is, "scale run sampler", "run: no run is active there, or it is loading"),
     "trained again": (
         as_it_is,
         "train run.toml",
@@ -457,7 +465,7 @@ RUNS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "evaluated without a reward": (
         as_it_is,
         "eval run",
-        "has no task.reward, so nobody knows how to grade: write --rew",
+        "has no task.reward, which grading needs: write --rew",
     ),
     "evaluated without a student": (
         lost("final", "checkpoints"),

@@ -231,7 +231,7 @@ def test_who_dies_while_a_run_goes_on_is_loaded_again(
 
     monkeypatch.setattr(command, "open_engines", opened)
     assert main(["resume", str(run), "--updates", "5"]) == 0
-    assert "scorer died while it was loaded: killed by SIGKILL; the run goes back" in capsys.readouterr().out
+    assert "scorer died while it was loaded: killed by SIGKILL; the run restarts" in capsys.readouterr().out
     assert [line["update"] for line in read_lines(run / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
@@ -276,9 +276,9 @@ def test_a_run_that_is_told_to_stop_says_how_to_go_on(
     os.kill(begun(coordinators, tmp_path, "train", str(write_config(tmp_path, models_dir))), number)
     assert coordinators.end() == code
     output = coordinators.output()
-    assert f"go on with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
+    assert f"continue with: slipstream resume {tmp_path / 'run'}" in output and "Traceback" not in output
     version = newest(tmp_path / "run").standing.version
-    assert f"saved after update {version}; go on with" in output
+    assert f"saved after update {version}; continue with" in output
     stopped = [e for e in read_lines(tmp_path / "run" / "ledger.jsonl") if e.get("reason") == "run stopped"]
     assert len(stopped) > 0
     finish(tmp_path)

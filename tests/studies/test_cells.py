@@ -42,18 +42,18 @@ def job(tmp_path: Path, work: Any, *, patience: float = 100.0) -> Job:
 def test_a_job_that_ends_in_any_way_ends_no_other_one(tmp_path: Path) -> None:
     works = [jobs.is_killed, jobs.fails, jobs.refuses, jobs.leaves, partial(jobs.counts, 3)]
     events = [e for e in run([job(tmp_path, work) for work in works], 2, preload=PRELOAD) if e is not None]
-    ends = {event.job.name: (event.kind, event.told) for event in events if event.kind in ("done", "failed")}
+    ends = {event.job.name: (event.kind, event.value) for event in events if event.kind in ("done", "failed")}
     assert ends == {
         "is_killed": (
             "failed",
-            "its process ended by itself: killed by SIGKILL, as the kernel does where memory runs out",
+            "its process ended unexpectedly: killed by SIGKILL, as the kernel does if memory runs out",
         ),
         "fails": ("failed", "KeyError: 'nobody'"),
         "refuses": ("failed", "student: there is none"),
-        "leaves": ("failed", "its process ended by itself: exit status 3"),
+        "leaves": ("failed", "its process ended unexpectedly: exit status 3"),
         "counts": ("done", 3),
     }
-    assert [e.told for e in events if e.job.name == "counts" and e.kind == "moved"] == [0, 1, 2]
+    assert [e.value for e in events if e.job.name == "counts" and e.kind == "moved"] == [0, 1, 2]
     assert (tmp_path / "counts.txt").read_text() == "counted\n"
     assert (tmp_path / "refuses.txt").read_text() == "error: student: there is none\n"
     assert "Traceback" in (tmp_path / "fails.txt").read_text()
@@ -91,15 +91,15 @@ def test_a_job_of_which_nothing_is_heard_is_ended(tmp_path: Path) -> None:
     pid = 0
     for event in run([job(tmp_path, jobs.hangs, patience=5.0)], 1, preload=PRELOAD):
         if event is not None and event.kind == "moved":
-            pid = event.told
+            pid = event.value
         elif event is not None and event.kind == "failed":
-            assert event.told == "it hung: nothing was heard of it for 5 s"
+            assert event.value == "it hung: no message for 5 s"
     assert pid and gone(pid)
 
 
 def test_who_stops_listening_stops_the_jobs(tmp_path: Path) -> None:
     events = run([job(tmp_path, jobs.waits)], 1, preload=PRELOAD)
-    pid = next(event.told for event in events if event is not None and event.kind == "moved")
+    pid = next(event.value for event in events if event is not None and event.kind == "moved")
     events.close()
     assert gone(pid)
 
@@ -108,7 +108,7 @@ def test_who_stops_listening_stops_the_jobs(tmp_path: Path) -> None:
 def test_a_job_whose_parent_process_is_killed_is_ended_and_others_run(tmp_path: Path) -> None:
     words = [sys.executable, jobs.__file__, "orphaned", str(tmp_path / "log")]
     pid, *ends = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert ends == ["its process ended by itself: the process from which it was forked is gone", "1"]
+    assert ends == ["its process ended unexpectedly: the process from which it was forked is gone", "1"]
     assert gone(int(pid))
 
 
@@ -216,19 +216,21 @@ def test_a_study_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     # a cell that is killed ends no other one
     assert main(["sweep", *small, "--jobs", "2"]) == 1
     out = capsys.readouterr().out
-    assert "2 of 2 cells to run, 2 at a time, in runs/two" in out and "less reverse, by" in out
+    assert "2 of 2 cells to run, 2 at a time, in runs/two" in out and "minus reverse," in out
     assert (
-        "warning: forward, schedule.k = 1, seed 1 failed: its process ended by itself: killed by SIGKILL, as the "
-        f"kernel does where memory runs out; {paths['forward']}/output.txt"
+        "warning: forward, schedule.k = 1, seed 1 failed: its process ended unexpectedly: killed by SIGKILL, as the "
+        f"kernel does if memory runs out; {paths['forward']}/output.txt"
     ) in out
-    again = "1 of 2 cells failed; begin them again with: slipstream sweep two.toml --sweep.grid.schedule.k '[1]'"
+    again = "1 of 2 cells failed; run them again with: slipstream sweep two.toml --sweep.grid.schedule.k '[1]'"
     assert out.splitlines()[-1].startswith(again)
     assert [cell.finished for cell in Sweep(directory).cells] == [True, False]
     kept = (paths["reverse"] / "meta.json").read_text()
     # nor does Ctrl-C
     assert main(["sweep", *small]) == 128 + signal.SIGINT
     out, err = capsys.readouterr()
-    assert "stopped; 1 of 2 cells are finished; go on with: slipstream sweep two.toml" in out and err == "interrupted\n"
+    assert (
+        "stopped; 1 of 2 cells are finished; continue with: slipstream sweep two.toml" in out and err == "interrupted\n"
+    )
     # what is finished is kept, and what is not begins anew
     assert main(["sweep", *small, "--jobs=1"]) == 0
     assert "1 of 2 cells to run, 1 at a time" in capsys.readouterr().out
@@ -246,12 +248,12 @@ def test_a_study_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     # another config never comes beside them, nor do other prompts
     assert main(["sweep", *small, "--learner.lr", "1e-4"]) == 2
     assert capsys.readouterr().err == (
-        f"error: {paths['reverse']} was run with learner.lr = 1e-05, and the study says 0.0001: put it back, remove "
-        "that cell, or choose another directory with --output\n"
+        f"error: {paths['reverse']} was run with learner.lr = 1e-05, but the study has 0.0001: restore the setting, "
+        "remove that cell, or choose another directory with --output\n"
     )
     # a study may lose arms, and is then told without them
     assert main(["sweep", *small, "--sweep.arms", "{reverse = {}}"]) == 2
-    assert "was run with loss.m = 4, and the study says 16" in capsys.readouterr().err
+    assert "was run with loss.m = 4, but the study has 16" in capsys.readouterr().err
     lone = "{reverse = {loss.kind = 'reverse_kl_mc', loss.m = 4}}"
     assert main(["sweep", *small[:-2], "--sweep.arms", lone]) == 0
     assert "1 finished cells are not in the study any more" in capsys.readouterr().out

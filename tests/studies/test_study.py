@@ -15,14 +15,14 @@ import pytest
 import tomli_w
 from rich.console import Console
 
-from slipstream.commands.sweep import written as tell_files
+from slipstream.commands.sweep import write_results as tell_files
 from slipstream.config.file import parse
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.reporting.report.study import compared
 from slipstream.run_dir.reading import RunDir
-from slipstream.studies.board import Board, columns, left, said, summary
+from slipstream.studies.board import Board, columns, seconds_left, summary, text_of
 from slipstream.studies.cells import Event, Job
-from slipstream.studies.directory import Checked, check_prompts, check_unchanged, cores_of, finish, fitting
+from slipstream.studies.directory import Checked, check_prompts, check_unchanged, cores_of, finish_cell, parallel_cells
 from slipstream.studies.export import column, write_csv, write_parquet
 from slipstream.studies.results import Sweep, measured
 from slipstream.studies.statistics import Estimate, difference, estimate, slope, verdict
@@ -112,10 +112,10 @@ def test_a_study_is_written_as_it_was_read() -> None:
 NO_SEEDS = STUDY.replace("seeds = [1, 2]\n", "")
 MISTAKES = {
     (): (STUDY.partition("[sweep]")[0], "study is no study: it has no table [sweep]"),
-    ("a",): (NO_SEEDS, "study: 'sweep.seeds' is missing: Of every combination one run with each."),
+    ("a",): (NO_SEEDS, "study: 'sweep.seeds' is missing: Seeds; every combination of settings runs "),
     ("sweep.mesure=1",): (STUDY, "study: unknown key 'sweep.mesure'; did you mean 'measure'?"),
     ("sweep.seeds=3",): (STUDY, "study: sweep.seeds: input should be a valid array, got 3"),
-    ("sweep.seeds=[1, 1]",): (STUDY, "study: sweep.seeds: 1 stands there twice: write each once"),
+    ("sweep.seeds=[1, 1]",): (STUDY, "study: sweep.seeds: 1 is given twice: write it once"),
     ("sweep.seeds=[]",): (STUDY, "study: sweep.seeds: tuple should have at least 1 item"),
     ("seed=3",): (STUDY, "study: seed does nothing in a study: sweep.seeds are the seeds"),
     ("sweep.grid.seed=[1]",): (STUDY, "study: seed cannot be varied: sweep.seeds are the seeds"),
@@ -124,9 +124,9 @@ MISTAKES = {
     ("sweep.grid.schedule.k=[0, 0]",): (STUDY, "study: schedule.k has a value twice in [0, 0]: write each once"),
     ("sweep.arms.forward.grid=3",): (STUDY, "study: sweep.arms.forward.grid is a table of settings and lists of"),
     ("sweep.conditions.long.grid.learner.lr=[1e-5]",): (STUDY, "study: the condition long has a grid: write a conditi"),
-    ("sweep.conditions.long.loss.m=8",): (STUDY, "study: reverse and long both set loss.m: one of them may"),
+    ("sweep.conditions.long.loss.m=8",): (STUDY, "study: reverse and long both set loss.m: drop one of them"),
     ("sweep.title.a=3",): (STUDY, "--sweep.title.a: title is a value, not a table"),
-    ("schedule.k=3",): (STUDY, "study: --schedule.k does nothing, as the study sets it everywhere: --sweep.… changes"),
+    ("schedule.k=3",): (STUDY, "study: --schedule.k does nothing, as the study sets it everywhere: write --sw"),
     ("sweep.arms.forward.loss.kk=1",): (STUDY, "study: forward, schedule.k = 0: unknown key 'loss.kk'; did you mean"),
     ("sweep.arms.forward.loss.kind=reverse_kl_mc", "sweep.arms.forward.loss.k=4"): (
         STUDY,
@@ -159,7 +159,10 @@ MISTAKES = {
         "study: the claim 'a': no arm 'forwrd'; did you mean 'forward'?",
     ),
     ('sweep.claims=[{says="a", less=1, than=2}]',): (STUDY, "study: the claim 'a' compares two numbers: name an arm"),
-    ('sweep.claims=[{says="a", less="forward"}]',): (STUDY, "study: 'sweep.claims.0.than' is missing: Of which."),
+    ('sweep.claims=[{says="a", less="forward"}]',): (
+        STUDY,
+        "study: 'sweep.claims.0.than' is missing: Arm, series or number that `less` is compared with.",
+    ),
     ('sweep.claims=[{says="a", less="forward", than="reverse", at=2}]',): (
         STUDY,
         "study: the claim 'a': forward has no x = 2; known: 0, 1",
@@ -206,7 +209,7 @@ def test_a_mistake_is_one_line(changes: tuple[str, ...]) -> None:
 
 def test_a_narrow_terminal_shows_whole_columns_and_names_the_others() -> None:
     rows = [("reverse, schedule.k = 10", "2815 ± 130", "0.5621 ± 0.0059"), ("forward", "6353 ± 300", "0.4 ± 0.01")]
-    table = columns(["", "tokens_per_s", "less reverse, 0.1, by seed"], rows)
+    table = columns(["", "tokens_per_s", "minus reverse, 0.1, by seed"], rows)
 
     def drawn(width: int) -> list[str]:
         console = Console(width=width)
@@ -222,9 +225,9 @@ def test_a_narrow_terminal_shows_whole_columns_and_names_the_others() -> None:
     assert drawn(50)[1:] == [
         "reverse, schedule.k = 10    2815 ± 130",
         "forward                     6353 ± 300",
-        "no room for less reverse, 0.1, by seed",
+        "columns left out: minus reverse, 0.1, by seed",
     ]
-    assert [said(Estimate(5, *each)) for each in ((2815.2, 130.4), (0.56213, 0.00588), (3e-7, None))] == [
+    assert [text_of(Estimate(5, *each)) for each in ((2815.2, 130.4), (0.56213, 0.00588), (3e-7, None))] == [
         "2815 ± 130",
         "0.5621 ± 0.0059",
         "3e-07 ± –",
@@ -233,10 +236,10 @@ def test_a_narrow_terminal_shows_whole_columns_and_names_the_others() -> None:
 
 def test_so_many_cells_run_as_there_are_cores_and_memory_for() -> None:
     points, room = study().points, [Checked((), "", on_cpu=True, room=3), Checked((), "", on_cpu=True, room=9)]
-    assert [fitting(points, room, cores) for cores in (1, 2, 8)] == [1, 2, 3]
-    assert fitting(study(runtime__threads="4").points, room, 8) == 2
-    assert fitting(points, [Checked((), "", on_cpu=True, room=0)], 8) == 1
-    assert fitting(points, [*room, Checked((), "", on_cpu=False, room=9)], 8) == 1
+    assert [parallel_cells(points, room, cores) for cores in (1, 2, 8)] == [1, 2, 3]
+    assert parallel_cells(study(runtime__threads="4").points, room, 8) == 2
+    assert parallel_cells(points, [Checked((), "", on_cpu=True, room=0)], 8) == 1
+    assert parallel_cells(points, [*room, Checked((), "", on_cpu=False, room=9)], 8) == 1
 
 
 def test_a_cell_takes_as_many_cores_as_it_has_engines_at_work() -> None:
@@ -249,7 +252,7 @@ def test_a_cell_takes_as_many_cores_as_it_has_engines_at_work() -> None:
 def test_who_compares_rewards_of_old_samples_is_told_of_whom_they_are() -> None:
     assert study(sweep__grid__schedule__k="[0, 1]").notes == []
     (note,) = study(sweep__grid__schedule__k="[0, 8]").notes
-    assert note.startswith("sweep.measure = 'reward/exact' is of the student that drew, up to 8 updates before")
+    assert note.startswith("sweep.measure = 'reward/exact' measures the student that sampled, up to 8 updates earlier")
 
 
 # --- numbers -----------------------------------------------------------------------------------------------
@@ -316,9 +319,9 @@ def test_a_measure_is_of_the_end() -> None:
 
 
 def test_what_is_left_is_shared_out() -> None:
-    assert left([10, 10, 10, 10], 2) == 20
-    assert left([30, 10], 2) == 30
-    assert left([], 2) == 0
+    assert seconds_left([10, 10, 10, 10], 2) == 20
+    assert seconds_left([30, 10], 2) == 30
+    assert seconds_left([], 2) == 0
 
 
 # --- a directory -------------------------------------------------------------------------------------------
@@ -429,15 +432,15 @@ def test_no_cell_is_kept_that_was_another_run(tmp_path: Path) -> None:
     sweep = written(tmp_path / "study", study(), VALUES)
     check_unchanged(sweep)
     check_unchanged(Sweep(sweep.path, study(sweep__seeds="[1, 2, 3]")))
-    with pytest.raises(RunDirError, match=r"reverse/schedule.k=0/seed-1 was run with learner.lr = 1e-05, and the"):
+    with pytest.raises(RunDirError, match=r"reverse/schedule.k=0/seed-1 was run with learner.lr = 1e-05, but the"):
         check_unchanged(Sweep(sweep.path, study(learner__lr="1e-4")))
     same = [Checked((), "these", on_cpu=True, room=8)] * 4
     check_prompts(sweep, same)
     other = [*same[:2], Checked((), "those", on_cpu=True, room=8), same[3]]
-    with pytest.raises(RunDirError, match=r"^builtin:arithmetic does not give the prompts that .*forward/schedule.k=0"):
+    with pytest.raises(RunDirError, match=r"^builtin:arithmetic has other prompts than .*forward/schedule.k=0"):
         check_prompts(sweep, other)
     (sweep.cells[0].path / "cell.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"seed-1/cell.json does not say what it was: .*; remove "):
+    with pytest.raises(RunDirError, match=r"seed-1/cell.json is damaged: .*; remove "):
         check_unchanged(Sweep(sweep.path))
 
 
@@ -445,7 +448,7 @@ def test_a_measure_that_was_never_written_is_missed(tmp_path: Path) -> None:
     sweep = written(tmp_path / "study", study(sweep__measure="grad_norm", sweep__claims="[]"), VALUES)
     assert [row.n for row in sweep.table()] == [0] * 4 and sweep.rows()[0]["grad_norm"] is None
     said = [each for each in summary(sweep) if isinstance(each, str)]
-    assert said == ["7 finished cells have never written grad_norm: reverse, schedule.k = 0, seed 1 …"]
+    assert said == ["7 finished cells have no value of grad_norm: reverse, schedule.k = 0, seed 1 …"]
 
 
 def test_what_holds_no_study_is_said(tmp_path: Path) -> None:
@@ -461,7 +464,7 @@ def test_what_is_large_goes_with_a_finished_cell(keep: bool, tmp_path: Path) -> 
     lines = [{"kind": "train", "update": n, "tokens": 10 * n} for n in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = study().cells[0].config
-    finish(tmp_path, config, time.monotonic(), keep=keep)
+    finish_cell(tmp_path, config, time.monotonic(), keep=keep)
     assert RunDir(tmp_path).finished and (tmp_path / "final" / "README.md").exists()
     assert [(tmp_path / name).exists() for name in ("final/model.safetensors", "checkpoints")] == [keep, keep]
     done = json.loads((tmp_path / "cell.json").read_text())
@@ -479,12 +482,12 @@ def test_a_board_knows_how_far_a_study_is(tmp_path: Path) -> None:
     # four are left, and what is finished took 2 s: two at a time
     assert board.left() == 4.0
     for job in jobs[:2]:
-        board.told(Event(job, "begun"))
+        board.handle(Event(job, "begun"))
     now[0] = 6.0
-    board.told(Event(jobs[0], "moved", 1))
+    board.handle(Event(jobs[0], "moved", 1))
     # half of it in 6 s: 6 are left, and its like takes 12; for others the mean, (4 · 2 + 12) / 5 = 4: 6 + 12 + 4 + 4
     assert board.left() == 13.0
-    board.told(Event(jobs[1], "failed", "student: there is none", 6.0))
+    board.handle(Event(jobs[1], "failed", "student: there is none", 6.0))
     assert board.line(Event(jobs[1], "failed", "student: there is none", 6.0)).startswith(
         "5/8  forward, schedule.k = 1, seed 1: failed: student: there is none; output.txt  (6 s, about 0:"
     )
@@ -510,7 +513,7 @@ def test_a_summary_says_what_came_out(tmp_path: Path) -> None:
         "forward, schedule.k = 1 1 0.6 ± – 0.1 ± – 1",
         "slopes of reward/exact against log2(schedule.k + 1)",
         "reverse -0.25 ± 0.05 2",
-        "± –: one seed, so there is no error (forward …)",
+        "± –: only one seed, so no standard error (forward …)",
         "open: reverse is better (reward/exact: -0.1 ± –, 1 seeds)",
         "not visible: reverse falls (tokens: 0 ± 0, 2 seeds)",
     ):

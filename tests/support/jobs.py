@@ -59,7 +59,7 @@ def first(log: Path) -> None:
     """Says who waits, and is killed by whoever reads that."""
     for event in run([Job("waits", waits, log, 100.0)], 1, preload=()):
         if event is not None and event.kind == "moved":
-            print(event.told, flush=True)
+            print(event.value, flush=True)
 
 
 def orphaned(log: Path) -> None:

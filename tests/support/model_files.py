@@ -128,6 +128,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "prompts beyond the embeddings": (lambda path: narrower(path, 12), "is beyond the 12 embeddings of model"),
     "an end token beyond the embeddings": (
         lambda path: narrower(path, 1),
-        "its end token 1 is beyond its 1 embeddings, so that no answer could ever end",
+        "its end token 1 is beyond its 1 embeddings, so that no answer could end",
     ),
 }

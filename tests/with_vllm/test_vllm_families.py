@@ -187,4 +187,4 @@ model = "builtin:teacher"
     )
     assert main(["config", str(file), "--check"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{student} (gpt_oss): vLLM takes no new weights for it while it runs; write sampler.engine = 'nat" in said
+    assert f"{student} (gpt_oss): vLLM cannot update its weights while it runs; write sampler.engine = 'nat" in said

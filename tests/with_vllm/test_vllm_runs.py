@@ -62,5 +62,5 @@ def test_a_context_that_is_too_short_is_told_at_start_up(tmp_path: Path) -> None
 
 
 def test_a_temperature_at_which_vllm_does_not_draw(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="sampler.temperature = 0.001: vLLM would draw at 0.01"):
+    with pytest.raises(ConfigError, match="sampler.temperature = 0.001: vLLM would sample at 0.01"):
         train(config_of(tmp_path, temperature=0.001), Console(file=io.StringIO()), name="vllm")

@@ -1,1 +1,1 @@
-"""What a person calls, one file each."""
+"""Commands of the command line, one file each."""

@@ -1,4 +1,4 @@
-"""What is wrong with a run and what to write instead, for a person or for a machine."""
+"""`slipstream advise`: problems of a run and the settings that solve them, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.reporting.advice.tree import Advice, advise
 LOOKS: dict[Weight, tuple[str, str]] = {
     "wrong": ("wrong", "bold red"),
     "speed": ("takes time", "bold yellow"),
-    "watch": ("worth an eye", "bold cyan"),
+    "watch": ("keep watching", "bold cyan"),
     "tune": ("suggested", "bold green"),
 }
 
@@ -27,31 +27,31 @@ def advise_on(path: Path, console: Console, *, as_json: bool) -> None:
     case = read(path)
     advice = advise(case)
     if as_json:
-        print(json.dumps(machine(path, advice)))
+        print(json.dumps(as_plain_data(path, advice)))
         return
     console.print(Text(f"{path}: {advice.updates} of {case.config.updates} updates"), soft_wrap=True)
     console.print(Text(verdict(advice)), soft_wrap=True)
     for answer in advice.answers:
-        said, style = LOOKS[answer.weight]
+        label, style = LOOKS[answer.weight]
         console.print()
-        console.print(Text.assemble((answer.name, style), f" ({said})"), soft_wrap=True)
-        for name, text in shown(answer):
+        console.print(Text.assemble((answer.name, style), f" ({label})"), soft_wrap=True)
+        for name, text in answer_lines(answer):
             console.print(Text.assemble((f"  {name:9}", "dim"), text), soft_wrap=True)
     if any(answer.change for answer in advice.answers):
         console.print()
-        console.print(Text(how(path)), soft_wrap=True)
+        console.print(Text(change_hint(path)), soft_wrap=True)
 
 
 def verdict(advice: Advice) -> str:
     if not advice.updates:
-        return "nothing can be said yet: no update is made"
-    young = "" if advice.enough else f"; too few updates to compare now with then, which needs {advice.needs}"
+        return "no advice yet: no update is finished"
+    young = "" if advice.enough else f"; too few updates to see changes over time, which needs {advice.needs}"
     if not advice.wrong:
         return f"nothing is wrong{young}"
-    return f"{advice.wrong[0].name} comes first{young}"
+    return f"first problem to solve: {advice.wrong[0].name}{young}"
 
 
-def shown(answer: Answer) -> Iterator[tuple[str, str]]:
+def answer_lines(answer: Answer) -> Iterator[tuple[str, str]]:
     yield "seen", f"{answer.metric} = {answer.value:.3g}, limit {answer.limit:.3g}"
     yield "rule", answer.when
     yield "cause", answer.cause
@@ -64,14 +64,14 @@ def shown(answer: Answer) -> Iterator[tuple[str, str]]:
         yield "explains", ", ".join(answer.explains)
 
 
-def how(path: Path) -> str:
+def change_hint(path: Path) -> str:
     return (
-        f"What to write goes behind `slipstream train CONFIG`; or into {path}/config.toml, and the run goes on with "
-        f"`slipstream resume {path} --change KEY`."
+        f"Add the text after `write` to `slipstream train CONFIG`. Or change {path}/config.toml and continue the run "
+        f"with `slipstream resume {path} --change KEY`."
     )
 
 
-def machine(path: Path, advice: Advice) -> dict[str, Any]:
+def as_plain_data(path: Path, advice: Advice) -> dict[str, Any]:
     answers = [asdict(answer) | {"cli": answer.cli, "toml": answer.toml} for answer in advice.answers]
     return {
         "run": str(path),

@@ -1,4 +1,4 @@
-"""The demo: a tiny student learns a tiny teacher's arithmetic while you watch, one stage at a time and all at once."""
+"""`slipstream demo`: a tiny student learns arithmetic from a tiny teacher, first synchronously, then asynchronously."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from slipstream.data.tokenizers import load_tokenizer
 from slipstream.metrics import digest
 from slipstream.plan.engines import GraderPlan
 from slipstream.plan.evaluation import Asked, eval_prompts, evaluation
-from slipstream.plan.plan import at_a_glance
+from slipstream.plan.plan import fast_checks
 from slipstream.run_dir.writing import check_free, read_lines, run_path
 from slipstream.runs.start import train
 
 PROMPTS, SAMPLES = 200, 2
-SHOWN, LONGEST_SHOWN = 4, 13  # answers to so many prompts, short enough for one line of a terminal
+SHOWN, LONGEST_SHOWN = 4, 13  # number of prompts shown, and their longest length in tokens that fits a terminal line
 
 
 def demo(config: Config, console: Console) -> None:
     began = time.perf_counter()
-    for one in in_turn(config):
+    for one in configs_to_compare(config):
         check_free(run_path(one, "demo"))
-        at_a_glance(one)
+        fast_checks(one)
     from slipstream.runtimes.build import build_grader, decoder
 
     tokenizer = load_tokenizer(config.student)
@@ -45,15 +45,15 @@ def demo(config: Config, console: Console) -> None:
             "A prompt is a chain of letters and digits; the answer copies it and adds the running sum mod 10:\n"
             "  C3D8E5=  →  C33D81E56      (3, 3+8=11→1, 1+5=6)\n"
             f"The student answers, the teacher scores every token, the student learns: {config.updates} updates of "
-            f"{config.learner.batch_size} samples,\none stage after the other, and then again with all stages at the "
-            "same time.\n",
+            f"{config.learner.batch_size} samples,\none stage after the other, and then again from the start with all "
+            "stages at the same time.\n",
             highlight=False,
         )
         (teacher,) = config.teachers.values()
         console.print(f"measuring teacher and student on {PROMPTS} held-out prompts", highlight=False)
         expert, before = examine(teacher.model), examine(config.student)
         runs: dict[str, tuple[Path, Measured]] = {}
-        for one in in_turn(config):
+        for one in configs_to_compare(config):
             kind = one.schedule.kind
             console.print(f"\n[bold]{kind}[/]", highlight=False)
             path = train(one, console, name=f"demo-{kind}")
@@ -62,14 +62,14 @@ def demo(config: Config, console: Console) -> None:
         grader.close()
 
     table = Table(title=f"\nAccuracy on {PROMPTS} held-out prompts", title_justify="left")
-    for name, justify in (("", "left"), ("sampled", "right"), ("greedy", "right"), ("of the teacher's", "right")):
+    for name, justify in (("", "left"), ("sampled", "right"), ("greedy", "right"), ("relative to teacher", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     after = {f"student after {kind}": found for kind, (_, found) in runs.items()}
     for name, found in {"student before": before, **after, "teacher": expert}.items():
         share = f"{found.avg / expert.avg:.0%}" if expert.avg else "–"
         table.add_row(name, f"{found.avg:.1%}", f"{found.greedy:.1%}", share)
     console.print(table)
-    console.print(speeds({kind: path for kind, (path, _) in runs.items()}))
+    console.print(speed_table({kind: path for kind, (path, _) in runs.items()}))
 
     path, last = list(runs.values())[-1]
     samples = Table(title="\nGreedy answers that were wrong before", title_justify="left")
@@ -79,14 +79,14 @@ def demo(config: Config, console: Console) -> None:
     wrong = [i for i in range(PROMPTS) if before.best[i].header.rewards["exact"] < 1]
     for index in [i for i in wrong if len(prompts[i].tokens) <= LONGEST_SHOWN][:SHOWN]:
         prompt, answers = prompts[index], (before.best[index], last.best[index])
-        marked = [marks(text(handle.body.tokens), str(prompt.ground_truth)) for handle in answers]
+        marked = [marked_answer(text(handle.body.tokens), str(prompt.ground_truth)) for handle in answers]
         samples.add_row(text(prompt.tokens), *marked, str(prompt.ground_truth))
     console.print(samples)
-    console.print(f"\n{time.perf_counter() - began:.0f} s in all. Student, metrics and ledger: {path}", highlight=False)
+    console.print(f"\n{time.perf_counter() - began:.0f} s in total. Student, metrics, ledger: {path}", highlight=False)
 
 
-def in_turn(config: Config) -> list[Config]:
-    """The same run, synchronous in one process, which is fastest for models this small, and then as configured."""
+def configs_to_compare(config: Config) -> list[Config]:
+    """Return two configs: the run made synchronous in one process, which is fastest for tiny models, and as given."""
     if config.schedule.kind == "sync":
         return [config]
     serial = {"schedule": Sync(), "runtime": config.runtime.model_copy(update={"kind": "inline", "address": None})}
@@ -95,7 +95,7 @@ def in_turn(config: Config) -> list[Config]:
     return [one.model_copy(update={"output": f"{output}/{one.schedule.kind}"}) if output else one for one in both]
 
 
-def speeds(paths: dict[str, Path]) -> Table:
+def speed_table(paths: dict[str, Path]) -> Table:
     table = Table(title="\nSpeed, on the same cores", title_justify="left")
     for name in ("", "training", "samples/s", "overlap", "mean lag"):
         table.add_column(name, justify="right" if name else "left")
@@ -106,8 +106,8 @@ def speeds(paths: dict[str, Path]) -> Table:
     return table
 
 
-def marks(answer: str, truth: str) -> str:
-    """The answer, green as far as it is right and red where it is not."""
+def marked_answer(answer: str, truth: str) -> str:
+    """Return the answer as markup: characters that equal the truth in green, others in red."""
     return (
         "".join(f"[green]{char}[/]" if truth[i : i + 1] == char else f"[red]{char}[/]" for i, char in enumerate(answer))
         or "[red](nothing)[/]"

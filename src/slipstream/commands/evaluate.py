@@ -1,7 +1,6 @@
-"""Accuracy of a saved model: avg@n, pass@k and greedy, through the sampler and the grader that training uses.
+"""`slipstream eval`: accuracy of a saved model (avg@n, pass@k, greedy), with the sampler and grader of training.
 
-A model that is of a run is asked what the run asks, unless the command line says otherwise; what was found is kept in
-the run's eval.jsonl.
+For the model of a run, the defaults are the run's settings, and results are appended to the run's eval.jsonl.
 """
 
 from __future__ import annotations
@@ -40,27 +39,28 @@ from slipstream.records import Handle
 from slipstream.rewards.grading import PoolGrader, needs
 from slipstream.run_dir.atomic_files import append
 from slipstream.run_dir.writing import EVALS, as_lines
-from slipstream.runs.start import invite
+from slipstream.runs.start import announce_gateway
 
 COLUMNS = {field.name for field in fields(Asked)} & DataConfig.model_fields.keys()
-"""What [data] has too."""
+"""Fields of `Asked` that section [data] of a config has, too."""
 WIDEST = 160
-"""A table, in letters."""
+"""Least width in columns of the console that prints the table."""
 OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout")
-"""What a command line does not say."""
+"""Fields of `Asked` that no command-line option sets."""
 
 
 @dataclass(frozen=True)
 class Measured:
     greedy: float
+    """Mean reward of the greedy answers."""
     sampled: list[list[float]]
-    """Rewards of every sample of every prompt."""
+    """Rewards of the samples of every prompt."""
     best: list[Handle]
-    """The greedy answers."""
+    """Greedy answers, one per prompt."""
     ungraded: Counter[str]
-    """How many answers could not be graded, which counts as not right, by the cause."""
+    """Number of answers that could not be graded, by cause; they count as wrong."""
     found: Metrics
-    """Of the sampled answers: lengths, truncation, rewards."""
+    """Metrics of the sampled answers: lengths, truncation, rewards."""
     seconds: float
     tokens: int
 
@@ -70,7 +70,7 @@ class Measured:
 
 
 class Watch(Progress):
-    """On a terminal, how many prompts are answered; nothing elsewhere."""
+    """A progress bar over answered prompts; invisible if the console is no terminal."""
 
     def __init__(self, console: Console) -> None:
         parts = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -85,7 +85,7 @@ class Watch(Progress):
 
 
 def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) -> dict[str, Measured]:
-    """Sampled and greedy answers of one model to every set; many are graded by the same processes."""
+    """Let the model answer every set, sampled and greedily, and return the results by the name of the set."""
     import torch
 
     from slipstream.runtimes.build import build_sampler
@@ -105,7 +105,7 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
         began = time.perf_counter()
         sampled = await ask(made.sampling, "sampled")
-        once = made.sampling.temperature == 0  # all of them are greedy
+        once = made.sampling.temperature == 0  # all samples are greedy
         best = sampled if once else await ask(replace(made.sampling, group=1, temperature=0), "greedy")
         drawn = [handle for group in (sampled if once else sampled + best) for handle in group]
         return Measured(
@@ -131,10 +131,10 @@ def measure(made: Evaluation, grader: PoolGrader, watch: Watch | None = None) ->
 
 
 def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequence[int], as_json: bool) -> None:
-    """`given` is what the command line says, by the names of `Asked`."""
-    said: list[str] = []
+    """Measure a model and print the results; `given` has the options of the command line by field of `Asked`."""
+    notes: list[str] = []
     subject = subject_of(model)
-    asked = asked_of(subject, given, said.append)
+    asked = asked_of(subject, given, notes.append)
     if max(ks) > asked.n:
         raise ConfigError(f"pass@{max(ks)} needs at least {max(ks)} samples of each prompt: write -n {max(ks)}")
     check_there(subject.model)
@@ -142,17 +142,17 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     data = data_section({name: getattr(asked, name) for name in COLUMNS})
     sets = {
         name: graded_rows(
-            load_rows(source, data, split=asked.split, limit=asked.limit, say=said.append), asked.reward, asked.sandbox
+            load_rows(source, data, split=asked.split, limit=asked.limit, say=notes.append), asked.reward, asked.sandbox
         )
         for name, source in asked.data.items()
     }
     check_adapter(subject.model)
     tokenizer = load_tokenizer(subject.model)
     check_ends(subject.model, tokenizer)
-    tools = tools_of(asked.environment, tokenizer, subject.model, said.append)
-    tells = asked.environment is not None and asked.environment.gateway is not None
+    tools = tools_of(asked.environment, tokenizer, subject.model, notes.append)
+    with_text = asked.environment is not None and asked.environment.gateway is not None
     prompts = {
-        name: eval_prompts(rows, tokenizer, data, seed=asked.seed, tools=tools, tells=tells)
+        name: eval_prompts(rows, tokenizer, data, seed=asked.seed, tools=tools, tells=with_text)
         for name, rows in sets.items()
     }
     made = evaluation(subject.model, prompts, tokenizer, asked)
@@ -160,17 +160,17 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
 
     pick_device(asked.device, "--device" if "device" in given else "runtime.device")
     check_alone(made.sampler, asked.device)
-    from slipstream.engines.native.files import check_complete  # after what is seen at a glance: it takes seconds
+    from slipstream.engines.native.files import check_complete  # takes seconds, so after the fast checks
 
     check_complete(subject.model)
     for note in subject.notes:
         print(printable(f"note: {note}"), file=sys.stderr)
     if not as_json:
-        for line in said:
+        for line in notes:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     from slipstream.runtimes.build import build_grader
 
-    invite(made.sampler.environment, None, partial(print, file=sys.stderr))
+    announce_gateway(made.sampler.environment, None, partial(print, file=sys.stderr))
     grader = build_grader(made.grader, tokenizer)
     try:
         with Watch(console) as watch:
@@ -184,17 +184,17 @@ def evaluate(model: str, console: Console, *, given: Mapping[str, Any], ks: Sequ
     if as_json:
         print(as_lines(lines), end="")
     else:
-        show(lines, console)
+        show_table(lines, console)
     if subject.run is not None:
-        keep(subject.run / EVALS, lines)
+        save_results(subject.run / EVALS, lines)
 
 
 def asked_of(subject: Subject, given: Mapping[str, Any], say: Callable[[str], object]) -> Asked:
-    """What the run asks, or the built-in task for a model that is of none; and what the command line says instead."""
+    """Return the settings of the run, or those of the built-in task, with the changes given on the command line."""
     if "data" not in given:
         check_known(subject)
     asked = subject.asked or Asked()
-    # a template names the columns itself; who writes one, or a column, means it instead of the other
+    # a template names its columns itself, so a given template replaces the prompt column, and the reverse
     instead = {"prompt": "template", "template": "prompt"}
     changes: dict[str, Any] = {instead[name]: None for name in given if name in instead} | dict(given)
     asked = replace(asked, **changes)
@@ -205,28 +205,28 @@ def asked_of(subject: Subject, given: Mapping[str, Any], say: Callable[[str], ob
     if subject.run is not None:
         if not asked.reward:
             raise ConfigError(
-                f"{subject.run / 'config.toml'} has no task.reward, so nobody knows how to grade: write --reward, for "
-                "example --reward exact"
+                f"{subject.run / 'config.toml'} has no task.reward, which grading needs: write --reward, for example "
+                "--reward exact"
             )
-        say(settings(subject, asked, given))
+        say(settings_line(subject, asked, given))
     return asked
 
 
-def settings(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> str:
-    """What is of the run, and what of the command line, in one line."""
-    words = {name: f"{name} {told(value)}".strip() for name, value in chosen(asked).items()}
+def settings_line(subject: Subject, asked: Asked, given: Mapping[str, Any]) -> str:
+    """Return one line that lists settings taken from the run, and settings given on the command line."""
+    texts = {name: f"{name} {option_text(value)}".strip() for name, value in chosen_settings(asked).items()}
     if asked.environment is not None:
         wanted = asked.environment.wanted
-        words["environment"] = f"environment {wanted.spec if wanted is not None else 'gateway'}"
-    ours, theirs = (", ".join(text for name, text in words.items() if (name in given) is it) for it in (False, True))
+        texts["environment"] = f"environment {wanted.spec if wanted is not None else 'gateway'}"
+    run, cli = (", ".join(text for name, text in texts.items() if (name in given) is it) for it in (False, True))
     assert subject.run is not None
     if "data" not in given and subject.trained_on:
-        ours += " (training prompts: it has no data.eval)"
-    return f"as {subject.run / 'config.toml'} says: {ours}" + (f"; as given here: {theirs}" if given else "")
+        run += " (training prompts, because data.eval is not set)"
+    return f"from {subject.run / 'config.toml'}: {run}" + (f"; from the command line: {cli}" if given else "")
 
 
-def chosen(asked: Asked) -> dict[str, Any]:
-    """What a person may choose, as far as it means anything here."""
+def chosen_settings(asked: Asked) -> dict[str, Any]:
+    """Return the settings that options can set, by name, without unset ones and ones that have no effect here."""
     idle = () if any(map(has_splits, asked.data.values())) else ("split",)
     return {
         name: value
@@ -235,8 +235,8 @@ def chosen(asked: Asked) -> dict[str, Any]:
     }
 
 
-def told(value: Any) -> str:
-    """As a person would write it."""
+def option_text(value: Any) -> str:
+    """Format a setting as a user would write it on the command line."""
     match value:
         case True:
             return ""
@@ -252,14 +252,14 @@ def told(value: Any) -> str:
 
 
 def line_of(subject: Subject, asked: Asked, name: str, found: Measured, ks: Sequence[int]) -> dict[str, Any]:
-    """All of one set in a line of JSON: what was asked of what, and what came of it."""
+    """Return settings and results of one set as an object for one line of JSON."""
     rewards = {key: value for key, value in found.found.items() if key.startswith("reward/")}
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "model": subject.model,
         **({} if subject.update is None else {"update": subject.update}),
         **({"set": name} if name else {}),
-        **chosen(asked),
+        **chosen_settings(asked),
         "data": asked.data[name],
         "prompts": len(found.sampled),
         f"avg@{asked.n}": found.avg,
@@ -276,8 +276,7 @@ def line_of(subject: Subject, asked: Asked, name: str, found: Measured, ks: Sequ
     }
 
 
-def show(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A table with a row for every set."""
+def show_table(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
     first = lines[0]
     reward, n, several = first["reward"][0], first["n"], len(lines) > 1
     at = f" after update {first['update']}" if "update" in first else ""
@@ -307,15 +306,15 @@ def show(lines: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{line['length']:,.0f}",
             *([f"{line['episode/turns']:.1f}", f"{line['episode/invalid']:.1%}"] if "episode/turns" in first else []),
         )
-    console.width = max(console.width, WIDEST)  # numbers are never cut, however narrow a terminal is
+    console.width = max(console.width, WIDEST)  # so that a narrow terminal does not truncate numbers
     console.print(table)
     tokens, seconds = (sum(line[name] for line in lines) for name in ("tokens", "seconds"))
     console.print(f"{tokens:,} tokens in {seconds:.1f} s", highlight=False)
 
 
-def keep(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """Where results stay; they have been told already, so a run of somebody else's is no mistake."""
+def save_results(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """Append results to a file. They are printed already, so a directory that is not writable gives only a note."""
     try:
         append(path, as_lines(lines))
     except RunDirError as error:
-        print(f"note: these results are nowhere kept: {error}", file=sys.stderr)
+        print(f"note: these results are not saved: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The student of a config for agents, without training: what they did with it, as lines of a file."""
+"""`slipstream gateway`: serve a config's student to external agents, without training, and record their episodes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any, TextIO
 from slipstream.errors import ConfigError, RunDirError, first_line
 from slipstream.plan.plan import Plan
 from slipstream.records import Group, Handle, Rollout
-from slipstream.runs.start import invite
+from slipstream.runs.start import announce_gateway
 
 ARRAYS = ("tokens", "loss_mask", "turn", "versions", "logp")
 
 
 def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], object]) -> None:
-    """Every prompt once, or so many of them."""
-    there = made.engines.sampler.environment
-    if there is None or there.gateway is None:
-        raise ConfigError("slipstream gateway serves agents: write [environment.gateway] into the config")
+    """Play every prompt once, or the first `prompts` of them, and write the lineages to the new file `to`."""
+    environment = made.engines.sampler.environment
+    if environment is None or environment.gateway is None:
+        raise ConfigError("slipstream gateway serves external agents: write [environment.gateway] into the config")
     from slipstream.runtimes.build import SelfGrading
 
     try:
@@ -31,15 +31,15 @@ def gateway(made: Plan, to: Path, *, prompts: int | None, say: Callable[[str], o
     with file:
         sampler = SelfGrading(made.engines.sampler, made.engines.grader, made.tokenizer)
         try:
-            invite(there, to.parent, say)
-            counts = asyncio.run(played(made, sampler, file, prompts or len(made.prompts.rows)))
+            announce_gateway(environment, to.parent, say)
+            counts = asyncio.run(play(made, sampler, file, prompts or len(made.prompts.rows)))
         finally:
             sampler.close()
-    say(f"{counts[0]} episodes, of which {counts[1]} failed: {counts[2]} lineages in {to}")
+    say(f"{counts[0]} episodes, {counts[1]} of them failed; {counts[2]} lineages are in {to}")
 
 
-async def played(made: Plan, sampler: Any, file: TextIO, prompts: int) -> tuple[int, int, int]:
-    """How many episodes there were, how many of them failed, and how many lineages there are."""
+async def play(made: Plan, sampler: Any, file: TextIO, prompts: int) -> tuple[int, int, int]:
+    """Play the prompts, write their lineages, and return the number of episodes, of failed ones, and of lineages."""
     numbers, counts = iter(range(prompts)), [0, 0, 0]
 
     async def one_after_the_other() -> None:
@@ -63,7 +63,7 @@ async def played(made: Plan, sampler: Any, file: TextIO, prompts: int) -> tuple[
 
 def line(handle: Handle) -> str:
     header, body = handle.header, handle.body
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         "prompt": header.prompt,
         "number": header.number,
         "episode": header.episode,
@@ -73,6 +73,6 @@ def line(handle: Handle) -> str:
         "outcome": header.outcome,
     }
     if isinstance(body, Rollout):
-        told |= {"branch": body.branch, "prompt_tokens": body.prompt.tokens.tolist()}
-        told |= {name: getattr(body, name).tolist() for name in ARRAYS}
-    return json.dumps(told) + "\n"
+        record |= {"branch": body.branch, "prompt_tokens": body.prompt.tokens.tolist()}
+        record |= {name: getattr(body, name).tolist() for name in ARRAYS}
+    return json.dumps(record) + "\n"

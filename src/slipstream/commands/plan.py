@@ -1,4 +1,4 @@
-"""`slipstream plan`: what a run would do with so many devices, before there is one."""
+"""`slipstream plan`: simulated speed and lag of a config for a number of devices, before any run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from slipstream.planning.costs import Costs
     from slipstream.planning.planner import Offer, Outlook, Subject
 
-HOW = "--measure starts its engines and measures it, --costs FILE gives it, and a run directory has its own"
+HOW_TO_GIVE_COSTS = "write --measure to measure its engines, or --costs FILE, or name a run directory"
 
 
 def plan_ahead(
@@ -48,7 +48,7 @@ def plan_ahead(
             raise RunDirError(f"{target} cannot be written: there is no {target.parent}")
     spent = costs_of(subject, costs, measure, note)
     if spent is None:
-        raise ConfigError(f"{source}: what do its stages cost? {HOW}")
+        raise ConfigError(f"{source}: nothing gives the costs of its stages: {HOW_TO_GIVE_COSTS}")
     if to is not None:
         with writing(to):
             write_atomic(to, spent.to_toml())
@@ -64,7 +64,7 @@ def plan_ahead(
     if as_json:
         print(json.dumps(numbers(seen)))
         return
-    for line in told(seen, subject, spent):
+    for line in forecast_lines(seen, subject, spent):
         console.print(line)
 
 
@@ -89,27 +89,23 @@ def costs_of(subject: Subject, given: Path | None, measure: bool, note: Callable
 
 
 def measured(subject: Subject, note: Callable[[str], None]) -> Costs:
-    """By the engines that `train` would start."""
+    """Measure the costs with the engines that `train` would start."""
     from slipstream.planning import measure
 
     quiet = Console(quiet=True)
-    with nursery(subject.config) as born:
-        planned = planned_on(quiet, subject.config, born)
+    with nursery(subject.config) as launcher:
+        planned = planned_on(quiet, subject.config, launcher)
         measure.check_measurable(planned)
-        with opened(planned, born, quiet) as engines:
+        with opened(planned, launcher, quiet) as engines:
             return measure.measured(planned, engines, say=note)
 
 
-# --- what a person reads ----------------------------------------------------------------------------------------------
-
-
-def told(seen: Outlook, subject: Subject, costs: Costs) -> list[str | Table]:
-
+def forecast_lines(seen: Outlook, subject: Subject, costs: Costs) -> list[str | Table]:
     own, best = subject.config.schedule.label, max(seen.best.values(), key=speed)
     shared = "" if costs.cores is None else f" that share {costs.cores:g} cores"
-    title = f"{seen.devices} devices{shared}: samplers + scorers + ranks of the learner that are best"
+    title = f"best splits of {seen.devices} devices{shared} into samplers + scorers + learner ranks"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for head in ("schedule", "split", "samples/s", "lag, most", "idle %", "time"):
+    for head in ("schedule", "split", "samples/s", "lag, max", "idle %", "time"):
         table.add_column(head, justify="left" if head in ("schedule", "split") else "right", no_wrap=True)
     table.add_column(f"with {seen.devices + 1}", no_wrap=True)
     for name, offer in seen.best.items():
@@ -121,7 +117,7 @@ def told(seen: Outlook, subject: Subject, costs: Costs) -> list[str | Table]:
         lines += [f"* {own} split {offer.split}: {speed(offer):.3g} samples/s" for offer in others]
     return [
         *lines,
-        f"idle: rollout, scoring, learner; time: {subject.config.updates} updates, no held-out prompts, no checkpoints",
+        f"idle: rollout, scoring, learner; time: {subject.config.updates} updates without evaluation and checkpoints",
     ]
 
 

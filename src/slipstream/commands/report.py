@@ -1,4 +1,4 @@
-"""A page of runs, or of a study, in one file; and a study as Markdown."""
+"""`slipstream report`: one HTML page about runs or a study, or a study as Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "report.html"
 
 
 def report(paths: Sequence[Path], output: Path | None) -> Path:
-    """Where it was written: into the first directory, unless told otherwise."""
+    """Write the page to `output`, or into the first directory if None; return its path."""
     target = output or paths[0] / NAME
     check_regular(target)
     command = ["slipstream", "report", *map(str, paths), *(["--output", str(output)] if output else [])]
@@ -34,7 +34,7 @@ def page_of(paths: Sequence[Path], command: str) -> Page:
     if not any(map(is_study, paths)):
         return of_runs.page(read(paths), command)
     if len(paths) > 1:
-        raise ConfigError("a report is of one study, or of runs: name one study, or the directories of its cells")
+        raise ConfigError("a report shows one study, or runs: name one study, or the directories of its cells")
     return of_study.page(finished(paths[0]), command)
 
 
@@ -49,10 +49,10 @@ def finished(path: Path) -> Sweep:
     return sweep
 
 
-def written(paths: Sequence[Path], directory: Path) -> list[Path]:
-    """A study as a page of Markdown, and its figures as SVG."""
+def write_markdown(paths: Sequence[Path], directory: Path) -> list[Path]:
+    """Write a study as a Markdown page with its figures as SVG; return the paths of all files."""
     if len(paths) > 1 or not is_study(paths[0]):
-        raise ConfigError("--markdown is of one study: name the directory of a sweep")
+        raise ConfigError("--markdown writes one study: name the directory of one sweep")
     sweep = finished(paths[0])
     from slipstream.reporting.report.svg import draw
 

@@ -1,4 +1,4 @@
-"""What a student said in a run, for a person to read."""
+"""`slipstream samples`: responses of the student in a run, as text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slipstream.run_dir.reading import Line, RunDir
 from slipstream.run_dir.writing import ENDED
 
 SHOWN = 5
-"""Tokens that the teacher found least likely."""
+"""Number of tokens listed whose log-prob by the teacher is farthest below the student's."""
 
 
 def samples(path: Path, console: Console, *, update: int | None, count: int) -> None:
-    """The last so many, or those of one update."""
-    for quote in chosen(path, update)[-count:]:
+    """Print the last `count` samples, of one update if `update` is not None."""
+    for quote in samples_of(path, update)[-count:]:
         console.print(Text(head(quote), style="bold"), soft_wrap=True)
         for name, text in [("prompt", quote["prompt"]), *(quote.get("turns") or [("response", quote["response"])])]:
             console.print(Text(f"{name}:", style="cyan"))
@@ -33,19 +33,19 @@ def samples(path: Path, console: Console, *, update: int | None, count: int) -> 
         console.print()
 
 
-def chosen(path: Path, update: int | None) -> list[Line]:
+def samples_of(path: Path, update: int | None) -> list[Line]:
     found = RunDir(path).samples
     if not found:
-        raise RunDirError(f"{path} has no samples yet: log.samples says how many of each update it writes")
+        raise RunDirError(f"{path} has no samples yet: log.samples sets how many samples each update writes")
     of_update = [quote for quote in found if update in (None, quote["update"])]
     if not of_update:
         first, last = found[0]["update"], found[-1]["update"]
-        raise RunDirError(f"{path} has no samples of update {update}: they go from {first} to {last}")
+        raise RunDirError(f"{path} has no samples of update {update}: it has samples of updates {first} to {last}")
     return of_update
 
 
 def head(quote: dict[str, Any]) -> str:
-    """All that is told of one in a line."""
+    """Return one line about a sample: update, prompt, length, versions, finish and rewards."""
     versions = [version for version, _ in quote["versions"]] or [0]
     drawn = f"version {versions[0]}" if len(set(versions)) == 1 else f"versions {min(versions)} to {max(versions)}"
     rewards = "".join(f", {name} {value:.3g}" for name, value in quote["rewards"].items())
@@ -56,7 +56,7 @@ def head(quote: dict[str, Any]) -> str:
 
 
 def against_teacher(quote: dict[str, Any]) -> Iterator[str]:
-    """How far the teacher is from it, and where it is farthest."""
+    """Yield lines on the mean gap between the student's and the teacher's log-probs, and on the largest gaps."""
     if quote["teacher_logp"] is None:
         return
     gaps = [
@@ -72,4 +72,4 @@ def against_teacher(quote: dict[str, Any]) -> Iterator[str]:
     of = f" by {quote['teacher']}" if quote["teacher"] else ""
     yield f"scored{of}: log-probs of its tokens are {fmean(gap for gap, *_ in gaps):.3f} lower than the student's"
     if worst:
-        yield f"most of all: {', '.join(worst)}"
+        yield f"largest gaps: {', '.join(worst)}"

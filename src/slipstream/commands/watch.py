@@ -1,4 +1,4 @@
-"""A run that goes on, on the whole of a terminal; where there is none, one frame of it as plain text."""
+"""`slipstream watch`: full-screen view of an active run; one frame as plain text if there is no terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slipstream.reporting.terminal.panel import page, screen
 from slipstream.reporting.terminal.watch import Watched
 
 EVERY = 1.0
-"""Seconds between two looks at the files."""
+"""Seconds between two reads of the run's files."""
 KEYS = "q quit   n, p next, previous sample   space "
 
 
@@ -29,16 +29,16 @@ def watch(path: Path, console: Console, *, once: bool = False) -> None:
     if once or not console.is_terminal or console.is_dumb_terminal:
         console.print(Group(*page(watched.view(), console.width)))
         return
-    while follow(watched, console):
-        os.kill(os.getpid(), signal.SIGSTOP)  # until somebody says `fg`
+    while show_until_quit(watched, console):
+        os.kill(os.getpid(), signal.SIGSTOP)  # until the shell's `fg`
 
 
-def follow(watched: Watched, console: Console) -> bool:
-    """Until it is quit, or, which is returned, stopped by Ctrl-Z."""
-    with unbuffered() as keyboard, woken() as (wake, caught), full_screen(console) as show:
+def show_until_quit(watched: Watched, console: Console) -> bool:
+    """Show the run until the user quits (return False) or presses Ctrl-Z (return True)."""
+    with unbuffered_keys() as keyboard, wakeup_signals() as (wake, caught), full_screen(console) as show:
         looked = time.monotonic()
         while True:
-            turns = "hold" if not watched.turning.held else "turn on"
+            turns = "hold" if not watched.turning.held else "continue"
             show(watched, KEYS + turns if keyboard is not None else "")
             left = max(0.0, looked + EVERY - time.monotonic())
             ready, _, _ = select.select([wake, *([keyboard] if keyboard is not None else [])], [], [], left)
@@ -48,15 +48,15 @@ def follow(watched: Watched, console: Console) -> bool:
                     return True
             if keyboard in ready and keyboard is not None:
                 typed = os.read(keyboard, 1024)
-                if not typed or pressed(typed, watched):
+                if not typed or handle_keys(typed, watched):
                     return False
             if time.monotonic() >= looked + EVERY:
                 watched.look()
                 looked = time.monotonic()
 
 
-def pressed(keys: bytes, watched: Watched) -> bool:
-    """Does what keys mean; whether they mean to quit."""
+def handle_keys(keys: bytes, watched: Watched) -> bool:
+    """Handle pressed keys; return True if one of them is quit."""
     for key in keys.decode(errors="replace"):
         match key:
             case "q" | "Q":
@@ -70,7 +70,7 @@ def pressed(keys: bytes, watched: Watched) -> bool:
     return False
 
 
-# --- the terminal, which is left as it was found ----------------------------------------------------------------------
+# --- terminal modes, restored at the end ------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -85,8 +85,8 @@ def full_screen(console: Console) -> Iterator[Callable[[Watched, str], None]]:
 
 
 @contextmanager
-def unbuffered() -> Iterator[int | None]:
-    """Keys as they are pressed, and not echoed; nothing, if they come from nowhere."""
+def unbuffered_keys() -> Iterator[int | None]:
+    """Yield a file descriptor that delivers every key at once without echo, or None if stdin is no terminal."""
     if not sys.stdin or not sys.stdin.isatty():
         yield None
         return
@@ -96,13 +96,13 @@ def unbuffered() -> Iterator[int | None]:
         tty.setcbreak(keyboard)
         yield keyboard
     finally:
-        with suppress(termios.error):  # a terminal that was closed
+        with suppress(termios.error):  # the terminal was closed
             termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 @contextmanager
-def woken() -> Iterator[tuple[int, set[int]]]:
-    """What can be read when the terminal has another size, or is to be given back; and which it was."""
+def wakeup_signals() -> Iterator[tuple[int, set[int]]]:
+    """Yield a descriptor that becomes readable on SIGWINCH (resize) or SIGTSTP (Ctrl-Z), and the signals seen."""
     caught = set[int]()
     wake, end = os.pipe()
     os.set_blocking(end, False)

@@ -1,1 +1,1 @@
-"""What is decided, and refused, before anything starts."""
+"""Planning: decisions and checks that come before any engine starts."""

@@ -1,4 +1,4 @@
-"""Which layers get an adapter, and whether a model that is one can be what it is asked to be. No weight is loaded."""
+"""LoRA adapters: layers that get one, and checks that adapters fit models and settings. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def continued(student: str, asked: LoraConfig | None, say: Callable[[str], object]) -> LoraConfig | None:
-    """What is trained of a student: of one that is an adapter, that adapter, which a config cannot contradict."""
+def lora_of_student(student: str, asked: LoraConfig | None, say: Callable[[str], object]) -> LoraConfig | None:
+    """Return LoRA settings: those of the student if it is an adapter (`asked` must agree with them), else `asked`."""
     adapter = adapter_of(student)
     if adapter is None:
         return asked
-    own = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
+    adapter_lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
     for name in asked.model_fields_set if asked else ():
-        theirs, ours = getattr(asked, name), getattr(own, name)
+        theirs, ours = getattr(asked, name), getattr(adapter_lora, name)
         if theirs != ours and (name != "targets" or last_parts(student, theirs) != set(ours)):
             raise ConfigError(
                 f"learner.lora.{name} = {json.dumps(theirs)}, and {student} is an adapter with {json.dumps(ours)}: "
@@ -30,16 +30,16 @@ def continued(student: str, asked: LoraConfig | None, say: Callable[[str], objec
     if asked is None:
         layers = ", ".join(adapter.targets)
         say(f"learner.lora: rank {adapter.rank}, alpha {adapter.alpha:g}, at {layers}, as {student} has them")
-    return own
+    return adapter_lora
 
 
 def last_parts(student: str, targets: Any) -> set[str]:
-    """Of the names of the layers that these are."""
+    """Return the last parts of the names of the layers that match the targets."""
     return {name.rpartition(".")[2] for name in adapted(student, LoraConfig(targets=targets))}
 
 
 def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str]) -> None:
-    """What [learner.lora] asks for is there, and so is all that those of these models stand on that are adapters."""
+    """Check that the layers of [learner.lora] exist, and that adapters among the models fit their base models."""
     for model in models:
         check_adapter(model)
     if lora is None:
@@ -50,18 +50,18 @@ def check_adapters(student: str, lora: LoraConfig | None, models: Iterable[str])
     most = max(min(part.in_features, part.out_features) for part in layers.values())
     if lora.rank > most:
         raise ConfigError(
-            f"learner.lora.rank = {lora.rank} is more than any of these layers of {student} has: write {most} or less, "
-            "or drop [learner.lora] to train all weights"
+            f"learner.lora.rank = {lora.rank} is more than the width of any of these layers of {student}: write {most} "
+            "or less, or drop [learner.lora] to train all weights"
         )
     if begun and (other := sorted(layers.keys() ^ begun.layers.keys())):
         raise ModelError(
-            f"{student}: has an adapter for some of the layers that are called {other[0].rpartition('.')[2]}, and none "
-            f"for {other[0]}, which cannot be trained here: merge it into its base"
+            f"{student}: has an adapter for some of the layers named {other[0].rpartition('.')[2]}, but none for "
+            f"{other[0]}, which cannot be trained here: merge the adapter into its base model"
         )
 
 
 def check_adapter(model: str) -> None:
-    """One that is named as a model is of layers that its base has."""
+    """Raise an error if the model is an adapter for layers that its base model lacks."""
     from slipstream.engines.native.adapters import check_stands_on
     from slipstream.engines.native.files import empty_model
 
@@ -70,7 +70,7 @@ def check_adapter(model: str) -> None:
 
 
 def adapted(student: str, lora: LoraConfig) -> dict[str, nn.Linear]:
-    """The layers that get an adapter."""
+    """Return the layers of the student that get an adapter, by name."""
     from torch import nn
 
     from slipstream.engines.native.files import empty_model

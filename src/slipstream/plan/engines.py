@@ -1,4 +1,4 @@
-"""What every engine is to be: all that a runtime needs to build it, wherever that happens, and nothing of the rest."""
+"""Plans of engines: all that a runtime needs to build each engine, in any process."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ from slipstream.protocols import Follower
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """A model that runs here, natively."""
+    """A model that a native engine runs here."""
 
     name: str
     dtype: str
     device: str
     longest: int | None = None
-    """The longest sequence that it sees."""
+    """Longest sequence in tokens; None if unknown."""
     lora: LoraConfig | None = None
-    """The adapters that it gets."""
+    """LoRA adapters of the model; None trains all weights."""
     seed: int = 0
-    """What those begin with follows from it."""
+    """Seed of the adapters' initial values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayPlan:
     agent: Agent | None
-    """Who is started for every episode."""
+    """Program started for every episode; None if agents are started elsewhere."""
     at_once: int
     host: str
     port: int
     name: str
-    """Of the model, as agents see it."""
+    """Name of the model in the API for agents."""
     vocabulary: int
     token: str = field(default_factory=partial(secrets.token_urlsafe, 32), compare=False, repr=False)
-    """What agents that are started elsewhere show to take episodes and to grade them."""
+    """Access token with which agents started elsewhere open episodes and grade them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentPlan:
-    """Either of the two."""
+    """An environment of the user, or a gateway for agents: one of `wanted` and `gateway` is not None."""
 
     wanted: Wanted | None
-    """What a process for it is told."""
+    """Request for the environment, sent to the processes that run it."""
     gateway: GatewayPlan | None
     processes: int
     limits: Limits
     renderer: Mapping[str, Any]
-    """How its renderer is made, beside the tokenizer."""
+    """Arguments of the `Renderer`, without the tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerPlan:
     runs: ModelPlan | Settings
-    """Natively, or by vLLM."""
+    """Model and engine: a `ModelPlan` for the native engine, `Settings` for vLLM."""
     slots: int
     draws: int = 1
     best: int = 0
@@ -81,9 +81,9 @@ class SamplerPlan:
     threads: int = 1
     replicas: int = 1
     devices: int = 1
-    """How many each of them takes."""
+    """Number of devices per replica."""
     environment: EnvironmentPlan | None = None
-    """What its responses act upon, in several turns."""
+    """Environment for responses in several turns; None for plain responses."""
 
     @property
     def model(self) -> str:
@@ -92,30 +92,30 @@ class SamplerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerPlan:
-    """A teacher."""
+    """The scorers of one teacher."""
 
     name: str
     runs: ModelPlan | Settings | Endpoint
-    """Natively, by vLLM, or somewhere else."""
+    """Model and engine: native, vLLM, or an endpoint elsewhere."""
     asks: Asks
-    """What the loss asks of it."""
+    """Quantities that the loss needs from the teacher."""
     temperature: float
     token_budget: int
     packing: bool
     vocabulary: int
-    """The student's."""
+    """Size of the student's vocabulary."""
     context: str | None
-    """Template of the prompt that it sees instead of the student's, or the function that writes it, in so many
-    seconds."""
+    """Template of the prompt that the teacher sees, or name of the function that writes it; None: as the student."""
     timeout: float
+    """Time limit in seconds of the function that writes the context."""
     keep: int
-    """Versions of its weights by which it is known what it said before."""
+    """Number of versions of the teacher's weights that are kept, to compute earlier scores again."""
     threads: int
     replicas: int
 
     @property
     def here(self) -> str:
-        """The model that is loaded for it; none for one at an endpoint."""
+        """Name of the model that is loaded here; empty for an endpoint."""
         match self.runs:
             case ModelPlan(name=name) | Settings(model=name):
                 return name
@@ -130,15 +130,16 @@ class LearnerPlan:
     method: Method
     updates: int
     width: int
-    """Of the student: what a sequence costs depends on it."""
+    """Hidden size of the student, from which the cost of a sequence is estimated."""
     export_dtype: str
     teacher: ModelPlan | None
-    """Whose head it applies to hidden states."""
+    """Teacher whose head the learner applies to cached hidden states; None if the loss needs none."""
     snapshots: int
+    """Number of published versions whose weights are kept."""
     follow: Mapping[str, Follower]
-    """The teachers whose weights come from it."""
+    """Teachers whose weights follow the student's, by name."""
     cosine_every: int
-    """Updates after which fresh and stale samples are compared; 0 for never."""
+    """Number of updates between two comparisons of gradients of fresh and stale samples; 0 compares never."""
     threads: int
     patience: float
     """Seconds that ranks wait for one another."""
@@ -150,9 +151,9 @@ class GraderPlan:
     processes: int = 1
     timeout: float = 30.0
     sandbox: str | None = None
-    """Where rewards run code."""
+    """Kind of sandbox in which rewards run code; None without one."""
     tells: bool = False
-    """Texts of responses, for teachers that are shown attempts."""
+    """Return texts of responses, too, for teachers whose context shows earlier attempts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +161,12 @@ class EnginesPlan:
     learner: LearnerPlan
     sampler: SamplerPlan
     scorers: Mapping[str, ScorerPlan]
-    """Of each teacher, by its name."""
     grader: GraderPlan
     runtime: RuntimeConfig
 
     @property
     def precisions(self) -> set[str]:
-        """In which sampler, learner and teachers compute."""
+        """Dtypes in which sampler, learner and teachers compute."""
         learner = self.learner.settings
         models = [self.sampler.runs, *(scorer.runs for scorer in self.scorers.values())]
         here = {model.dtype for model in models if not isinstance(model, Endpoint)}
@@ -211,32 +211,34 @@ def sampler_of(config: Config) -> SamplerPlan:
 
 
 def environment_of(config: Config) -> EnvironmentPlan | None:
-    there = config.environment
-    if there is None:
+    environment = config.environment
+    if environment is None:
         return None
     return EnvironmentPlan(
-        wanted=None if there.use is None else Wanted(there.use, there.sandbox, there.observation),
+        wanted=None
+        if environment.use is None
+        else Wanted(environment.use, environment.sandbox, environment.observation),
         gateway=gateway_of(config),
-        processes=there.processes,
+        processes=environment.processes,
         limits=Limits(
-            turns=there.turns,
-            calls=there.calls,
-            turn_tokens=there.turn_tokens,
-            seconds=there.seconds,
-            step_seconds=there.step_seconds,
+            turns=environment.turns,
+            calls=environment.calls,
+            turn_tokens=environment.turn_tokens,
+            seconds=environment.seconds,
+            step_seconds=environment.step_seconds,
         ),
-        renderer={"format": there.format, "template_args": config.data.template_args},
+        renderer={"format": environment.format, "template_args": config.data.template_args},
     )
 
 
 def gateway_of(config: Config) -> GatewayPlan | None:
-    there = config.environment
-    if there is None or there.gateway is None:
+    environment = config.environment
+    if environment is None or environment.gateway is None:
         return None
-    gateway = there.gateway
+    gateway = environment.gateway
     host, _, port = (gateway.listen or "127.0.0.1:0").rpartition(":")
     return GatewayPlan(
-        agent=None if gateway.command is None else agent_of(gateway, there.sandbox == "bubblewrap"),
+        agent=None if gateway.command is None else agent_of(gateway, environment.sandbox == "bubblewrap"),
         at_once=gateway.at_once,
         host=host.strip("[]"),
         port=int(port),
@@ -246,7 +248,6 @@ def gateway_of(config: Config) -> GatewayPlan | None:
 
 
 def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
-    """`walled`: in a sandbox."""
     words: dict[str, tuple[str, ...] | None] = {"verify": None}
     for name in ("command", "verify"):
         if (given := getattr(gateway, name)) is not None:
@@ -254,7 +255,7 @@ def agent_of(gateway: GatewayConfig, walled: bool) -> Agent:
                 words[name] = tuple(shlex.split(given))
             except ValueError as error:
                 raise ConfigError(f"environment.gateway.{name} = {given!r}: {error}") from None
-    verify = words["verify"] and tuple(  # which begins somewhere else
+    verify = words["verify"] and tuple(  # absolute paths, as it starts in another directory
         str(Path(word).absolute()) if "/" in word and Path(word).exists() else word for word in words["verify"]
     )
     return Agent(command=words["command"] or (), verify=verify, workspace=gateway.workspace, walled=walled)
@@ -280,13 +281,13 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
 
 def teacher_of(config: Config, name: str) -> ModelPlan:
     teacher, device = config.teachers[name], config.runtime.device
-    if teacher.follow is not None:  # laid out as the student is, adapters and all
+    if teacher.follow is not None:  # has the same architecture and adapters as the student
         return replace(student_of(config, teacher.dtype), longest=teacher.longest)
     return ModelPlan(name=config.model_of(teacher), dtype=teacher.dtype, device=device, longest=teacher.longest)
 
 
 def endpoint_of(config: Config, name: str) -> Endpoint | None:
-    """Where a teacher is, if not here, with the key that is in this process's environment, and for one replica."""
+    """Return a teacher's endpoint for one replica, with the API key from the environment; None if it runs here."""
     teacher = config.teachers[name]
     if teacher.base_url is None:
         return None
@@ -319,7 +320,6 @@ def learner_of(config: Config, method: Method) -> LearnerPlan:
 
 
 def followers_of(config: Config) -> dict[str, Follower]:
-    """The teachers whose weights come from the student."""
     return {
         name: Follower(teacher.follow.decay, teacher.follow.period, teacher.dtype)
         for name, teacher in config.teachers.items()
@@ -328,7 +328,7 @@ def followers_of(config: Config) -> dict[str, Follower]:
 
 
 def versions_in_flight(config: Config, name: str) -> int:
-    """Of a teacher that moves and is asked again, which groups on their way may have been scored by."""
+    """Return how many versions of a following teacher may have scored groups in flight; 0 if it never relabels."""
     teacher = config.teachers[name]
     if teacher.follow is None or teacher.relabel == "never":
         return 0
@@ -337,9 +337,9 @@ def versions_in_flight(config: Config, name: str) -> int:
 
 
 def snapshots_of(config: Config, method: Method) -> int:
-    """Published versions that tokens in flight may be of, if the method asks for them; or what the config says."""
-    asked = config.learner.exact_drift or method.reads_snapshots
-    if config.learner.snapshots is not None or not asked:
+    """Return `learner.snapshots`, or by default as many versions as tokens in flight may have, 0 if none are needed."""
+    needed = config.learner.exact_drift or method.reads_snapshots
+    if config.learner.snapshots is not None or not needed:
         return config.learner.snapshots or 0
     schedule = schedule_of(config.schedule, config.groups_per_update)
     return max(schedule.reach, schedule.max_lag or 0) // schedule.publish_every + 1

@@ -1,4 +1,4 @@
-"""Whether a student can act upon an environment: that it is there, and that the chat template can be gone on with."""
+"""Checks of an environment: it exists, its tools load, and the chat template supports several turns."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from slipstream.plan.engines import EnvironmentPlan
 from slipstream.sandbox import sandbox_of
 
 Tools = Sequence[dict[str, Any]] | None
-"""Their JSON schemas; None where there is no environment."""
+"""JSON schemas of an environment's tools; None without an environment or with a gateway."""
 
 
-def tools_of(there: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, say: Callable[[str], object]) -> Tools:
-    """What chat templates are told of; an agent has tools of its own."""
-    if there is None:
+def tools_of(env: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, say: Callable[[str], object]) -> Tools:
+    """Check the environment and return the tools for the chat template; agents on a gateway bring their own tools."""
+    if env is None:
         return None
     from slipstream.environments.chat.renderer import Renderer
 
-    if there.gateway is not None and there.gateway.agent is not None:
-        check_agent(there.gateway.agent)
-    found = [] if there.wanted is None else schemas(there.wanted)
+    if env.gateway is not None and env.gateway.agent is not None:
+        check_agent(env.gateway.agent)
+    found = [] if env.wanted is None else schemas(env.wanted)
     ends = stop_ids(tokenizer, generation_of(model))
-    for note in Renderer(tokenizer, stop_ids=ends, tools=found, **there.renderer).notes:
+    for note in Renderer(tokenizer, stop_ids=ends, tools=found, **env.renderer).notes:
         say(note)
-    return found if there.wanted is not None else None
+    return found if env.wanted is not None else None
 
 
 def check_agent(agent: Agent) -> None:
-    """ConfigError unless its programs and its workspace are there."""
+    """Raise ConfigError unless the agent's programs and workspace exist."""
     if agent.walled:
         Walls.new()
     if agent.workspace is not None and not Path(agent.workspace).is_dir():
@@ -45,11 +45,11 @@ def check_agent(agent: Agent) -> None:
     if agent.verify and agent.workspace is not None and (why := too_large(Path(agent.workspace))):
         raise ConfigError(f"environment.gateway.workspace = {agent.workspace!r}: {why}: leave out what is not needed")
     if agent.verify and "judge.py" in agent.verify:
-        sandbox_of("bubblewrap")  # whose tests run the solution there, whatever sandbox the agent has
+        sandbox_of("bubblewrap")  # judge.py runs the solution in this sandbox, in any sandbox of the agent
     for name, words in (("command", agent.command), ("verify", agent.verify)):
-        said = words[0] if words else ""
-        inside = name == "command" and "/" in said and not Path(said).is_absolute()
-        there = str(Path(agent.workspace or "/nowhere", said)) if inside else said
-        if words is not None and shutil.which(there) is None:
-            where = "in the workspace, where it begins (a program elsewhere has an absolute path)" if inside else "here"
-            raise ConfigError(f"environment.gateway.{name}: there is no program {said!r} {where}, or it cannot be run")
+        word = words[0] if words else ""
+        inside = name == "command" and "/" in word and not Path(word).is_absolute()
+        program = str(Path(agent.workspace or "/nowhere", word)) if inside else word
+        if words is not None and shutil.which(program) is None:
+            where = "in the workspace, where it starts (for others write an absolute path)" if inside else "here"
+            raise ConfigError(f"environment.gateway.{name}: there is no program {word!r} {where}, or it cannot be run")

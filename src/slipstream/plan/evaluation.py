@@ -1,4 +1,4 @@
-"""One model on held-out prompts: what `eval` and the demo start from, with nothing to learn."""
+"""Plan of an evaluation: one model on held-out prompts, for `eval` and the demo."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from slipstream.rewards.functions import Answer, unfit
 
 SLOTS = 64
 FORMS = ("{}", "\\boxed{{{}}}", "#### {}", "The answer is {}.", "<answer>{}</answer>")
-"""How models write an answer, for rewards to be tried on."""
+"""Usual forms of an answer in a response, with which rewards are tested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a model is asked and how its answers are graded, by the names that the command line has for it. As it
-    stands here it is for a model that is of no run."""
+    """Settings of an evaluation, named as options of the command line; defaults are for a model that has no run."""
 
     data: Mapping[str, str] = field(default_factory=lambda: {"": "builtin:arithmetic"})
-    """Every set of prompts by its name, which is empty where there is one."""
+    """Source of every set of prompts, by the name of the set; the name of a single set may be empty."""
     split: str = "eval"
     prompt: str | None = None
     answer: str | None = None
@@ -47,13 +46,13 @@ class Asked:
     device: str = "auto"
     template_args: Mapping[str, Any] = field(default_factory=dict)
     longest: int | None = None
-    """For models that choose their position factors by it."""
+    """Longest sequence in tokens, by which some models choose position factors; None takes that of the prompts."""
     slots: int = SLOTS
     threads: int = 1
     graders: int = 1
     timeout: float = 30.0
     sandbox: str | None = None
-    """Where rewards run code."""
+    """Kind of sandbox in which rewards run code; None without one."""
     environment: EnvironmentPlan | None = None
 
     @property
@@ -71,14 +70,14 @@ class Evaluation:
 
 
 def graded_rows(rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None = None) -> Sequence[Row]:
-    """Rows whose answers each of these rewards can compare with what a student says."""
+    """Return the rows; raise DataError if a reward needs an answer that a row lacks, or cannot compare an answer."""
     needed = grading.needs(rewards, sandbox)
     for row in rows if rewards else ():
         for reward in rewards:
             if row.ground_truth is None:
                 if "ground_truth" in needed[reward]:
                     raise DataError(
-                        f"{row.place}: has no answer, which the reward {reward!r} needs: data.answer names a column"
+                        f"{row.place}: has no answer, which the reward {reward!r} needs: set data.answer to its column"
                     )
             elif why := unfit(reward, row.ground_truth):
                 raise DataError(f"{row.place}: the reward {reward!r} cannot compare the answer: {why}")
@@ -88,18 +87,18 @@ def graded_rows(rows: Sequence[Row], rewards: Sequence[str], sandbox: str | None
 def eval_prompts(
     rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, *, seed: int, tools: Tools = None, tells: bool = False
 ) -> list[Prompt]:
-    """Prompts in the order of the rows; with `tells`, for agents."""
+    """Return the prompts in the order of the rows; `tells` adds their text, which agents need."""
     prompts = Prompts(rows, encode_rows(rows, tokenizer, data, tools), seed=seed, shuffle=False, tells=tells)
     return [prompts.at(number) for number in range(len(rows))]
 
 
-def never_right(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
-    """Return warnings of rewards that give 0 to right answers of the data in each of the usual forms."""
-    asked = [row for row in rows[:3] if isinstance(row.ground_truth, str | int | float)]
+def reward_warnings(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
+    """Return a warning for each reward that gives 0 to right answers of the data in all usual forms."""
+    answered = [row for row in rows[:3] if isinstance(row.ground_truth, str | int | float)]
     answers = [
         Answer(text=text, messages=[{"role": "assistant", "content": text}], tokens=[], prompt=str(row.prompt),
                ground_truth=row.ground_truth, meta=row.meta, data_source=row.data_source, finish="eos", outcome={})
-        for row in asked
+        for row in answered
         for text in (form.format(row.ground_truth) for form in FORMS)
     ]  # fmt: skip
     process = grading.GradingProcess(rewards, timeout=1.0)
@@ -108,35 +107,35 @@ def never_right(rows: Sequence[Row], rewards: Sequence[str]) -> list[str]:
     finally:
         process.close()
     return [
-        f"task.reward = {reward!r} gives 0 to the right answer of {asked[0].place} and others, {answers[0].text!r}, in "
-        f"every form that was tried ({answers[3].text!r} …): is any answer ever right?"
+        f"task.reward = {reward!r} gives 0 to the right answer of {answered[0].place} and others, {answers[0].text!r}, "
+        f"in every form that was tried ({answers[3].text!r} …): check that it can give more"
         for reward in rewards
         if grades and not any(each[name_of(reward)] for each in grades)
     ]
 
 
-def repeated(prompts: Prompts, held_out: Mapping[str, Sequence[Prompt]]) -> list[str]:
-    """Return warnings of training prompts that are mostly copies, and of held-out prompts that are trained on, too."""
+def copy_warnings(prompts: Prompts, held_out: Mapping[str, Sequence[Prompt]]) -> list[str]:
+    """Return warnings if training prompts are mostly copies, or if held-out prompts are trained on, too."""
     hashes = [hash(tokens.tobytes()) for tokens in prompts.tokens]
     times, found = Counter(hashes), list[str]()
     most, copies = times.most_common(1)[0]
     if copies > 1 and len(times) <= len(hashes) / 2:
         place = prompts.rows[hashes.index(most)].place
         found.append(
-            f"data.train: {len(hashes)} rows hold {len(times)} different prompts; that of {place} comes {copies} times"
+            f"data.train: {len(hashes)} rows have {len(times)} different prompts; that of {place} occurs {copies} times"
         )
-    for name, asked in held_out.items():
-        both = [prompt.id for prompt in asked if hash(prompt.tokens.tobytes()) in times]
-        if len(both) > len(asked) / 100:
+    for name, held in held_out.items():
+        both = [prompt.id for prompt in held if hash(prompt.tokens.tobytes()) in times]
+        if len(both) > len(held) / 100:
             found.append(
-                f"data.eval{name and '.'}{name}: {len(both)} of {len(asked)} held-out prompts are in data.train too, "
-                f"{both[0]} first: accuracy on them shows what was learned by heart"
+                f"data.eval{name and '.'}{name}: {len(both)} of {len(held)} held-out prompts are in data.train too, "
+                f"{both[0]} first: accuracy on them measures memorization"
             )
     return found
 
 
 def evaluation(model: str, sets: Mapping[str, Sequence[Prompt]], tokenizer: Tokenizer, asked: Asked) -> Evaluation:
-    """Whatever is illegal is refused here, before a weight is loaded."""
+    """Make the plan of an evaluation; raise DataError if a prompt does not fit the model. No weights are loaded."""
     longest, context = asked.longest or 0, context_length(load_config(model))
     for prompts in sets.values():
         check_ids(prompts, [prompt.tokens for prompt in prompts], model, vocabulary_of(model))

@@ -1,6 +1,6 @@
-"""Where everything will run and what memory it will need, worked out from the plan alone: no weight is loaded.
+"""Placement: device and memory of every process, computed from the plan without loading weights.
 
-Weights, gradients, moments and caches are counted; activations are an estimate, marked by ~.
+Weights, gradients, moments and caches are computed exactly; activations are an estimate, marked by ~.
 
 Shapes: P parameters of a model.
 """
@@ -24,10 +24,8 @@ from slipstream.plan.engines import EnginesPlan, LearnerPlan, ModelPlan, Sampler
 GIB = 2**30
 ACTIVATIONS = 34
 """Bytes per token and unit of width that a layer keeps for its backward pass in 16 bits.  (Korthikanti et al.)"""
-
-
 DRAW = 8
-"""Bytes of an id and its log-prob."""
+"""Bytes of a draw (a token sampled at a position, and its log-prob)."""
 WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -37,18 +35,18 @@ class Shape:
     width: int
     layers: int
     cache: int
-    """Numbers that one token leaves in the key and value caches."""
+    """Elements that one token adds to the key and value caches."""
     context: int
 
 
 @dataclass
 class Need:
-    """What one process asks of its device."""
+    """Memory that one process needs on its device."""
 
     name: str
     where: str
     parts: dict[str, float] = field(default_factory=dict)
-    """Bytes by what they are for."""
+    """Bytes by purpose; names of estimates begin with ~."""
 
     @property
     def total(self) -> float:
@@ -56,11 +54,11 @@ class Need:
 
     @property
     def less(self) -> str:
-        return next(advice for kind, advice in LESS_OF.items() if self.name.startswith(kind))
+        return next(advice for kind, advice in LESS_MEMORY_OF.items() if self.name.startswith(kind))
 
     @property
     def counted(self) -> float:
-        """Without what is an estimate."""
+        """Bytes without estimates."""
         return sum(value for name, value in self.parts.items() if not name.startswith("~"))
 
     def __str__(self) -> str:
@@ -78,7 +76,7 @@ def shape_of(model: str) -> Shape:
 
     config = load_config(model)
     text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1  # a model that is recurrent throughout has none
+    heads = getattr(text, "num_attention_heads", None) or 1  # a purely recurrent model has none
     per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
     grouped = getattr(text, "num_key_value_heads", None) or heads
     return Shape(
@@ -91,7 +89,7 @@ def shape_of(model: str) -> Shape:
 
 
 def remembering(text: Any) -> int:
-    """Layers that keep keys and values of every token, and not a state."""
+    """Return the number of layers that cache keys and values of every token; recurrent layers do not."""
     kinds: list[str] | None = getattr(text, "layer_types", None)
     if not kinds:
         return int(text.num_hidden_layers)
@@ -99,7 +97,7 @@ def remembering(text: Any) -> int:
 
 
 def needs(plan: EnginesPlan) -> list[Need]:
-    """Of every process."""
+    """Return the memory needs of every process."""
     import torch
 
     runtime = plan.runtime
@@ -119,59 +117,59 @@ def needs(plan: EnginesPlan) -> list[Need]:
 
 
 def check_room(plan: EnginesPlan) -> list[str]:
-    """What is counted has room, or it is an error; what has none with the estimates is told."""
-    if plan.runtime.address is not None:  # somewhere else
+    """Raise ConfigError if memory does not suffice without the estimates; return warnings if it does not with them."""
+    if plan.runtime.address is not None:  # the devices are on a cluster
         return []
-    asked, (each, there) = needs(plan), memory(plan.runtime)
-    for need in asked:
+    needed, (each, available) = needs(plan), memory(plan.runtime)
+    for need in needed:
         if need.counted > each:
             raise ConfigError(f"{need}, and its device has {size(each)}: {need.less}")
-    if (counted := sum(need.counted for need in asked)) > there:
-        raise ConfigError(f"all engines together need {size(counted)}, and there are {size(there)}: {LESS}")
-    tight = [f"{need}, and its device has {size(each)}: {need.less}" for need in asked if need.total > each]
-    if not tight and (wanted := sum(need.total for need in asked)) > there:
-        tight = [f"all engines together need about {size(wanted)}, and there are {size(there)}: {LESS}"]
+    if (counted := sum(need.counted for need in needed)) > available:
+        raise ConfigError(f"all engines together need {size(counted)}, and there are {size(available)}: {LESS_MEMORY}")
+    tight = [f"{need}, and its device has {size(each)}: {need.less}" for need in needed if need.total > each]
+    if not tight and (wanted := sum(need.total for need in needed)) > available:
+        tight = [f"all engines together need about {size(wanted)}, and there are {size(available)}: {LESS_MEMORY}"]
     return tight
 
 
 def check_alone(plan: SamplerPlan, device: str) -> None:
-    """Whether a sampler has room by itself, as in an evaluation."""
+    """Raise ConfigError if a sampler alone, as in an evaluation, does not fit into the device's memory."""
     need, (each, _) = Need("sampler", device, sampler(plan)), memory(RuntimeConfig(kind="inline", device=device))
     if need.counted > each:
         raise ConfigError(f"{need}, and its device has {size(each)}: lower -n or --max-tokens")
 
 
-LESS = "take smaller models, fewer sampler.slots, learner.lora, learner.checkpointing, or more devices"
-LESS_OF = {
-    "learner": "lower learner.token_budget, take learner.lora, learner.checkpointing or more learner.ranks",
+LESS_MEMORY = "use smaller models, fewer sampler.slots, learner.lora, learner.checkpointing, or more devices"
+LESS_MEMORY_OF = {
+    "learner": "lower learner.token_budget, use learner.lora, learner.checkpointing or more learner.ranks",
     "sampler": "lower sampler.slots, sampler.max_tokens or the draws of the loss",
-    "teacher": "lower its token_budget, or take a smaller one",
+    "teacher": "lower its token_budget, or use a smaller teacher",
 }
-"""What to write where an engine of this kind has no room."""
+"""Advice by kind of engine if its memory does not suffice."""
 
 
 def memory(runtime: RuntimeConfig) -> tuple[float, float]:
-    """What one engine may have, and all of them together: of GPUs, if there are any, else of this machine."""
+    """Return the memory in bytes for one engine and for all engines: of the GPUs if they are used, else of the host."""
     import torch
 
     if runtime.device == "cpu" or not torch.cuda.is_available():
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return there, there
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return available, available
     gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     return (sum(gpus) if runtime.kind == "inline" else min(gpus)), sum(gpus)
 
 
 def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
-    """Of one rank. Published versions that are kept, and teachers that follow, lie in host memory."""
+    """Return the bytes of one rank by purpose; versions and teachers kept in host memory count only on a CPU."""
     settings, method, shape = plan.settings, plan.method, shape_of(plan.student.name)
     trained = shape.parameters if settings.lora is None else adapters(plan.student.name, settings.lora)
     kept = trained if method.reference is not None and not method.reference.host else 0
-    # the weights set aside while others are tried on, and with policy.old = "previous" two more versions
+    # a copy of the weights while other versions are in use, and with policy.old = "previous" two more versions
     others = int(method.reference is not None or method.decoupled) + 3 * method.previous
     others += (plan.snapshots + len(plan.follow)) if on_host else 0
     per_token = ACTIVATIONS * shape.width * width(settings.compute_dtype or settings.dtype) / 2
     layers, kept_inputs = shape.layers, 0
-    if settings.checkpointing:  # the inputs of all layers, in 32 bits, and all of one
+    if settings.checkpointing:  # the inputs of all layers, in 32 bits, and the activations of one layer
         layers, kept_inputs = 1, 4 * shape.width * shape.layers
     return {
         "weights": shape.parameters * width(settings.dtype) / settings.ranks,
@@ -184,13 +182,13 @@ def learner(plan: LearnerPlan, *, on_host: bool) -> dict[str, float]:
 
 
 def adapters(student: str, lora: LoraConfig) -> int:
-    """Trained numbers: rank · (in + out) of every layer that gets one."""
+    """Return the number of trained parameters: rank · (in + out), summed over layers that get an adapter."""
     return sum(lora.rank * (part.in_features + part.out_features) for part in adapted(student, lora).values())
 
 
 def sampler(plan: SamplerPlan) -> dict[str, float]:
     match plan.runs:
-        case Settings(model=name, dtype=dtype):  # vLLM takes what it is given for keys and values, and queues the rest
+        case Settings(model=name, dtype=dtype):  # vLLM fits its cache of keys and values into the memory that is left
             return {"weights": shape_of(name).parameters * width(dtype)}
         case ModelPlan(name=name, dtype=dtype, longest=longest):
             shape = shape_of(name)
@@ -203,7 +201,7 @@ def sampler(plan: SamplerPlan) -> dict[str, float]:
 
 
 def teacher(plan: ScorerPlan, runs: ModelPlan | Settings, *, on_host: bool) -> dict[str, float]:
-    """Its versions before are kept in host memory, which replicas may share."""
+    """Return the bytes that one scorer needs, by purpose. Earlier versions are in host memory, shared by replicas."""
     shape = shape_of(plan.here)
     return {
         "weights": shape.parameters * width(runs.dtype),

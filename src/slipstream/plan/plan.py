@@ -1,4 +1,4 @@
-"""The one place that decides: from a config to a plan, or to one line that says what to write instead."""
+"""Planning of a run: turns a config into a plan, or raises an error whose line states what to write instead."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import model_path
 from slipstream.objective.method import Method, method_of
 from slipstream.pipeline.schedules import schedule_of
-from slipstream.plan.adapters import check_adapters, continued
+from slipstream.plan.adapters import check_adapters, lora_of_student
 from slipstream.plan.ends import EndProbe
 from slipstream.plan.engines import EnginesPlan, endpoint_of, engines_of, environment_of
 from slipstream.plan.environment import Tools, tools_of
-from slipstream.plan.evaluation import eval_prompts, graded_rows, never_right, repeated
+from slipstream.plan.evaluation import copy_warnings, eval_prompts, graded_rows, reward_warnings
 from slipstream.plan.placement import Need, check_room, needs, size
 from slipstream.plan.teachers import check_budget, check_endpoints, check_teachers, routes, sources_of
 from slipstream.plan.vllm import sampler_context, with_vllm
@@ -40,51 +40,49 @@ from slipstream.run_dir.writing import check_trackers
 from slipstream.sandbox.cgroups import in_force, writable
 
 TOO_FAST = 0.1
-"""A learning rate that no model survives."""
-
+"""Learning rate from which on a warning is given, as training of any model would diverge."""
 SAMPLE = 1 << 10
-"""Bytes that a sample on its way needs at the least."""
-PROCESS, OPEN_FILES, CROWD = 50 << 20, 4, 32
-"""Bytes that a process needs at the least; files that are open for it, here or in the nursery; and most
-engines, and threads of an engine, for each CPU."""
+"""Least number of bytes that a sample in flight needs."""
+PROCESS, OPEN_FILES, PER_CPU = 50 << 20, 4, 32
+"""Least memory of a process in bytes; open files per engine process; most engines, and threads of one, per CPU."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A config whose files were read and found to fit together: what every command starts from."""
+    """Everything decided about a run before it starts; the files of its config have been read and checked."""
 
     config: Config
-    """As it will run: with what only the files, and the engines that are installed, could tell."""
+    """The config, with values filled in that depend on the files and on installed engines."""
     method: Method
     tokenizer: Tokenizer
     end_ids: tuple[int, ...]
     """The student's end tokens."""
     prompts: Prompts
     held_out: Mapping[str, Sequence[Prompt]]
-    """By set."""
+    """Held-out prompts by the name of their set; empty if the run does not evaluate."""
     engines: EnginesPlan
     sampling: Sampling
-    """How rollouts are drawn."""
+    """Sampling options of rollouts."""
     notes: tuple[str, ...]
-    """What was decided for a person who did not say."""
+    """Decisions that the config leaves open, as lines to print."""
     warnings: tuple[str, ...]
     ends: Mapping[str, EndProbe]
-    """What the start check asks each teacher of end tokens; none where there is nothing to ask."""
+    """Questions of the start check about end tokens, by teacher; teachers without questions are absent."""
 
     @property
     def needs(self) -> list[Need]:
-        """Who sits where, and how much memory each takes."""
+        """Device and memory of every process."""
         return needs(self.engines)
 
 
 def plan(config: Config, *, ask: bool = True) -> Plan:
-    """Decide everything that can be decided before anything starts; whatever is illegal is refused here.
+    """Make the plan of a run; raise an error if the config is invalid or does not fit its files.
 
-    With `ask`, endpoints are asked a few tiny things: what they cannot serve is found out before a run, too.
+    With `ask`, small requests test that endpoints can serve what the run needs.
     """
-    at_a_glance(config)
+    fast_checks(config)
     notes: list[str] = []
-    config = with_adapter(config, notes.append)
+    config = with_own_adapter(config, notes.append)
     check_device(config)
     config = with_vllm(config, notes.append)
     method = method_of(config)
@@ -98,8 +96,8 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     check_support(config)
     scored, ends = check_teachers(config, tokenizer, prompts)
     held_out = held_out_prompts(config, tokenizer, tools, notes.append) if config.eval.every else {}
-    asked = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
-    longest = max(map(len, asked))
+    sequences = chain(prompts.tokens, (each.tokens for of_set in held_out.values() for each in of_set))
+    longest = max(map(len, sequences))
     config = with_lengths(config, longest + config.sampler.max_tokens, scored)
     if ask:
         check_endpoints(config, tokenizer, prompts, notes.append)
@@ -109,10 +107,10 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     notes += [*checkpoint_notes(config), *sandbox_notes(config)]
     engines = engines_of(config, method)
     warnings = [*warnings_of(config), *beyond_embeddings(config, tokenizer), *check_room(engines)]
-    if config.environment is None:  # in one, equal prompts may have different hidden states
-        warnings += repeated(prompts, held_out)
+    if config.environment is None:  # in an environment, equal prompts may have different hidden states
+        warnings += copy_warnings(prompts, held_out)
         if tried := [each for each in config.task.reward if each != "exact" and config.task.sandbox is None]:
-            warnings += never_right(prompts.rows, tried)
+            warnings += reward_warnings(prompts.rows, tried)
     return Plan(
         config=config,
         method=method,
@@ -128,13 +126,13 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     )
 
 
-def at_a_glance(config: Config) -> None:
-    """What is wrong by itself, is not installed or is not there: refused before anything is loaded or read."""
+def fast_checks(config: Config) -> None:
+    """Run the fast checks: contradictions in the config, missing packages and missing files. Nothing is loaded."""
     check_trackers(config.log.to)
     check_runtime(config)
     for model, engine in engines_here(config):
         if engine == "vllm" and is_adapter(model):
-            raise ConfigError(f'{model} is an adapter, and vLLM is given whole models here: write engine = "native"')
+            raise ConfigError(f'{model} is an adapter, and vLLM takes only whole models here: write engine = "native"')
     here = {"sampler": config.sampler.engine, **{f"teachers.{n}": t.engine for n, t in config.teachers.items()}}
     for where, engine in here.items():
         if engine == "vllm":
@@ -164,7 +162,7 @@ def at_a_glance(config: Config) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """All are there. That they are numbers is seen by who loads them; vLLM does not look."""
+    """Raise unless all weights exist. Only weights for vLLM are read for NaN here, as other engines check theirs."""
     from slipstream.engines.native.files import check_complete, read_through
 
     for model in models_here(config):
@@ -175,42 +173,42 @@ def check_weights(config: Config) -> None:
 
 
 def read_weights(config: Config) -> list[str]:
-    """Every weight that will run here, which takes as long as reading the files; what was read, and what was not."""
+    """Read all weights of models that run here and check that they are finite; return lines on what was read."""
     from slipstream.engines.native.files import read_through, weights_of
 
     found = []
     for model in models_here(config):
         began, files = time.perf_counter(), weights_of(model)
         if not files:
-            found.append(f"weights of {model}: not looked at, they are not on this machine yet")
+            found.append(f"weights of {model}: not checked, as they are not on this machine yet")
             continue
         count, read = read_through(model), sum(file.stat().st_size for file in files)
         seconds = time.perf_counter() - began
-        found.append(f"weights of {model}: all there, {count:,} finite numbers ({size(read)} read in {seconds:.1f} s)")
+        found.append(f"weights of {model}: complete, {count:,} finite numbers ({size(read)} read in {seconds:.1f} s)")
     if config.runtime.address is not None:
-        found.append("memory: not compared, as engines run on a cluster")
+        found.append("memory: not checked, as engines run on a cluster")
     return found
 
 
 def check_ends(student: str, tokenizer: Tokenizer) -> None:
-    """A response can end before its last token."""
+    """Raise ModelError if the student cannot generate any end token, so that all responses would be truncated."""
     ends, vocabulary = stop_ids(tokenizer, generation_of(student)), vocabulary_of(student)
     if min(ends) >= vocabulary:
         raise ModelError(
             f"{student}: its end token {min(ends)} is beyond its {vocabulary} embeddings, so that no answer "
-            "could ever end: use the tokenizer that it was trained with"
+            "could end: use the tokenizer that it was trained with"
         )
 
 
 def changed(made: Plan, config: Config) -> Plan:
-    """The plan of another config on the same files."""
+    """Return the plan for another config that uses the same files."""
     method = method_of(config)
     engines, sampling = engines_of(config, method), rollout_sampling(config)
     return replace(made, config=config, method=method, engines=engines, sampling=sampling)
 
 
 def check_runtime(config: Config) -> None:
-    """Devices of a cluster are not those that are here."""
+    """Check runtime and device, and that processes and samples in flight fit on this machine."""
     device, runtime = config.runtime.device, config.runtime
     if runtime.kind == "ray" and find_spec("ray") is None:
         raise ConfigError("runtime.kind = 'ray' needs Ray: pip install 'slipstream[ray]'")
@@ -222,7 +220,7 @@ def check_runtime(config: Config) -> None:
 
 
 def on_cpu(config: Config) -> bool:
-    """As far as can be seen from here."""
+    """Return True if engines run on a CPU, as far as this machine can tell."""
     if config.runtime.device != "auto" or config.runtime.address is not None:
         return config.runtime.device == "cpu"
     from torch import cuda
@@ -231,40 +229,40 @@ def on_cpu(config: Config) -> bool:
 
 
 def check_device(config: Config) -> None:
-    """Here, where engines will be; those of a cluster look for themselves."""
+    """Check that the device exists on this machine; engines on a cluster check for themselves."""
     if config.runtime.address is None and config.runtime.device not in ("auto", "cpu"):
         from slipstream.engines.native.model import pick_device
 
         pick_device(config.runtime.device)
 
 
-def most(workers: SamplerConfig | TeacherConfig) -> int:
+def most_replicas(workers: SamplerConfig | TeacherConfig) -> int:
     return workers.replicas_max if workers.replicas == "auto" else workers.replicas
 
 
 def check_processes(config: Config) -> None:
-    """More engines than this machine can hold would not fail, but make it swap for hours."""
-    runtime, samplers = config.runtime, most(config.sampler)
+    """Raise ConfigError if this machine cannot hold so many processes, threads or open files; it would swap."""
+    runtime, samplers = config.runtime, most_replicas(config.sampler)
     if runtime.address is not None:
         return
-    engines = samplers + config.learner.ranks + sum(map(most, config.teachers.values()))
+    engines = samplers + config.learner.ranks + sum(map(most_replicas, config.teachers.values()))
     threads = max(runtime.threads, config.learner.threads or 1)
     for number, what, setting in (
         (engines, "engines", "sampler.replicas or those of a teacher"),
         (threads, "threads of an engine", "runtime.threads or learner.threads"),
     ):
-        if number > (room := CROWD * (os.cpu_count() or 1)):
-            raise ConfigError(f"{number} {what} are more than the {room} ({CROWD} for each CPU here): lower {setting}")
+        if number > (room := PER_CPU * (os.cpu_count() or 1)):
+            raise ConfigError(f"{number} {what} are more than {room} ({PER_CPU} for each CPU here): lower {setting}")
     if runtime.kind == "inline":
         return
     beside = runtime.graders if config.task.reward else 0
     beside += config.environment.processes if config.environment is not None else 0
     beside *= samplers
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (engines + beside) * PROCESS > there:
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (engines + beside) * PROCESS > available:
         raise ConfigError(
             f"{engines} engines and {beside} processes beside them need {size((engines + beside) * PROCESS)} without "
-            f"their models, this machine has {size(there)}: lower sampler.replicas or those of a teacher"
+            f"their models, this machine has {size(available)}: lower sampler.replicas or those of a teacher"
         )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if runtime.kind == "local" and files != resource.RLIM_INFINITY and engines * OPEN_FILES > files:
@@ -275,7 +273,7 @@ def check_processes(config: Config) -> None:
 
 
 def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
-    """The same of a run with so many workers of these kinds (`sampler`, `teacher.NAME`)."""
+    """Check processes as `check_processes` does, with other numbers of workers, by kind (`sampler`, `teacher.NAME`)."""
     sizes = {kind: number for kind, number in sizes.items() if kind not in config.most_workers}
     samplers = config.sampler.model_copy(update={"replicas": sizes.get("sampler", config.sampler.replicas)})
     teachers = {
@@ -286,13 +284,14 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
 
 
 def check_in_flight(config: Config) -> None:
-    """More samples than this machine can hold, whatever is in them."""
+    """Raise ConfigError if the schedule allows more samples in flight than fit into memory, even if they are tiny."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
-    samples, there = schedule.credits * config.sampler.group, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if samples * SAMPLE > there:
+    samples = schedule.credits * config.sampler.group
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if samples * SAMPLE > available:
         raise ConfigError(
-            f"learner.batch_size = {config.learner.batch_size} and the schedule have {samples} samples on their way, "
-            f"which need {size(samples * SAMPLE)} at the least; this machine has {size(there)}: lower it"
+            f"learner.batch_size = {config.learner.batch_size} and the schedule have {samples} samples in flight, "
+            f"which need at least {size(samples * SAMPLE)}; this machine has {size(available)}: lower it"
         )
 
 
@@ -303,19 +302,19 @@ def check_support(config: Config) -> None:
 
 
 def models_here(config: Config) -> list[str]:
-    """The student, and the teachers that are not behind endpoints, each once."""
+    """Return the names of models that run here, without duplicates: the student and teachers without an endpoint."""
     return list(dict.fromkeys(model for model, _ in engines_here(config)))
 
 
 def engines_here(config: Config) -> list[tuple[str, str]]:
-    """The same, each with what runs it."""
+    """Return pairs of model and engine for the student and every teacher without an endpoint."""
     teachers = [each for each in config.teachers.values() if each.base_url is None]
     return [(config.student, config.sampler.engine), *((config.model_of(each), each.engine) for each in teachers)]
 
 
-def with_adapter(config: Config, say: Callable[[str], object]) -> Config:
-    """A student that is an adapter is trained as the adapter that it is."""
-    lora = continued(config.student, config.learner.lora, say)
+def with_own_adapter(config: Config, say: Callable[[str], object]) -> Config:
+    """Return the config with the student's own LoRA settings, if the student is an adapter."""
+    lora = lora_of_student(config.student, config.learner.lora, say)
     return config.model_copy(update={"learner": config.learner.model_copy(update={"lora": lora})})
 
 
@@ -336,7 +335,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
     )
     tokens = encode_rows(rows, tokenizer, data, tools)
     if isinstance(rows[0].prompt, str) and not data.chat and tokenizer.chat_template is not None:
-        say(f"prompts are text, which {config.student} sees as it is: data.chat = true sends it as a user's message")
+        say(f"prompts are text, sent to {config.student} unchanged: data.chat = true sends it as a user's message")
     context = sampler_context(config)
     check_fits(rows, tokens, max_tokens=max_tokens, context=context, model=config.student)
     check_ids(rows, tokens, config.student, vocabulary_of(config.student))
@@ -354,7 +353,7 @@ def training_prompts(config: Config, tokenizer: Tokenizer, tools: Tools, say: Ca
 
 
 def has_agents(config: Config) -> bool:
-    """Who are told their prompts in words."""
+    """Return True if external agents act as the student; they need prompts as text."""
     return config.environment is not None and config.environment.gateway is not None
 
 
@@ -365,18 +364,18 @@ def check_split(field: str, data: DataConfig, source: str) -> None:
 
 
 def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Config:
-    """The longest sequence that is drawn, and that each teacher scores, where the config does not say."""
+    """Return the config with missing lengths filled in: longest sequence of the sampler and of every teacher."""
     teachers = {
-        name: teacher.model_copy(update={"longest": long_enough(f"teachers.{name}", teacher.longest, scored[name])})
+        name: teacher.model_copy(update={"longest": length_for(f"teachers.{name}", teacher.longest, scored[name])})
         if name in scored and teacher.engine == "native"
         else teacher
         for name, teacher in config.teachers.items()
     }
-    sampler = config.sampler.model_copy(update={"longest": long_enough("sampler", config.sampler.longest, drawn)})
+    sampler = config.sampler.model_copy(update={"longest": length_for("sampler", config.sampler.longest, drawn)})
     return config.model_copy(update={"sampler": sampler, "teachers": teachers})
 
 
-def long_enough(section: str, given: int | None, longest: int) -> int:
+def length_for(section: str, given: int | None, longest: int) -> int:
     if given is not None and given < longest:
         raise ConfigError(
             f"{section}.longest = {given} is less than the longest prompt and response of {longest} tokens: write "
@@ -399,24 +398,24 @@ def held_out_prompts(
     return found
 
 
-def at_a_look(made: Plan) -> list[str]:
-    """The first prompt as the student sees it, and its answer, each short enough for a line."""
+def prompt_preview(made: Plan) -> list[str]:
+    """Return two lines: the first prompt as the student sees it, and its answer, both shortened."""
     seen = str(made.tokenizer.decode(made.prompts.tokens[0]))
     answer = made.prompts.rows[0].ground_truth
     return [f"first prompt: {shortened(seen)}", f"its answer: {'none' if answer is None else shortened(answer)}"]
 
 
 def shortened(value: Any, width: int = 120) -> str:
-    """As Python writes it, so on one line and without what a terminal would obey; with both of its ends."""
-    told = repr(value)
-    return told if len(told) <= width else f"{told[: width * 2 // 3]} … {told[-width // 3 :]}"
+    """Return the repr of a value, so without control characters, and without its middle if it is too long."""
+    text = repr(value)
+    return text if len(text) <= width else f"{text[: width * 2 // 3]} … {text[-width // 3 :]}"
 
 
-# --- what a person should know of it ----------------------------------------------------------------------------------
+# --- notes and warnings -----------------------------------------------------------------------------------------------
 
 
 def position_notes(config: Config) -> list[str]:
-    """Of every model that chooses its position factors by the length of what it sees."""
+    """Return notes on models whose position factors depend on the length of a sequence."""
     models = {config.student: config.sampler.longest}
     models |= {config.model_of(t): t.longest for t in config.teachers.values() if t.base_url is None}
     notes = {name: position_note(load_config(name), longest) for name, longest in models.items() if longest}
@@ -424,7 +423,7 @@ def position_notes(config: Config) -> list[str]:
 
 
 def baseline_notes(config: Config) -> list[str]:
-    """What an advantage costs beside the answers that are learned from."""
+    """Return a note if the advantage samples answers that are not trained on."""
     if config.policy is None or config.policy.advantage != "remax":
         return []
     group = config.sampler.group
@@ -435,23 +434,23 @@ def baseline_notes(config: Config) -> list[str]:
 
 
 def checkpoint_notes(config: Config) -> list[str]:
-    asked = config.checkpoint
-    updates = [f"every {asked.every} updates"] if asked.every else []
-    minutes = [f"every {asked.minutes:g} minutes"] if asked.minutes else []
+    checkpoint = config.checkpoint
+    updates = [f"every {checkpoint.every} updates"] if checkpoint.every else []
+    minutes = [f"every {checkpoint.minutes:g} minutes"] if checkpoint.minutes else []
     times = ", ".join(updates + minutes)
-    return [f"checkpoints {times} and at the end, of which {asked.keep} are kept"] if times else []
+    return [f"checkpoints {times} and at the end, of which {checkpoint.keep} are kept"] if times else []
 
 
 def sandbox_notes(config: Config) -> list[str]:
-    """Say what bounds programs in a sandbox of this machine, if the config has one."""
-    there = config.environment
-    judged = there is not None and there.gateway is not None and there.gateway.verify is not None
-    named = [config.task.sandbox, there.sandbox if there is not None and there.gateway is None else None]
+    """Return a note on the sandbox limits of this machine, if the config uses a sandbox."""
+    env = config.environment
+    judged = env is not None and env.gateway is not None and env.gateway.verify is not None
+    named = [config.task.sandbox, env.sandbox if env is not None and env.gateway is None else None]
     return [in_force(writable())] if judged or "bubblewrap" in named else []
 
 
 def clip_notes(config: Config) -> list[str]:
-    """Ratios to what drew are 1 where every update is one step on answers of its own weights."""
+    """Return notes on clip settings without effect: importance ratios are 1 if each update is one on-policy step."""
     schedule = schedule_of(config.schedule, config.groups_per_update)
     if schedule.bound != 0 or config.learner.minibatches * config.learner.epochs > 1:
         return []
@@ -460,26 +459,26 @@ def clip_notes(config: Config) -> list[str]:
     bounds = ("clip", "dual_clip", "ratio_cap")
     given += [f"loss.{name}" for name in bounds if loss.weight and getattr(loss, name, None) is not None]
     return [
-        f"{name} has next to nothing to do: answers are drawn by the weights that learn from them, in one step, so "
-        "ratios are 1 but for rounding"
+        f"{name} has almost no effect: every update is one step on answers of its own weights, so that ratios are 1 "
+        "up to rounding"
         for name in given
     ]
 
 
 def freshness_notes(config: Config) -> list[str]:
-    """Of what cannot be stale, or is not known to be."""
+    """Return notes on freshness settings: without effect, or with supervision drift that is unknown in part."""
     if config.freshness is None:
         return []
     if schedule_of(config.schedule, config.groups_per_update).bound == 0:
         return [
-            "[freshness] has next to nothing to do: every answer is drawn by the weights that learn from it, so that "
-            "its freshness is 1"
+            "[freshness] has almost no effect: every update trains on answers of its own weights, so that their "
+            "freshness is 1"
         ]
     if all(teacher.relabel == "never" for teacher in config.teachers.values()):
-        return ["freshness: no teacher is asked again (relabel), so that supervision drift is taken to be 0"]
+        return ["freshness: no teacher scores answers again (relabel), so that supervision drift is taken to be 0"]
     known = f"{config.loss.asks.k} tokens" if config.loss.asks.k else "the emitted token"
     return [
-        f"freshness: supervision drift of teachers.{name} is a lower bound, as its endpoint tells of {known} only"
+        f"freshness: supervision drift of teachers.{name} is a lower bound, as its endpoint scores {known} only"
         for name, teacher in config.teachers.items()
         if teacher.base_url is not None and teacher.relabel != "never"
     ]
@@ -502,7 +501,7 @@ def beyond_embeddings(config: Config, tokenizer: Tokenizer) -> list[str]:
         return []
     return [
         f"the tokenizer of {config.student} has {len(beyond)} tokens beyond the {vocabulary} embeddings of the model, "
-        f"{tokenizer.convert_ids_to_tokens(beyond[0])!r} first: a prompt that holds one is refused, and no answer can"
+        f"{tokenizer.convert_ids_to_tokens(beyond[0])!r} first: prompts with such a token are refused"
     ]
 
 
@@ -525,11 +524,11 @@ def warnings_of(config: Config) -> list[str]:
     if len(config.teachers) > 1 and not config.data.shuffle:
         found.append("several teachers and data.shuffle = false: updates may hold prompts of one of them only")
     if config.loss.weight and config.reference is not None:
-        found.append("the teacher and the reference both pull at the student; drop [reference] if that is not meant")
+        found.append("the loss has both a teacher and a reference; drop [reference] if that is not intended")
     if config.learner.lr >= TOO_FAST:
         found.append(
-            f"learner.lr = {config.learner.lr:g}: an update of AdamW moves every weight by about as much, and weights "
-            "are rarely larger than that: write 1e-3 or less, 1e-6 to 1e-5 for a whole language model"
+            f"learner.lr = {config.learner.lr:g}: an AdamW update changes every weight by about this much, which is "
+            "more than most weights: write 1e-3 or less, 1e-6 to 1e-5 for a whole language model"
         )
     if config.learner.dtype == "bfloat16":
         found.append("learner.dtype = 'bfloat16' rounds small updates away: write compute_dtype = 'bfloat16' instead")

@@ -1,4 +1,4 @@
-"""Which model a name means to `eval`, and the run that it is of. Looks only: the run may be going on."""
+"""Model to evaluate, from the name given to `eval`, and the run it belongs to. Only reads: the run may be active."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.run_dir.reading import RunDir
 from slipstream.run_dir.writing import LEDGER, METRICS
 
 DEEPEST = 3
-"""Directories between a run and a model in it."""
+"""Levels above a model at which its run directory is searched."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Subject:
     model: str
     run: Path | None = None
     asked: Asked | None = None
-    """By the run."""
+    """Evaluation settings of the run; None if the model belongs to no run."""
     trained_on: bool = False
-    """These prompts, as the run has no others."""
+    """Evaluate on training prompts, as the run has no held-out ones."""
     update: int | None = None
-    """Of the run, after which the model was saved."""
+    """Number of the update after which the model was saved; None if unknown."""
     notes: tuple[str, ...] = ()
 
 
@@ -46,7 +46,7 @@ def subject_of(name: str) -> Subject:
     elif (path / MANIFEST).exists() and (wrong := damage(path)):
         notes.append(f"{path}: {wrong}")
     if config.sampler.engine != "native":
-        notes.append(f"{run} drew its answers by {config.sampler.engine}; here they are drawn natively")
+        notes.append(f"{run} sampled with {config.sampler.engine}; this evaluation samples with the native engine")
     return Subject(
         model=str(path),
         run=run,
@@ -58,7 +58,7 @@ def subject_of(name: str) -> Subject:
 
 
 def asked_by(config: Config) -> Asked:
-    """As a run with this config evaluates while it trains; on its training prompts, where it has no others."""
+    """Return the settings with which a run evaluates; training prompts are used if it has no held-out ones."""
     data, task, sampler, runtime = config.data, config.task, config.sampler, config.runtime
     limit = config.eval.prompts if data.held_out else min(config.eval.prompts, data.limit or config.eval.prompts)
     return Asked(
@@ -89,34 +89,34 @@ def asked_by(config: Config) -> Asked:
 
 
 def run_of(path: Path) -> Path | None:
-    """The run directory that this is, or is in."""
+    """Return the run directory that `path` is, or is in; None if there is none."""
     if not path.is_dir():
         return None
-    if is_run(path):
+    if is_run_directory(path):
         return path
-    above = next((each for each in path.absolute().parents[:DEEPEST] if is_run(each)), None)
+    above = next((each for each in path.absolute().parents[:DEEPEST] if is_run_directory(each)), None)
     return above.relative_to(Path.cwd()) if above and above.is_relative_to(Path.cwd()) else above
 
 
 def check_no_run_is_meant(name: str) -> None:
-    """Beside runs, or around them, nobody looks for a model on the hub."""
+    """Raise RunDirError if `name` is probably a mistyped run, or a directory of runs, and not a name on the hub."""
     path, beside = Path(name), "/" in name and not Path(name).is_dir()
     where = path.parent if beside else path
-    runs = sorted(str(each) for each in where.glob("*") if os.access(each, os.X_OK) and is_run(each))
+    runs = sorted(str(each) for each in where.glob("*") if os.access(each, os.X_OK) and is_run_directory(each))
     if runs and beside:
         raise RunDirError(f"{name}: no such directory; {did_you_mean(name, runs)}")
     if runs and not (path / "config.json").exists():
-        raise RunDirError(f"{name} is no run, but holds some: name one of them, for example {runs[-1]}")
+        raise RunDirError(f"{name} is not a run, but contains runs: name one of them, for example {runs[-1]}")
 
 
-def is_run(path: Path) -> bool:
-    """Also where some of its files are lost."""
+def is_run_directory(path: Path) -> bool:
+    """Return True if `path` is a run directory, also if some of its files are lost."""
     begun = [name for name in (METRICS, "checkpoints", "final") if (path / name).exists()]
     return (path / LEDGER).exists() or ((path / "config.toml").exists() and bool(begun))
 
 
 def student_of(run: Path, notes: list[str]) -> Path:
-    """The final one, or that of the last whole checkpoint."""
+    """Return the directory of the final student, or else of the last undamaged checkpoint; append to `notes`."""
     final, checkpoints = run / "final", Checkpoints(run / "checkpoints")
     if final.is_dir():
         if wrong := damage(final):
@@ -132,7 +132,7 @@ def student_of(run: Path, notes: list[str]) -> Path:
 
 
 def update_of(path: Path, run: Path, updates: int) -> int | None:
-    """final, final-N, checkpoints/N, and what lies in them."""
+    """Return the update number of a model in final, final-N or checkpoints/N; None for other paths."""
     inside = path.absolute().relative_to(run.absolute()).as_posix()
     if inside.split("/")[0] == "final":
         return updates
@@ -141,9 +141,9 @@ def update_of(path: Path, run: Path, updates: int) -> int | None:
 
 
 def check_known(subject: Subject) -> None:
-    """What a run has saved was trained for something, which is not the built-in task."""
+    """Raise ConfigError for a model saved by a run whose directory is missing, as its task is unknown."""
     if subject.run is None and (Path(subject.model) / MANIFEST).exists():
         raise ConfigError(
-            f"{subject.model} was saved by a run that is not around it any more, and knew what to ask: write --data, "
-            "--reward and what else its config.toml had"
+            f"{subject.model} was saved by a run, but is outside of its run directory, which has the settings: write "
+            "--data, --reward and other settings of its config.toml"
         )

@@ -1,4 +1,4 @@
-"""Before a run: which teacher scores which prompt, and whether each can score all that it will be sent."""
+"""Teachers in a plan: routes of prompts to teachers, and checks that each teacher can score all its sequences."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints
 
 PROBED = 16
-"""Tokens of a prompt that are sent to an endpoint, to see."""
+"""Tokens of a prompt that are sent to an endpoint as a test."""
 
 
 def routes(config: Config, rows: Sequence[Row]) -> list[str]:
-    """The name of the teacher of every row; one teacher scores all."""
+    """Return the name of the teacher of every row; a single teacher scores all rows, and none gives empty names."""
     if len(config.teachers) <= 1:
         return [next(iter(config.teachers), "")] * len(rows)
     column, by_key = config.data.teacher_key, routed_by(config.teachers)
@@ -44,16 +44,16 @@ def routes(config: Config, rows: Sequence[Row]) -> list[str]:
         found.append(by_key[str(key)])
     for key, name in by_key.items():
         if name not in found:
-            there = sorted({str(row.data_source if column == "data_source" else row.meta[column]) for row in rows})
+            known_keys = sorted({str(row.data_source if column == "data_source" else row.meta[column]) for row in rows})
             raise ConfigError(
                 f"teachers.{name}: no prompt has {column} = {key!r} (data.teacher_key), its key: write another "
-                f"teachers.{name}.key, or drop it; there are {', '.join(there)}"
+                f"teachers.{name}.key, or drop it; prompts have {', '.join(known_keys)}"
             )
     return found
 
 
 def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> list[str]:
-    """Return what updates keep the mixture of, for every row: its teacher and its value in `schedule.mixture`."""
+    """Return the source of every row (its teacher, and its value in `schedule.mixture`); updates keep their mixture."""
     column = config.schedule.mixture if isinstance(config.schedule, Async) else None
     if column is None:
         return list(teachers)
@@ -66,7 +66,7 @@ def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> 
         raise ConfigError(f"{setting} does nothing: every row has {values[0]!r} there; drop it")
     if len(set(values)) == len(values) > config.groups_per_update:
         raise ConfigError(
-            f"{setting}: no two rows have the same there: name a column of few values, or write "
+            f"{setting}: every row has a different value there: name a column with few values, or write "
             'schedule.order = "submission"'
         )
     return [f"{teacher} {value}" for teacher, value in zip(teachers, values, strict=True)]
@@ -75,9 +75,9 @@ def sources_of(config: Config, rows: Sequence[Row], teachers: Sequence[str]) -> 
 def check_teachers(
     config: Config, tokenizer: Tokenizer, prompts: Prompts
 ) -> tuple[dict[str, int], dict[str, EndProbe]]:
-    """Check what can be known of teachers from here: vocabulary, end tokens, context and room for the longest sequence.
+    """Check vocabulary, end tokens and context of teachers, and that their token budget fits the longest sequence.
 
-    Returns the tokens of that sequence, for every teacher that runs here, and what teachers are asked of end tokens.
+    Returns the length of that sequence for every teacher that runs here, and the end-token probes.
     """
     found, stops, ends = dict[str, int](), set[int](), dict[str, set[int]]()
     plain = isinstance(prompts.rows[0].prompt, str) and not config.data.chat
@@ -85,17 +85,17 @@ def check_teachers(
     for name, teacher in config.teachers.items():
         theirs = check_vocabulary(config, name, tokenizer)
         names = config.student, teacher.tokenizer or config.model_of(teacher)
-        stops, its = check_same_end(f"teachers.{name}", names=names, tokenizers=(tokenizer, theirs), template=template)
+        stops, ids = check_same_end(f"teachers.{name}", names=names, tokenizers=(tokenizer, theirs), template=template)
         if teacher.context is None:
-            ends[name] = its
+            ends[name] = ids
         if teacher.base_url is not None:
             continue
         model = config.model_of(teacher)
         check_embeddings(config.student, name, model)
         if teacher.own_context:
-            found[name] = longest_written(config, name)
+            found[name] = longest_of_function(config, name)
             continue
-        seen, max_tokens = seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
+        seen, max_tokens = prompts_seen_by(config, name, tokenizer, prompts), longest_answer(config, teacher)
         rows, tokens = [row for row, _ in seen], [tokens for _, tokens in seen]
         check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
         found[name] = max(map(len, tokens)) + max_tokens
@@ -105,7 +105,7 @@ def check_teachers(
 
 
 def check_vocabulary(config: Config, name: str, tokenizer: Tokenizer) -> Tokenizer:
-    """Raise ModelError unless the teacher's ids mean what the student's do; returns its tokenizer."""
+    """Return the teacher's tokenizer; raise ModelError if its token ids differ from the student's."""
     teacher = config.teachers[name]
     theirs = teacher.tokenizer or config.model_of(teacher)
     try:
@@ -126,7 +126,7 @@ def check_embeddings(student: str, name: str, model: str) -> None:
     if sizes[0] > sizes[1]:
         raise ModelError(
             f"teachers.{name}: {model} has {sizes[1]} embeddings, {student} has {sizes[0]}: the teacher could "
-            "not score all that the student may draw"
+            "not score all tokens that the student may sample"
         )
 
 
@@ -138,8 +138,8 @@ def check_budget(section: str, budget: int, longest: int) -> None:
         )
 
 
-def seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -> list[tuple[Row, Ints]]:
-    """Every row of a teacher, and what it sees of it before there is a response."""
+def prompts_seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -> list[tuple[Row, Ints]]:
+    """Return every row of a teacher with the prompt tokens that the teacher sees, without parts made from responses."""
     template = config.teachers[name].context
     context = None if template is None else TemplateContext(template, tokenizer)
     own = [index for index, teacher in enumerate(prompts.teachers) if teacher == name]
@@ -148,13 +148,13 @@ def seen_by(config: Config, name: str, tokenizer: Tokenizer, prompts: Prompts) -
 
 
 def longest_answer(config: Config, teacher: TeacherConfig) -> int:
-    """With those that its context holds besides."""
+    """Return the most tokens a teacher sees beside the prompt: the response, and attempts in its context."""
     held = teacher.context_fields & {"response", "best", "last"}
     return config.sampler.max_tokens * (1 + len(held))
 
 
-def longest_written(config: Config, name: str) -> int:
-    """Where a function writes the context, only the user knows."""
+def longest_of_function(config: Config, name: str) -> int:
+    """Return `longest` of a teacher whose context a user's function writes, after checking that it fits."""
     teacher = config.teachers[name]
     model, longest = config.model_of(teacher), teacher.longest
     assert longest is not None
@@ -165,7 +165,6 @@ def longest_written(config: Config, name: str) -> int:
 
 
 def check_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, say: Callable[[str], None]) -> None:
-    """Ask every endpoint a few tiny things. All that is known without asking was checked before."""
     asyncio.run(ask_endpoints(config, tokenizer, prompts, say))
 
 
@@ -176,7 +175,7 @@ async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, 
         if endpoint is None:
             continue
         asks = config.loss.asks
-        tokens = [tokens for _, tokens in seen_by(config, name, tokenizer, prompts)]
+        tokens = [tokens for _, tokens in prompts_seen_by(config, name, tokenizer, prompts)]
         longest = max(map(len, tokens)) + longest_answer(config, teacher)
         some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
         need = Wanted(tokens=some, highest=highest, longest=longest, k=asks.k)

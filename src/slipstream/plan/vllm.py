@@ -1,4 +1,4 @@
-"""What vLLM's engines are to be, and what is refused, or replaced, before anything starts."""
+"""Plans of vLLM engines, and settings that are refused or replaced because vLLM does not support them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slipstream.engines.vllm.core import COLDEST, Settings, check_args, check_in
 from slipstream.errors import ConfigError
 
 SCORED = 64
-"""Responses that a teacher scores at a time."""
+"""Number of responses that a teacher scores at a time."""
 UNPUBLISHED = {"gpt_oss"}
-"""Families to which vLLM gives their weights once, by loaders that do not know of later ones."""
+"""Model families whose weights vLLM cannot load again while it runs."""
 
 
 def sampler_settings(config: Config) -> Settings:
@@ -32,7 +32,7 @@ def sampler_settings(config: Config) -> Settings:
 
 
 def longest_first(longest: int | None) -> dict[str, Any]:
-    """vLLM keeps room for the longest sequence, and chooses position factors by it."""
+    """Return vLLM's argument for the longest sequence, which decides reserved memory and position factors."""
     return {"max_model_len": longest} if longest else {}
 
 
@@ -50,22 +50,21 @@ def scorer_settings(config: Config, name: str) -> Settings:
 
 
 def sampler_context(config: Config) -> int:
-    """The longest sequence that the sampler takes."""
+    """Return the longest sequence, in tokens, that the sampler accepts."""
     longest = context_length(load_config(config.student))
     return min(longest, int(config.sampler.engine_args.get("max_model_len", longest)))
 
 
 def sampler_devices(config: Config) -> int:
-    """How many devices one sampler takes."""
     return int(config.sampler.engine_args.get("tensor_parallel_size", 1))
 
 
 def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
-    """What the vLLM that is installed here makes of a config; refused if it cannot do what was written."""
+    """Return the config with native teachers where vLLM cannot serve them; raise ConfigError for other conflicts."""
     config = with_draws(config, say)
-    here = {name: teacher for name, teacher in config.teachers.items() if teacher.base_url is None}
+    local = {name: teacher for name, teacher in config.teachers.items() if teacher.base_url is None}
     natives = {}
-    for name, teacher in here.items():
+    for name, teacher in local.items():
         if teacher.engine == "vllm" and (why := unserved(config, name)):
             say(f"note: teachers.{name}.engine = 'native', because {why}")
             natives[name] = teacher.model_copy(update={"engine": "native"})
@@ -73,7 +72,7 @@ def with_vllm(config: Config, say: Callable[[str], None]) -> Config:
 
 
 def unserved(config: Config, name: str) -> str:
-    """What the loss asks of a teacher that vLLM does not give, or nothing."""
+    """Return why vLLM cannot run this teacher for this loss; empty if vLLM can."""
     check_installed(f"teachers.{name}.engine")
     loss, asks = config.loss, config.loss.asks
     if loss.temperature != 1:
@@ -81,7 +80,7 @@ def unserved(config: Config, name: str) -> str:
     if asks.cache == "hidden":
         return "vLLM gives no hidden states"
     if asks.cache == "student_topk":
-        return f'vLLM scores no ids of the student\'s choice, as loss.kind = "{loss.kind}" asks'
+        return f'vLLM cannot score token ids chosen by the student, as loss.kind = "{loss.kind}" requires'
     if asks.draws > 1 and not (known(version()) and version("vllm") and config.runtime.device != "cpu"):
         return f"vLLM {version()} scores several draws (loss.m = {asks.draws}) on GPUs only, and from {VERSION} on"
     return ""
@@ -94,17 +93,17 @@ def with_draws(config: Config, say: Callable[[str], None]) -> Config:
     settings = sampler_settings(config)
     check_args(settings)
     if load_config(config.student).model_type in UNPUBLISHED:
-        raise ConfigError(f"{settings.named}: vLLM takes no new weights for it while it runs; {settings.instead}")
+        raise ConfigError(f"{settings.named}: vLLM cannot update its weights while it runs; {settings.instead}")
     for field, temperature in ("sampler", config.sampler.temperature), ("eval", config.eval.temperature):
         if 0 < temperature < COLDEST:
             raise ConfigError(
-                f"{field}.temperature = {temperature:g}: vLLM would draw at {COLDEST}; write that or more, or "
+                f"{field}.temperature = {temperature:g}: vLLM would sample at {COLDEST}; write that or more, or "
                 "sampler.engine = 'native'"
             )
     draws, installed = rollout_sampling(config).draws, version()
     if draws == 1 or known(installed):
         return config
-    why = f"vLLM {installed} draws one token at a time (several are drawn under vLLM {VERSION})"
+    why = f"vLLM {installed} draws one token per position (several are drawn with vLLM {VERSION})"
     if "m" in config.loss.model_fields_set:
         raise ConfigError(f"loss.m = {draws}: {why}; write loss.m = 1, or sampler.engine = 'native'")
     say(f"note: loss.m = 1, because {why}")

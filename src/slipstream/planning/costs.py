@@ -1,7 +1,6 @@
-"""What the stages of a run cost on the devices that they run on: measured, derived or given, and a file of it that a
-person may edit.
+"""Costs of the stages of a run: measured, derived from a run, or read from a file that users may edit.
 
-Seconds are those of one device: of a GPU, or on a CPU of one core.
+Seconds are those of one device: one GPU, or one core of a CPU.
 """
 
 from __future__ import annotations
@@ -21,72 +20,72 @@ from slipstream.errors import ConfigError, did_you_mean
 
 Seconds = Annotated[float, Field(ge=0)]
 PATIENCE = ("apart", "enough")
-"""What is waited for, and is no work."""
+"""Fields that are no work of a device, so `Costs.scaled` leaves them unchanged."""
 
 
 class DecodeCost(Section):
     step: Seconds
-    """Of a decoding step, whatever runs in it."""
+    """Seconds of a decoding step, independent of its rows."""
     row: Seconds = 0.0
-    """And for each of its rows."""
+    """Additional seconds of a decoding step for each row."""
     context: Seconds = 0.0
-    """And for each token that its rows attend to."""
+    """Additional seconds of a decoding step for each token that a row attends to."""
 
     @model_validator(mode="after")
     def _takes_time(self) -> DecodeCost:
         if not self.step + self.row + self.context:
-            raise ValueError("a step that takes no time never ends: write step or row")
+            raise ValueError("a decoding step must take time: write step or row")
         return self
 
 
 class PassCost(Section):
     call: Seconds = 0.0
-    """Of a pass, whatever goes through it."""
+    """Seconds of a pass, independent of its tokens."""
     token: Seconds = 0.0
-    """And for each token, prompts included."""
+    """Additional seconds for each token, prompts included."""
 
 
 class ScoreCost(PassCost):
     apart: Seconds = 0.0
-    """Between two passes, unless `enough` tokens wait."""
+    """Least seconds between two passes, unless `enough` tokens wait."""
     enough: int = Field(1, ge=1)
-    """Tokens of responses with which a pass begins at once."""
+    """Number of waiting response tokens with which a pass begins at once."""
 
 
 class LearnCost(PassCost):
     step: Seconds = 0.0
-    """Of an optimizer step."""
+    """Seconds of an optimizer step."""
     exchange: Seconds = 0.0
-    """More of it for every rank beyond the first."""
+    """Additional seconds of an optimizer step for every rank beyond the first."""
 
 
 class PublishCost(Section):
     export: Seconds = 0.0
-    """Of the learner, to hand its weights over."""
+    """Seconds of the learner to export its weights."""
     load: Seconds = 0.0
-    """Of a sampler, to load them while it stands still. It reads running prefixes again at the price of [read]."""
+    """Seconds of a sampler to load weights while it is paused; reading prefixes again costs extra, by [read]."""
 
 
 class Lengths(Section):
     prompt: int = Field(1, ge=1)
     """Tokens of a prompt."""
     mean: float | None = Field(None, ge=1)
-    """Of responses: log-normal, before they are cut at sampler.max_tokens."""
+    """Mean tokens of a response; lengths are log-normal, then truncated at sampler.max_tokens."""
     sigma: float = Field(0.0, ge=0)
-    """Standard deviation of their logarithm; with 0 all are as long as the mean."""
+    """Standard deviation of the logarithm of lengths; with 0 all lengths are the mean."""
     responses: tuple[int, ...] = ()
-    """Lengths of responses to draw from, in place of mean and sigma."""
+    """Lengths of responses to sample from, instead of mean and sigma."""
 
     @model_validator(mode="after")
     def _one_way(self) -> Lengths:
         if (self.mean is None) == (not self.responses):
-            raise ValueError("takes one of mean (with sigma) and responses")
+            raise ValueError("write either mean (with sigma) or responses")
         if self.responses and (self.sigma or min(self.responses) < 1):
-            raise ValueError("responses takes lengths of at least 1, and no sigma beside it")
+            raise ValueError("responses takes lengths of at least 1, and sigma is not allowed beside it")
         return self
 
     def draw(self, number: int, index: int) -> int:
-        """Of one response: the same whenever it is asked for."""
+        """Return the length of a response: always the same for the same prompt number and index."""
         dice = random.Random(number * 1_000_003 + index)
         if self.responses:
             return dice.choice(self.responses)
@@ -96,21 +95,21 @@ class Lengths(Section):
 
 class Costs(Section):
     cores: float | None = Field(None, gt=0)
-    """How many cores all devices share; without it each works for itself."""
+    """Number of cores that all devices share; without it each device has its own."""
     others: float = Field(0.0, ge=0)
-    """How many strangers compute on those cores all the time."""
+    """Number of unrelated threads that use those cores all the time."""
     decode: DecodeCost
     read: PassCost = PassCost()
-    """Prompts that come in, and prefixes after a publish."""
+    """Cost of reading new prompts, and of reading prefixes again after a publish."""
     score: ScoreCost = ScoreCost()
     learn: LearnCost = LearnCost()
     publish: PublishCost = PublishCost()
     coordinator: Seconds = 0.0
-    """Of the process that holds it all together, for every sample."""
+    """Seconds of the coordinating process for every sample."""
     lengths: Lengths
 
     def scaled(self, factor: float) -> Costs:
-        """Engines that take so many times as long for all that they do."""
+        """Return costs of engines for which all work takes `factor` times as long."""
         changes = dict[str, Any]()
         for name in ("decode", "read", "score", "learn", "publish"):
             section = getattr(self, name)
@@ -119,20 +118,20 @@ class Costs(Section):
         return self.model_copy(update=changes)
 
     def to_toml(self) -> str:
-        """With what each number is, for whoever edits it."""
+        """Return the costs as TOML, with a comment on every number."""
         return "\n".join(written(self))
 
 
 def written(section: Section, name: str = "") -> Iterator[str]:
-    """Lines of a section, its own values first."""
+    """Yield the TOML lines of a section: first its own values, then the sections in it."""
     below = {key: value for key in type(section).model_fields if isinstance(value := getattr(section, key), Section)}
     if name:
         yield f"\n[{name}]"
     for key, info in type(section).model_fields.items():
         value = getattr(section, key)
         if key not in below and value not in (None, ()):
-            said = " ".join((info.description or "").split())
-            yield f"# {said[0].lower()}{said[1:]}\n{key} = {plain(value)}"
+            comment = " ".join((info.description or "").split())
+            yield f"# {comment[0].lower()}{comment[1:]}\n{key} = {plain(value)}"
     for key, value in below.items():
         yield from written(value, key)
 
@@ -144,7 +143,7 @@ def plain(value: float | tuple[int, ...]) -> str:
 
 
 def quantiles(lengths: Sequence[int], most: int = 200) -> tuple[int, ...]:
-    """At most so many that stand for all."""
+    """Return at most `most` quantiles that represent all lengths."""
     ordered, count = sorted(lengths), min(most, len(lengths))
     return tuple(ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count))
 
@@ -157,23 +156,23 @@ def parse(tree: dict[str, Any], *, where: str) -> Costs:
     try:
         return Costs.model_validate(tree)
     except ValidationError as error:
-        details = sorted(error.errors(), key=lambda detail: detail["type"] == "missing")  # what is misspelt comes first
+        details = sorted(error.errors(), key=lambda detail: detail["type"] == "missing")  # misspelt keys first
         raise ConfigError("; ".join(f"{where}: {_explain(detail)}" for detail in details[:3])) from None
 
 
 def _explain(detail: Any) -> str:
     name = ".".join(map(str, detail["loc"]))
     if detail["type"] == "extra_forbidden":
-        return f"unknown key {name!r}; {did_you_mean(str(detail['loc'][-1]), known(detail['loc'][:-1]))}"
+        return f"unknown key {name!r}; {did_you_mean(str(detail['loc'][-1]), keys_of(detail['loc'][:-1]))}"
     if detail["type"] == "missing":
-        return f"{name!r} is missing: slipstream plan --measure writes a whole file of costs"
+        return f"{name!r} is missing: slipstream plan --measure -o FILE writes all costs"
     if detail["type"] == "value_error":
         return f"{name}: {detail['ctx']['error']}"
     return f"{name}: {detail['msg'].lower()}, got {detail['input']!r}"
 
 
-def known(location: Sequence[int | str]) -> list[str]:
-    """The keys of a section."""
+def keys_of(location: Sequence[int | str]) -> list[str]:
+    """Return the keys of a section."""
     section: Any = Costs
     for part in location:
         section = section.model_fields[str(part)].annotation

@@ -1,4 +1,4 @@
-"""What stages cost in a run that was made, from its own numbers."""
+"""Costs of stages, derived from the metrics of an existing run."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from slipstream.planning.fit import Paid, fitted
 from slipstream.run_dir.reading import Line, RunDir
 
 FIRST = 2
-"""Updates that are slower than others."""
+"""Number of first updates that are left out, as they are slower than others."""
 
 
 def costs_of(run: RunDir) -> Costs:
-    """Wall clock, so cores that its engines shared are in it, and every sequence counts by its response alone.
+    """Return the costs of a run's stages, in wall-clock seconds for each token of a response.
 
-    Where each update rolled out by itself, and at once, its longest response and all of its tokens tell apart what a
-    step and what a row of it costs. Elsewhere all of it is put on the rows, which is right for as many of them.
+    If all samples of an update rolled out together, its longest response and its tokens separate costs of steps and
+    rows. Otherwise all cost is assigned to rows, which is right only for the same number of rows.
     """
     config, lines, ledger = run.config, run.metrics[FIRST:], run.ledger
     if len(lines) < 2:
-        raise RunDirError(f"{run.path} has made {len(run.metrics)} updates: {FIRST + 2} at least say what stages cost")
+        raise RunDirError(f"{run.path} has {len(run.metrics)} updates: to derive costs it needs {FIRST + 2} or more")
     samplers, scorers = at_first(config.sampler.replicas), sum(at_first(t.replicas) for t in config.teachers.values())
     loads = [line["publish/load"] + line.get("publish/rebuild", 0.0) for line in lines if "publish/load" in line]
     return Costs(
@@ -48,6 +48,6 @@ def decode_cost(run: RunDir, lines: Sequence[Line], samplers: int) -> DecodeCost
 
 
 def spent(lines: Sequence[Line], stage: str) -> float:
-    """Seconds of a stage for each token of a response."""
+    """Return the seconds of a stage for each token of a response."""
     seconds = sum(line[f"stage/{stage}"] * line["seconds/update"] for line in lines)
     return float(seconds / sum(line["tokens"] for line in lines))

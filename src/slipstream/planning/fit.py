@@ -1,4 +1,4 @@
-"""Which costs explain what was paid."""
+"""Fits of costs to measured times: least squares without negative costs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import combinations
 import numpy as np
 
 Terms = dict[str, float]
-"""By name; what they count, or what each of them costs."""
+"""Counts of cost terms, or seconds per count, by the name of the term."""
 
 
 @dataclass(frozen=True)
 class Paid:
     seconds: float
     terms: Terms
-    """How often each of several costs was paid."""
+    """Number of times that each cost was paid."""
     kind: str = ""
-    """Of what it is a repeat; nothing where there is none."""
+    """Name shared by repeats of the same measurement; empty if there are none."""
 
 
-def least_disturbed(paid: Sequence[Paid]) -> Terms:
-    """As `fitted`, of those that took the least of their kind for what they were: whatever else goes on only adds."""
+def fitted_to_fastest(paid: Sequence[Paid]) -> Terms:
+    """Return fitted costs of the fastest repeat of each kind, as other load on the machine only adds time."""
     prices, best = fitted(paid), dict[str, tuple[float, Paid]]()
     for each in paid:
         ratio = each.seconds / sum(prices[name] * count for name, count in each.terms.items())
@@ -32,8 +32,7 @@ def least_disturbed(paid: Sequence[Paid]) -> Terms:
 
 
 def fitted(paid: Sequence[Paid]) -> Terms:
-    """Costs that explain what was paid, none below zero: of all choices of terms the one with the least squares of
-    relative errors."""
+    """Return costs, none below zero, with the least squares of relative errors over all choices of terms."""
     names = list(paid[0].terms)
     a_NK = np.array([[each.terms[name] / each.seconds for name in names] for each in paid])
     best, least = dict.fromkeys(names, 0.0), float("inf")

@@ -1,6 +1,6 @@
-"""What the stages of a run cost here, from its own engines: a short run, and then each stage alone and by itself.
+"""Measurement of the costs of a run's stages on its own engines: first a short run, then each stage alone.
 
-On CPUs it is CPU seconds that count, so that other work on the machine is none of the cost; on GPUs it is wall clock.
+On CPUs, costs are CPU seconds, so that other load on the machine does not count; on GPUs they are wall-clock seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.pipeline.run import Run
 from slipstream.plan import checks
 from slipstream.plan.plan import Plan, on_cpu
 from slipstream.planning.costs import Costs, DecodeCost, LearnCost, Lengths, PassCost, PublishCost, ScoreCost, quantiles
-from slipstream.planning.fit import Paid, Terms, least_disturbed
+from slipstream.planning.fit import Paid, Terms, fitted_to_fastest
 from slipstream.planning.simulate import Split, Work, forecast
 from slipstream.protocols import Engines, Sampling
 from slipstream.records import Batch, Group, total
@@ -32,17 +32,17 @@ from slipstream.runtimes.places import cpu_seconds
 
 REPEATS = 3
 UPDATES = 10
-"""Of the short run."""
+"""Number of updates of the short run."""
 
 
 class Meter:
-    """Seconds that a call took of one engine."""
+    """Stopwatch for calls of engines, in CPU seconds or wall-clock seconds."""
 
     def __init__(self, engines: Engines, *, by_cpu: bool) -> None:
         self.engines, self.by_cpu = engines, by_cpu
 
     async def of(self, worker: str, work: Callable[[], Awaitable[Any]]) -> tuple[float, Any]:
-        """`worker` is how the names of those begin who do it, at the same time."""
+        """Return the mean seconds of the workers whose names begin with `worker`, and the result of the call."""
         before = await self._clock(worker)
         result = await work()
         return await self._clock(worker) - before, result
@@ -56,7 +56,7 @@ class Meter:
 
 
 def cores_of(config: Config) -> float | None:
-    """How many CPU cores its engines share, which is one where one process has them all; none where they have GPUs."""
+    """Return the number of CPU cores that engines share, 1 if all are in one process; None if they have GPUs."""
     if config.runtime.kind == "inline":
         return 1.0
     return float(len(os.sched_getaffinity(0))) if on_cpu(config) else None
@@ -64,21 +64,20 @@ def cores_of(config: Config) -> float | None:
 
 def check_measurable(made: Plan) -> None:
     if made.config.environment is not None:
-        raise ConfigError("environment: what its turns cost cannot be measured yet: give --costs")
+        raise ConfigError("environment: the cost of its turns cannot be measured yet: give --costs")
     if len(made.config.teachers) > 1:
-        raise ConfigError(f"{len(made.config.teachers)} teachers: their costs cannot be told apart: give --costs")
+        raise ConfigError(f"{len(made.config.teachers)} teachers: their costs cannot be separated: give --costs")
 
 
 def measured(made: Plan, engines: Engines, *, say: Callable[[str], None]) -> Costs:
-    """Each stage alone says how its costs are made up; on CPUs the short run says how high they are where all of them
-    work together, and calls come without a pause."""
+    """Return costs of stages measured alone; on CPUs, scale them to the short run, in which stages share the cores."""
     by_cpu = cores_of(made.config) is not None
-    costs, spent = asyncio.run(asked(made, engines, by_cpu=by_cpu, say=say))
-    return costs.scaled(spent / alike(costs, made, engines)) if by_cpu else costs
+    costs, spent = asyncio.run(stage_costs(made, engines, by_cpu=by_cpu, say=say))
+    return costs.scaled(spent / simulated_work(costs, made, engines)) if by_cpu else costs
 
 
-async def asked(made: Plan, engines: Engines, *, by_cpu: bool, say: Callable[[str], None]) -> tuple[Costs, float]:
-    """Costs of each stage alone, and CPU seconds of all engines for a sample of the short run."""
+async def stage_costs(made: Plan, engines: Engines, *, by_cpu: bool, say: Callable[[str], None]) -> tuple[Costs, float]:
+    """Return the costs of each stage alone, and the CPU seconds of all engines per sample of the short run."""
     meter = Meter(engines, by_cpu=by_cpu)
     say(f"costs: a short run of {UPDATES} updates")
     await warm_up(made, engines, meter)
@@ -102,8 +101,8 @@ async def asked(made: Plan, engines: Engines, *, by_cpu: bool, say: Callable[[st
     return costs, spent
 
 
-def alike(costs: Costs, made: Plan, engines: Engines) -> float:
-    """CPU seconds per sample that engines with these costs would have spent in the short run."""
+def simulated_work(costs: Costs, made: Plan, engines: Engines) -> float:
+    """Return the CPU seconds per sample that engines with these costs would need in a simulated short run."""
     costs = costs.model_copy(update={"coordinator": 0.0})
     config, scorers = made.config, sum(map(len, engines.scorers.values()))
     split = Split(len(engines.samplers), scorers, config.learner.ranks)
@@ -111,7 +110,7 @@ def alike(costs: Costs, made: Plan, engines: Engines) -> float:
 
 
 async def warm_up(made: Plan, engines: Engines, meter: Meter) -> None:
-    """What is slow the first time is no cost."""
+    """Call every engine once, as first calls are slower."""
     await checks.publish(engines)
     count = max(1, made.engines.sampler.slots // made.sampling.group)
     _, groups = await wave(made, engines, meter, made.sampling, range(count))
@@ -119,7 +118,7 @@ async def warm_up(made: Plan, engines: Engines, meter: Meter) -> None:
 
 
 async def short_run(made: Plan, engines: Engines) -> tuple[float, float, list[int]]:
-    """CPU seconds of the coordinator and of all engines for each sample, and the lengths of all responses."""
+    """Return CPU seconds per sample of the coordinator and of all engines, and the lengths of all responses."""
     quiet = made.config.eval.model_copy(update={"every": 0})
     config = made.config.model_copy(update={"updates": UPDATES, "eval": quiet})
     with tempfile.TemporaryDirectory() as path:
@@ -134,15 +133,15 @@ async def short_run(made: Plan, engines: Engines) -> tuple[float, float, list[in
 
 async def engines_cpu(engines: Engines) -> float:
     apart = await cpu_seconds(engines)
-    # without processes of their own engines are threads here, and the loop is this one
+    # engines without processes are threads of this process, so subtract the thread of the event loop
     return sum(apart.values()) if apart else time.process_time() - time.thread_time()
 
 
 async def decoding(made: Plan, engines: Engines, meter: Meter) -> tuple[list[Paid], list[Group]]:
-    """Waves of so many rows at once, whole ones and such as end with their first token; and what whole ones said."""
+    """Time waves of different numbers of rows, with full responses and with one token; return times and full groups."""
     size, slots = made.sampling.group, made.engines.sampler.slots
     counts = sorted({max(1, rows // size) for rows in (size, slots // 8, slots // 2, slots)})
-    waves, said, number = list[Paid](), list[Group](), 0
+    waves, full_groups, number = list[Paid](), list[Group](), 0
     for _ in range(REPEATS):
         for tokens in (1, made.sampling.max_tokens):
             for count in counts:
@@ -151,8 +150,8 @@ async def decoding(made: Plan, engines: Engines, meter: Meter) -> tuple[list[Pai
                 number += count
                 waves.append(Paid(seconds, paid_for(groups), f"{tokens}, {count}"))
                 if tokens > 1:
-                    said += groups
-    return waves, said
+                    full_groups += groups
+    return waves, full_groups
 
 
 async def wave(
@@ -167,7 +166,7 @@ async def wave(
 
 
 def paid_for(groups: Sequence[Group]) -> Terms:
-    """All rows begin together: there are as many steps as the longest response has tokens."""
+    """Return the counts of cost terms of a wave; its steps are the tokens of the longest response."""
     headers = [handle.header for group in groups for handle in group]
     return {
         "step": max(header.tokens for header in headers),
@@ -179,7 +178,7 @@ def paid_for(groups: Sequence[Group]) -> Terms:
 
 
 def decode_cost(waves: Sequence[Paid]) -> tuple[DecodeCost, PassCost]:
-    found = least_disturbed(waves)
+    found = fitted_to_fastest(waves)
     return (
         DecodeCost(step=found["step"], row=found["row"], context=found["context"]),
         PassCost(call=found["call"], token=found["token"]),
@@ -187,14 +186,14 @@ def decode_cost(waves: Sequence[Paid]) -> tuple[DecodeCost, PassCost]:
 
 
 async def scoring(made: Plan, engines: Engines, meter: Meter, groups: Sequence[Group]) -> ScoreCost:
-    """Many groups at once, and single ones."""
+    """Return the cost of scoring, from calls with many groups and with single ones."""
     paid, some = list[Paid](), groups[-made.config.groups_per_update :]
     one = replace(engines, scorers={name: scorers[:1] for name, scorers in engines.scorers.items()})
     for _ in range(REPEATS):
-        for asked in (some, *([group] for group in some[:4])):
-            seconds, _ = await meter.of("scorer", partial(checks.scored, one, asked))
-            paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(asked)}, str(len(asked))))
-    found = least_disturbed(paid)
+        for call in (some, *([group] for group in some[:4])):
+            seconds, _ = await meter.of("scorer", partial(checks.scored, one, call))
+            paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(call)}, str(len(call))))
+    found = fitted_to_fastest(paid)
     native = made.engines.scorers
     budget = next(iter(native.values())).token_budget if native else 0
     return ScoreCost(call=found["call"], token=found["token"], apart=PASSES_APART, enough=max(1, budget // ENOUGH))
@@ -205,7 +204,7 @@ def tokens_of(groups: Sequence[Group]) -> float:
 
 
 async def learning(made: Plan, engines: Engines, meter: Meter, groups: Sequence[Group]) -> LearnCost:
-    """From an update's groups, and from parts of them."""
+    """Return the cost of learning, from batches of an update's size and smaller ones."""
     scored, count = await checks.scored(engines, groups), made.config.groups_per_update
     paid, steps = list[Paid](), list[float]()
     for _ in range(REPEATS):
@@ -218,7 +217,7 @@ async def learning(made: Plan, engines: Engines, meter: Meter, groups: Sequence[
             seconds, _ = await meter.of("learner", learn)
             paid.append(Paid(seconds, {"call": 1.0, "token": tokens_of(batch.groups)}, str(size)))
             steps.append((await meter.of("learner", engines.learner.step))[0])
-    found, ranks = least_disturbed(paid), made.config.learner.ranks
+    found, ranks = fitted_to_fastest(paid), made.config.learner.ranks
     return LearnCost(call=found["call"], token=found["token"] * ranks, step=min(steps))
 
 

@@ -1,6 +1,6 @@
-"""What a run would do with so many devices: for every schedule the best way to split them, and what one more would buy.
+"""Planner: the best split of devices between stages for every schedule, and the gain of one more device.
 
-Only splits are simulated that may be the best, as far as an estimate tells that knows of the slowest stage alone.
+A quick estimate from the slowest stage selects the splits that are worth a simulation.
 """
 
 from __future__ import annotations
@@ -23,20 +23,18 @@ from slipstream.run_dir.reading import RunDir
 
 USUAL: tuple[ScheduleConfig, ...] = (Sync(), Periodic(), StepOff(k=1), StepOff(k=2), Async(tau=1), Async(tau=4))
 WITHIN, MOST = 0.7, 4
-"""Splits are simulated whose estimate is at least this part of the best one's, and no more than so many."""
+"""Splits are simulated if their estimate is at least this share of the best one, at most this many per schedule."""
 SAMPLES, UPDATES = 2500, (10, 25)
-"""Of a simulation: so many samples, in so many updates at the least and at the most."""
-
-
+"""Number of samples of a simulation, and least and largest number of its updates."""
 LEAST = Split(1, 1, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Who may have more devices, and who has what there is."""
+    """Rules of splits: stages that devices can be given to, with their least numbers."""
 
     scorers: int | None = None
-    """Workers that score and take no device: endpoints, or none that takes time. Without it they are split, too."""
+    """Number of scorers that need no device: endpoints, or 0 without teachers. None gives scorers devices, too."""
     least: Split = LEAST
 
     def splits(self, devices: int) -> Iterator[Split]:
@@ -52,7 +50,7 @@ class Stage:
         return split.samplers + split.ranks + (split.scorers if self.scorers is None else 0)
 
 
-HERE = Stage()
+ALL_ON_DEVICES = Stage()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,30 +59,29 @@ class Offer:
     split: Split
     forecast: Forecast
     seconds: float
-    """Of the whole run."""
+    """Seconds of the whole run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outlook:
     devices: int
     offers: Sequence[Offer]
-    """All that were simulated with so many devices."""
+    """All simulations with `devices` devices."""
     more: Sequence[Offer]
-    """And with one more."""
+    """All simulations with one more device."""
 
     @property
     def best(self) -> dict[str, Offer]:
-        """Of each schedule."""
         return fastest(self.offers)
 
     @property
     def next(self) -> dict[str, Offer]:
-        """With one more device, which may be left idle."""
+        """Fastest offers with one more device, which may stay idle."""
         return fastest([*self.best.values(), *self.more])
 
 
 def fastest(offers: Sequence[Offer]) -> dict[str, Offer]:
-    """Of each schedule; the first of several that are alike."""
+    """Return the fastest offer of each schedule; the first one if several are equal."""
     found = dict[str, Offer]()
     for offer in offers:
         known = found.get(offer.schedule)
@@ -100,7 +97,7 @@ def outlook(
     devices: int,
     updates: int,
     schedules: Sequence[ScheduleConfig] = USUAL,
-    stage: Stage = HERE,
+    stage: Stage = ALL_ON_DEVICES,
     say: Callable[[str], None] = lambda _: None,
 ) -> Outlook:
     if not any(stage.splits(devices)):
@@ -110,7 +107,7 @@ def outlook(
     def offers(count: int) -> list[Offer]:
         found, splits, scored = list[Offer](), list(stage.splits(count)), stage.scorers != 0
         for schedule in schedules:
-            for split in sensible(costs, work, splits, schedule, teacher=scored):
+            for split in promising_splits(costs, work, splits, schedule, teacher=scored):
                 say(f"{schedule.label} on {count} devices, split {split}")
                 seen = forecast(costs, split, schedule, work, updates=simulated(work), teacher=scored)
                 seconds = seen.seconds(updates, work.batch)
@@ -121,23 +118,25 @@ def outlook(
 
 
 def simulated(work: Work) -> int:
-    """Updates that say how it goes on."""
+    """Return the number of updates to simulate after warm-up."""
     least, most = UPDATES
     return max(least, min(most, SAMPLES // work.batch))
 
 
-def sensible(
+def promising_splits(
     costs: Costs, work: Work, splits: Sequence[Split], schedule: ScheduleConfig, *, teacher: bool = True
 ) -> list[Split]:
-    """Those with the highest estimates, in that order."""
+    """Return the splits with the highest estimates, in descending order."""
     estimates = {split: estimate(costs, work, split, schedule, teacher=teacher) for split in splits}
     best = max(estimates.values())
     return sorted((s for s in splits if estimates[s] >= WITHIN * best), key=lambda s: -estimates[s])[:MOST]
 
 
 def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig, *, teacher: bool = True) -> float:
-    """Samples per second of the slowest stage, its workers always busy, or of all stages in turn, or of the cores that
-    they share. Rows share a step: those of a batch, where whole batches roll out, or all that may be in flight."""
+    """Return an upper estimate of samples per second: of the slowest stage, or of stages in turn, or of shared cores.
+
+    A decoding step is shared by the rows of a batch if whole batches roll out, else by all rows in flight.
+    """
     knobs = schedule_of(schedule, work.batch // work.group)
     together = work.batch if knobs.submit == "batch" else knobs.credits * work.group
     rows = min(work.slots, max(1.0, together / split.samplers))
@@ -149,8 +148,7 @@ def estimate(costs: Costs, work: Work, split: Split, schedule: ScheduleConfig, *
 
 
 def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -> dict[str, float]:
-    """Seconds of one device that each stage spends on a sample, at the least: so many rows in every step, and passes
-    that cost nothing by themselves."""
+    """Return the least device seconds of each stage per sample, with `rows` in every step and no cost per pass."""
     lengths, decode, learn = costs.lengths, costs.decode, costs.learn
     drawn = [min(work.max_tokens, lengths.draw(number, 0)) for number in range(1000)]
     mean, context = fmean(drawn), fmean(n * (lengths.prompt + n / 2) for n in drawn)
@@ -167,7 +165,7 @@ def per_sample(costs: Costs, work: Work, *, rows: float, teacher: bool = True) -
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: a config, or that of a run."""
+    """The config to plan for, and the run that it is from, if any."""
 
     config: Config
     run: RunDir | None = None
@@ -187,14 +185,14 @@ class Subject:
 
     @property
     def devices(self) -> int:
-        """As many as it has workers."""
+        """Number of workers of the config."""
         config = self.config
         scorers = [at_first(teacher.replicas) for teacher in config.teachers.values() if teacher.base_url is None]
         return at_first(config.sampler.replicas) + sum(scorers) + config.learner.ranks
 
     @property
     def schedules(self) -> list[ScheduleConfig]:
-        """The usual ones that it could have, and its own."""
+        """Usual schedules that are valid for the config, then its own one."""
         learner, own = self.config.learner, self.config.schedule
         several = learner.minibatches * learner.epochs > 1
         usual = [each for each in USUAL if not (several and isinstance(each, Periodic))]
@@ -206,7 +204,7 @@ class Subject:
     def stage(self) -> Stage:
         teachers = self.config.teachers.values()
         elsewhere = [teacher for teacher in teachers if teacher.base_url is not None]
-        return Stage(scorers=len(elsewhere)) if len(elsewhere) == len(teachers) else HERE
+        return Stage(scorers=len(elsewhere)) if len(elsewhere) == len(teachers) else ALL_ON_DEVICES
 
     def outlook(self, costs: Costs, devices: int | None, say: Callable[[str], None]) -> Outlook:
         return outlook(
@@ -221,7 +219,7 @@ class Subject:
 
 
 def numbers(outlook: Outlook) -> dict[str, Any]:
-    """All of it as plain data: for figures, and for whoever reads JSON."""
+    """Return an outlook as plain data, for figures and JSON."""
 
     def plain(offer: Offer) -> Mapping[str, Any]:
         return {"schedule": offer.schedule, "split": asdict(offer.split), "seconds": offer.seconds} | asdict(

@@ -1,4 +1,4 @@
-"""A schedule on devices that are not here: the real pipeline on a virtual clock, with engines that only take time."""
+"""Simulation of a run on other devices: the real pipeline on a virtual clock, with engines that only take time."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from slipstream.simulation.cores import Cores
 from slipstream.simulation.sleep import Length, Server, SleepLearner, SleepSampler, SleepScorer
 
 WARMUP = 5
-"""Updates that say nothing of how it goes on."""
+"""Number of first updates that are left out of a forecast."""
 
 
 @dataclass(frozen=True, order=True)
 class Split:
-    """How many devices each stage has."""
+    """Number of devices of each stage."""
 
     samplers: int
     scorers: int
@@ -51,7 +51,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What there is to do, whoever does it."""
+    """Work of an update, independent of devices and costs."""
 
     batch: int
     """Samples of an update."""
@@ -60,13 +60,13 @@ class Work:
     slots: int
     """Rows of a sampler."""
     gather: int = 0
-    """So many of them are free before some are filled."""
+    """Number of rows that must be free before a sampler fills some of them."""
     minibatches: int = 1
     epochs: int = 1
     rebuilds: bool = True
-    """Prefixes are read again after a publish."""
+    """Read the prefixes of running rows again after a publish."""
     rechecked: float = 0.0
-    """Share of the groups that is scored twice."""
+    """Share of the groups that are scored twice."""
 
     @classmethod
     def of(cls, config: Config) -> Work:
@@ -87,25 +87,25 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a run would do, after its first updates."""
+    """Predicted speed and lag of a run, after its first updates."""
 
     samples_per_s: float
     tokens_per_s: float
-    """Of responses."""
+    """Response tokens per second."""
     lag: float
-    """Mean over tokens, in updates."""
+    """Mean lag over tokens, in updates."""
     max_lag: float
     idle: dict[str, float]
-    """Share of the time in which a stage's workers have nothing to do, of each stage."""
+    """Share of the time in which a stage's workers are idle, by stage."""
     overlap: float
-    """Of the three stages over all of it, as `overlap/stages` has it."""
+    """Mean of the metric `overlap/stages`, weighted by time."""
     work: float
-    """Seconds of devices that a sample takes, of all stages."""
+    """Device seconds per sample, summed over all stages."""
     first: float
-    """Seconds until the updates that say nothing are made."""
+    """Seconds of the `WARMUP` first updates."""
 
     def seconds(self, updates: int, batch: int) -> float:
-        """Of a run of so many updates, its warm-up included."""
+        """Return the seconds of a run with this number of updates, warm-up included."""
         return self.first + max(0, updates - WARMUP) * batch / self.samples_per_s
 
 
@@ -119,8 +119,8 @@ def forecast(
         sampler=SamplerConfig(max_tokens=work.max_tokens, group=work.group, slots=work.slots),
         learner=LearnerConfig(batch_size=work.batch, minibatches=work.minibatches, epochs=work.epochs),
         schedule=schedule,
-        checkpoint=CheckpointConfig(minutes=0),  # of virtual time
-        health=HealthConfig(canary=0),  # nobody says anything
+        checkpoint=CheckpointConfig(minutes=0),  # no checkpoints, which would count virtual minutes
+        health=HealthConfig(canary=0),  # simulated engines return no log-probs
     )
     with tempfile.TemporaryDirectory() as path:
         cores = Cores(math.inf if costs.cores is None else costs.cores, others=costs.others)
@@ -132,13 +132,13 @@ def forecast(
 
 
 def ahead(schedule: ScheduleConfig, work: Work) -> int:
-    """The last updates of a run, in which nothing new rolls out, are faster than others or slower."""
+    """Return the number of last updates to leave out: no new groups roll out in them, so their speed differs."""
     groups = work.batch // work.group
     return math.ceil(schedule_of(schedule, groups).credits / groups)
 
 
 def told(lines: Sequence[dict[str, Any]], work: float, *, updates: int) -> Forecast:
-    """From the lines of a run, so many of its updates after the first, and the seconds of all devices in all of it."""
+    """Compute a forecast from metrics of `updates` after warm-up; `work` is device seconds of the whole run."""
     samples = sum(line["samples"] for line in lines)
     lines = lines[: WARMUP + updates]
     times, late = [line["time"] for line in lines], lines[WARMUP:]
@@ -180,7 +180,7 @@ def engines(costs: Costs, split: Split, work: Work, cores: Cores, *, teacher: bo
             slots=work.slots,
             load=costs.publish.load,
             context=costs.decode.context,
-            read=lambda tokens: through(costs.read, tokens),
+            read=lambda tokens: pass_seconds(costs.read, tokens),
             rebuilds=work.rebuilds,
             gather=work.gather,
             cores=cores,
@@ -195,7 +195,7 @@ def engines(costs: Costs, split: Split, work: Work, cores: Cores, *, teacher: bo
     )
 
 
-def through(cost: PassCost, tokens: int) -> float:
+def pass_seconds(cost: PassCost, tokens: int) -> float:
     return cost.call + cost.token * tokens if tokens else 0.0
 
 
@@ -204,7 +204,7 @@ def sequence(header: Header) -> int:
 
 
 class Rows(SleepSampler):
-    """The coordinator has half of its work with a group when that comes from its sampler."""
+    """A simulated sampler. Half of the coordinator's work on a group follows its rollout."""
 
     def __init__(self, length: Length, coordinator: Server, **options: Any) -> None:
         super().__init__(length, **options)
@@ -217,10 +217,10 @@ class Rows(SleepSampler):
 
 
 class Passes(SleepScorer):
-    """Scores what waits together, and lets more come if little does; then the coordinator has the other half."""
+    """A simulated scorer that scores all waiting groups in one pass. The coordinator's other half of work follows."""
 
     def __init__(self, costs: ScoreCost, coordinator: Server, cores: Cores) -> None:
-        super().__init__(lambda tokens: through(costs, tokens), cores)
+        super().__init__(lambda tokens: pass_seconds(costs, tokens), cores)
         self.costs, self.coordinator = costs, coordinator
         self.waiting: list[tuple[Group, asyncio.Future[None]]] = []
         self.driver: asyncio.Task[None] | None = None
@@ -253,7 +253,7 @@ class Passes(SleepScorer):
 
 
 class Ranks(SleepLearner):
-    """They share an update out evenly, and wait for each other."""
+    """A simulated learner whose ranks share the tokens of an update evenly and wait for each other."""
 
     def __init__(self, costs: Costs, ranks: int, cores: Cores) -> None:
         super().__init__(lambda tokens: costs.learn.call + costs.learn.token * tokens / ranks, cores)
@@ -269,7 +269,7 @@ class Ranks(SleepLearner):
         return []
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
-        """One of several, if there are several mini-batches: the version is that of the update."""
+        """Make one optimizer step; with several mini-batches, all steps of an update have its version."""
         learn = self.costs.learn
         await self.cores.work(learn.step + learn.exchange * (self.ranks - 1), wide=self.ranks)
         self.steps = self.update

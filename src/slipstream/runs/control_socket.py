@@ -1,7 +1,7 @@
-"""Both ends of `slipstream scale`: a socket in a run's directory, by which it is told to have more workers or fewer.
+"""`slipstream scale`, client and server: requests for more or fewer workers, through a socket in the run's directory.
 
-A line of JSON goes in, `["sampler=+2"]` or an empty list, and one comes out: `{"workers": {KIND: {"working": [NAME …],
-"starting": …, "leaving": …}}}`, or `{"error": LINE}`. Only the owner of the run can connect.
+A request is a line of JSON, `["sampler=+2"]` or an empty list. The answer is a line of JSON, too: `{"workers": {KIND:
+{"working": [NAME …], "starting": …, "leaving": …}}}` or `{"error": LINE}`. Only the owner of the run can connect.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from slipstream.errors import ConfigError, RunDirError, SlipstreamError
 from slipstream.run_dir.writing import SOCKET
 
 LONGEST = 1 << 16
-"""Bytes of a line that is read."""
+"""Longest request in bytes."""
 PATIENCE = 10.0
-"""Seconds that either end waits for the other."""
+"""Timeout of client and server in seconds."""
 SHORT = 100
-"""Bytes that the address of a socket may have everywhere."""
+"""Length in bytes of a socket's address that every operating system accepts."""
 Workers = Mapping[str, Mapping[str, Sequence[str]]]
 Answering = Callable[[Sequence[str]], Workers]
 
 
 @contextmanager
 def address(path: Path) -> Iterator[str]:
-    """Of a socket, however long its path is: on Linux a directory that is open has a short name."""
+    """Yield an address for the socket at `path`. For a long path, /proc/self/fd/N (Linux) names the open directory."""
     if len(os.fsencode(path)) <= SHORT:
         yield str(path)
         return
@@ -45,31 +45,31 @@ def address(path: Path) -> Iterator[str]:
 
 
 class Conversation:
-    def __init__(self, there: socket.socket, answer: Answering, going_on: set[Conversation]) -> None:
-        self.there, self.answer, self.going_on, self.heard = there, answer, going_on, b""
+    def __init__(self, connection: socket.socket, answer: Answering, active: set[Conversation]) -> None:
+        self.connection, self.answer, self.active, self.heard = connection, answer, active, b""
         self.loop = asyncio.get_running_loop()
-        there.setblocking(False)
-        self.loop.add_reader(there, self.read)
+        connection.setblocking(False)
+        self.loop.add_reader(connection, self.read)
         self.limit = self.loop.call_later(PATIENCE, self.end)
-        going_on.add(self)
+        active.add(self)
 
     def read(self) -> None:
-        with suppress(OSError):  # who asked is gone
-            data = self.there.recv(LONGEST)
+        with suppress(OSError):  # the client has disconnected
+            data = self.connection.recv(LONGEST)
             self.heard += data
             if data and b"\n" not in self.heard and len(self.heard) <= LONGEST:
                 return
-            self.there.sendall(json.dumps(answered(self.heard, self.answer)).encode() + b"\n")
+            self.connection.sendall(json.dumps(answer_of(self.heard, self.answer)).encode() + b"\n")
         self.end()
 
     def end(self) -> None:
         self.limit.cancel()
-        self.loop.remove_reader(self.there)
-        self.there.close()
-        self.going_on.discard(self)
+        self.loop.remove_reader(self.connection)
+        self.connection.close()
+        self.active.discard(self)
 
 
-def answered(line: bytes, answer: Answering) -> dict[str, Any]:
+def answer_of(line: bytes, answer: Answering) -> dict[str, Any]:
     try:
         changes = json.loads(line)
     except ValueError:
@@ -83,44 +83,44 @@ def answered(line: bytes, answer: Answering) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def reachable(path: Path, answer: Answering, say: Callable[[str], None]) -> AsyncIterator[None]:
-    """As long as this lasts. A run goes on without it where it is not possible."""
-    file, going_on, loop = path / SOCKET, set[Conversation](), asyncio.get_running_loop()
+async def scale_server(path: Path, answer: Answering, say: Callable[[str], None]) -> AsyncIterator[None]:
+    """Answer scale requests inside this context; if the socket cannot be made, print a note and continue."""
+    file, active, loop = path / SOCKET, set[Conversation](), asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            file.unlink(missing_ok=True)  # of a run that was killed
+            file.unlink(missing_ok=True)  # may be left from a run that was killed
             with address(file) as name:
                 listener.bind(name)
             file.chmod(0o600)
             listener.listen()
         except OSError as error:
-            say(f"slipstream scale will not reach this run: {file}: {error.strerror or error}")
+            say(f"slipstream scale cannot reach this run: {file}: {error.strerror or error}")
             yield
             return
-        loop.add_reader(listener, lambda: Conversation(listener.accept()[0], answer, going_on))
+        loop.add_reader(listener, lambda: Conversation(listener.accept()[0], answer, active))
         try:
             yield
         finally:
             loop.remove_reader(listener)
-            for conversation in list(going_on):
+            for conversation in list(active):
                 conversation.end()
-            with suppress(OSError):  # a disk that takes no change, or a directory that is gone
+            with suppress(OSError):  # the disk is read-only, or the directory was removed
                 file.unlink()
 
 
-# --- whoever asks -----------------------------------------------------------------------------------------------------
+# --- the client -------------------------------------------------------------------------------------------------------
 
 
 def scale(path: Path, changes: Sequence[str]) -> list[str]:
-    """Tell a run that goes on; returns who works there now, in lines."""
+    """Send changes to an active run; return lines that list the workers of each kind."""
     if not (path / "config.toml").exists():
         raise RunDirError(f"{path} holds no run: there is no config.toml in it")
     try:
-        with socket.socket(socket.AF_UNIX) as there, address(path / SOCKET) as name:
-            there.settimeout(PATIENCE)
-            there.connect(name)
-            there.sendall(json.dumps(list(changes)).encode() + b"\n")
-            with there.makefile(encoding="utf-8") as answer:
+        with socket.socket(socket.AF_UNIX) as connection, address(path / SOCKET) as name:
+            connection.settimeout(PATIENCE)
+            connection.connect(name)
+            connection.sendall(json.dumps(list(changes)).encode() + b"\n")
+            with connection.makefile(encoding="utf-8") as answer:
                 line = answer.readline()
     except (FileNotFoundError, ConnectionError):
         line = ""
@@ -128,14 +128,13 @@ def scale(path: Path, changes: Sequence[str]) -> list[str]:
         raise RunDirError(f"{path}: the run does not answer: {error.strerror or error}") from None
     if not line:
         raise RunDirError(
-            f"{path}: no run goes on there, or it is still loading; `slipstream resume {path}` goes on with one that "
-            "was stopped"
+            f"{path}: no run is active there, or it is loading; `slipstream resume {path}` continues a stopped run"
         )
-    told = json.loads(line)
-    if "error" in told:
-        raise ConfigError(told["error"])
-    return [f"{kind}: {said(workers)}" for kind, workers in told["workers"].items()]
+    reply = json.loads(line)
+    if "error" in reply:
+        raise ConfigError(reply["error"])
+    return [f"{kind}: {worker_counts(workers)}" for kind, workers in reply["workers"].items()]
 
 
-def said(workers: Mapping[str, Sequence[str]]) -> str:
+def worker_counts(workers: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{len(names)} {state} ({', '.join(names)})" for state, names in workers.items() if names)

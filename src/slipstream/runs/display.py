@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes on: a live panel on a terminal, plain lines elsewhere."""
+"""Display of an active run: a live panel on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.reporting.terminal.readings import listed, readings
 
 
 class Progress:
-    """A sink of the run log; the panel also looks at where the groups are."""
+    """Sink of the run log that prints progress; the panel also shows in which stage the groups are."""
 
     every = 1
 
@@ -38,7 +38,7 @@ class Progress:
         self.start = self.update = admission.version
         self.course, self.turning = Course(), Turning(clock)
         self.began = self.updated = clock()
-        self.live = Live(get_renderable=self.panel, console=console, refresh_per_second=2) if lively(console) else None
+        self.live = Live(get_renderable=self.panel, console=console, refresh_per_second=2) if is_live(console) else None
 
     def __enter__(self) -> Progress:
         self.began = self.updated = self.clock()
@@ -50,16 +50,14 @@ class Progress:
         self.stop()
 
     def stop(self) -> None:
-        """Leave the panel as it is; what is printed next comes below it."""
+        """Freeze the panel; later output appears below it."""
         if self.live:
             self.live.stop()
 
     def recall(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """What the run was before this part of it, from its metrics.jsonl."""
+        """Add the earlier lines of the run's metrics.jsonl to the display of a resumed run."""
         for line in lines:
             self.course.recall(line)
-
-    # --- told by the run log -----------------------------------------------------------------------------------
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
         self.course.remember(numbers)
@@ -74,8 +72,6 @@ class Progress:
 
     def close(self) -> None:
         pass
-
-    # --- for a person ------------------------------------------------------------------------------------------
 
     def line(self, numbers: Mapping[str, float], step: int) -> str:
         parts = [f"update {step}/{self.updates}", *(f"{name} {text}" for name, text in readings(numbers))]
@@ -98,11 +94,11 @@ class Progress:
         )
 
     def doing(self) -> str:
-        """Where the groups are; before there are any, what comes first."""
+        """Return the number of groups in each stage as text, or the first activity while there are no groups."""
         where = listed(self.stages())
         if self.update > self.start:
             return f"groups: {where or 'none'}"
-        first = "samplers take the first weights" + self.evaluates * " and answer held-out prompts"
+        first = "samplers load the first weights" + self.evaluates * " and answer held-out prompts"
         return f"first rollouts: {where}" if where else first
 
     def stages(self) -> list[tuple[str, int]]:
@@ -116,16 +112,16 @@ class Progress:
         ]
 
 
-def lively(console: Console) -> bool:
-    """Whether what was printed there can be replaced."""
+def is_live(console: Console) -> bool:
+    """Return True if printed text can be replaced: the console is a terminal that can move its cursor."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 @contextmanager
 def waiting(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
-    """A line that says what is waited for, and since when, as long as that lasts; it can be told otherwise.
+    """Show the current activity and its duration in one line; the function yielded changes the activity.
 
-    Only where it can be replaced. The cursor stays: who is killed here could not bring it back.
+    Nothing is shown if the console cannot replace text. The cursor stays, as a killed process cannot restore it.
     """
     began, now = time.monotonic(), [doing]
 
@@ -133,7 +129,7 @@ def waiting(console: Console, doing: str) -> Iterator[Callable[[str], None]]:
         text = f"{now[0]}, {time.monotonic() - began:.0f} s"
         return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
-    if not lively(console):
+    if not is_live(console):
         yield lambda text: None
         return
     with Live(get_renderable=line, console=console, refresh_per_second=2, transient=True):

@@ -1,4 +1,4 @@
-"""The plan of a run, made where the libraries of models are: for local engines that is not in this process."""
+"""Planning in a process that has imported the model libraries; for local engines that is not the calling process."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from slipstream.runtimes.places import Place
 
 
 class Planner:
-    """Lives in a process forked from the nursery, which has imported what knows tokenizers and models."""
+    """Worker that makes plans, in a process forked from the process launcher, which has imported model libraries."""
 
     async def plan(self, make: Callable[[], Plan], keys: Mapping[str, str]) -> tuple[Plan, bytes]:
-        """The plan, and its tokenizer apart. It asks endpoints, which takes their keys."""
+        """Return the plan without its tokenizer, and the pickled tokenizer; `keys` are the API keys of endpoints."""
         TAKEN.update(keys)
         made = await asyncio.to_thread(make)
         return replace(made, tokenizer=None), pickle.dumps(made.tokenizer)
 
 
 class Sealed:
-    """What is unpacked by whoever unpickles this: a tokenizer, on its way through a process that knows none."""
+    """A pickled tokenizer. Unpickling this object returns the tokenizer, so this process need not import its class."""
 
     def __init__(self, packed: bytes) -> None:
         self.packed = packed
@@ -39,7 +39,7 @@ class Sealed:
 
 
 def planned(make: Callable[[], Plan], home: Nursery | ExitStack, *, say: Callable[[str], None]) -> Plan:
-    """Its tokenizer is sealed if there is a nursery: for engines."""
+    """Make the plan; if `home` is a process launcher, make it in a new process and seal the plan's tokenizer."""
     if not isinstance(home, Nursery):
         return make()
     try:

@@ -1,4 +1,4 @@
-"""From a config to a run. Everything that can be wrong is found before a file is written."""
+"""`slipstream train` and `slipstream resume`: from a config to a run. Errors are found before a file is written."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from slipstream.pipeline.admission import Standing
 from slipstream.pipeline.checkpoint import Checkpoint, Checkpoints, newest
 from slipstream.pipeline.restarts import Restarts
 from slipstream.pipeline.run import Run, admission_of, in_time
-from slipstream.plan.checks import PROMPTS, quick, raised
+from slipstream.plan.checks import PROMPTS, raise_fatal, start_checks
 from slipstream.plan.engines import EnvironmentPlan
-from slipstream.plan.plan import Plan, at_a_glance, check_sizes, plan
+from slipstream.plan.plan import Plan, check_sizes, fast_checks, plan
 from slipstream.protocols import Engines
 from slipstream.records import Group
 from slipstream.reporting.terminal.readings import from_to
@@ -42,26 +42,26 @@ from slipstream.run_dir.writing import (
     read_lines,
     run_path,
 )
-from slipstream.runs.control_socket import reachable
+from slipstream.runs.control_socket import scale_server
 from slipstream.runs.display import Progress, waiting
 from slipstream.runs.planner_process import planned
 from slipstream.runtimes import local
 from slipstream.runtimes.local import Nursery
 
 TOKEN = "gateway.token"
-"""The file with the token of a run's gateway."""
+"""Name of the file, in a run directory, that has the access token of the gateway."""
 Home = Nursery | ExitStack
-"""What outlives the engines of one part of a run, and serves those of the next."""
+"""Owner of resources that engines need and that survive a restart of the engines."""
 Part = Callable[[Restarts], None]
-"""Of a run: from where it stands until it ends."""
+"""Function that runs a run from its start or a checkpoint until it ends or the learner dies."""
 
 
 class Enough(Exception):
-    """Whoever is told of a run's lines wants no more of them: it ends as if it had been stopped, without an error."""
+    """Raised by a callback on metrics to stop the run: it ends like a stopped run, without an error."""
 
 
 class Caller:
-    """Who called from Python: is told of lines of the metrics, by their kind, and may stop it from another thread."""
+    """The Python caller of a run: has callbacks on metrics, by the kind of line, and can stop the run from a thread."""
 
     def __init__(self, heard: Mapping[str, Callable[[dict[str, Any]], None]] | None = None) -> None:
         self.heard = heard or {}
@@ -69,7 +69,7 @@ class Caller:
         self._way: Callable[[], None] | None = None
 
     def stop(self) -> None:
-        """As Ctrl-C does; as soon as there is something to stop."""
+        """Stop the run as Ctrl-C does, now or as soon as it has started."""
         self.asked = True
         if self._way is not None:
             self._way()
@@ -89,46 +89,46 @@ NOBODY = Caller()
 
 
 def train(config: Config, console: Console, *, name: str, checks: bool = True, caller: Caller = NOBODY) -> Path:
-    """Run it all; returns the run directory."""
+    """Train a student from the beginning and return the run directory."""
     path = run_path(config, name)
     check_free(path)
-    at_a_glance(config)
-    with private(), nursery(config) as born, ExitStack() as lock:
-        made = planned_on(console, config, born)
+    fast_checks(config)
+    with private(), nursery(config) as launcher, ExitStack() as lock:
+        made = planned_on(console, config, launcher)
 
         def begin(restarts: Restarts) -> None:
-            with opened(made, born, console) as engines:
+            with opened(made, launcher, console) as engines:
                 if checks:
-                    try_out(made, engines, console)
+                    run_start_checks(made, engines, console)
                 lock.enter_context(alone_in(path))
                 with RunLog.create(made.config, path, prompts=made.prompts.digest) as log:
-                    go(made, engines, log, console, name=name, restarts=restarts, caller=caller)
+                    run_loop(made, engines, log, console, name=name, restarts=restarts, caller=caller)
 
-        see_through(begin, made, born, path, console, caller)
+        run_with_restarts(begin, made, launcher, path, console, caller)
     return path
 
 
-def planned_on(console: Console, config: Config, born: Home) -> Plan:
+def planned_on(console: Console, config: Config, launcher: Home) -> Plan:
     with waiting(console, "importing libraries, reading data and tokenizers"):
-        return planned(partial(plan, config), born, say=saying(console))
+        return planned(partial(plan, config), launcher, say=line_printer(console))
 
 
-def try_out(made: Plan, engines: Engines, console: Console) -> None:
-    """A few prompts, before anything is written."""
+def run_start_checks(made: Plan, engines: Engines, console: Console) -> None:
+    """Test the engines on a few prompts, before any file is written; raise if training could not work."""
     prompts = [made.prompts.at(number) for number in range(PROMPTS)]
-    with waiting(console, "trying a few prompts: do the engines agree?"):
-        findings = asyncio.run(quick(made, engines, prompts, version=0))
-    raised(findings)
+    with waiting(console, "testing the engines on a few prompts"):
+        findings = asyncio.run(start_checks(made, engines, prompts, version=0))
+    raise_fatal(findings)
     for finding in findings:
-        said = f"{finding.name}: {finding.said}" + (f"; {finding.fix}" if finding.fix else "")
+        text = f"{finding.name}: {finding.detail}" + (f"; {finding.fix}" if finding.fix else "")
         if finding.ok:
-            saying(console)(f"checked: {said}")
+            line_printer(console)(f"checked: {text}")
         else:
-            warn(console, said)
+            warn(console, text)
 
 
-def warn(console: Console, said: str) -> None:
-    console.print(f"[yellow]warning:[/] {escape(said)}", highlight=False, soft_wrap=True)
+def warn(console: Console, text: str) -> None:
+    console.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def resume(
@@ -140,52 +140,52 @@ def resume(
     meant: tuple[str, ...] = (),
     caller: Caller = NOBODY,
 ) -> Path:
-    """Go on with a run from a checkpoint; `meant` are settings that its config.toml may have changed."""
-    config = stopped_run(path, number=number, updates=updates)
+    """Continue a run from a checkpoint; `meant` are the settings that may differ in its config.toml."""
+    config = config_of_stopped(path, number=number, updates=updates)
     if updates is not None:
         config, meant = RunDir(path).config_with(("updates", str(updates))), (*meant, "updates")
-    check_unchanged(path, config, meant=meant)  # before anything of the user's is imported
-    at_a_glance(config)
-    with private(), nursery(config) as born, alone_in(path):
-        checkpoint = newest(path, number, proof=config.health.proof, say=saying(console))
+    check_unchanged(path, config, meant=meant)  # before user code is imported
+    fast_checks(config)
+    with private(), nursery(config) as launcher, alone_in(path):
+        checkpoint = newest(path, number, proof=config.health.proof, say=line_printer(console))
         check_lines(path, checkpoint.mark)
-        made = planned_on(console, config, born)
+        made = planned_on(console, config, launcher)
         check_prompts(path, made.config, made.prompts.digest, meant=meant)
         admission_of(made.config, made.prompts, checkpoint.standing)
-        again = partial(go_on, made, born, path, console, caller, checkpoint)
-        see_through(again, made, born, path, console, caller)
+        again = partial(continue_run, made, launcher, path, console, caller, checkpoint)
+        run_with_restarts(again, made, launcher, path, console, caller)
     return path
 
 
-def go_on(
+def continue_run(
     made: Plan,
-    born: Home,
+    launcher: Home,
     path: Path,
     console: Console,
     caller: Caller,
     checkpoint: Checkpoint,
     restarts: Restarts,
 ) -> None:
-    """From a checkpoint. What came later is forgotten once the learner has it."""
+    """Continue a run from a checkpoint; once the learner has loaded it, delete later checkpoints and log lines."""
     try:
-        with opened(made, born, console) as engines:
+        with opened(made, launcher, console) as engines:
             reading = engines.learner.restore(checkpoint.path)
             with waiting(console, f"reading {checkpoint.path}"):
                 groups = asyncio.run(in_time(reading, made.config.runtime.patience, f"reading {checkpoint.path}"))
             in_flight = len(checkpoint.standing.in_flight)
-            saying(console)(f"going on from {checkpoint.path}; {in_flight} groups that were in flight go on")
-            # before the lines that they need
+            line_printer(console)(f"continuing from {checkpoint.path}; {in_flight} groups in flight continue")
+            # before log lines are deleted, because later checkpoints need those lines
             Checkpoints(path / "checkpoints").forget_after(checkpoint.standing.version)
             with RunLog.reopen(made.config, path, checkpoint.mark, prompts=made.prompts.digest) as log:
                 where: Any = {"standing": checkpoint.standing, "groups": groups, "attempts": checkpoint.attempts}
                 where["canaries"] = checkpoint.canaries
-                go(made, engines, log, console, name=path.name, restarts=restarts, caller=caller, **where)
-    except WorkerDied as error:  # any of them, while it is loaded, or the learner
+                run_loop(made, engines, log, console, name=path.name, restarts=restarts, caller=caller, **where)
+    except WorkerDied as error:  # the learner, or any worker while it is loaded
         raise LearnerDied(str(error)) from None
 
 
-def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console, caller: Caller) -> None:
-    """A part of a run, and another from its last checkpoint whenever its learner dies."""
+def run_with_restarts(part: Part, made: Plan, launcher: Home, path: Path, console: Console, caller: Caller) -> None:
+    """Run a part of a run; whenever the learner dies, run another part from the last checkpoint."""
     restarts = Restarts(made.config.runtime.restarts)
     while True:
         try:
@@ -195,55 +195,55 @@ def see_through(part: Part, made: Plan, born: Home, path: Path, console: Console
         except LearnerDied as error:
             died = error
         try:
-            checkpoint = newest(path, proof=made.config.health.proof, say=saying(console))
+            checkpoint = newest(path, proof=made.config.health.proof, say=line_printer(console))
         except RunDirError as none:
             raise EngineError(f"{died}; {none}") from None
         pause = restarts.granted("learner", time.monotonic())
         if pause is None:
-            say_how_to_go_on(path, made.config, console)
+            print_resume_command(path, made.config, console)
             raise EngineError(f"the learner died{restarts.often('learner')}: {died}")
-        saying(console)(f"{died}; the run goes back to its last checkpoint")
+        line_printer(console)(f"{died}; the run restarts from its last checkpoint")
         time.sleep(pause)
-        part = partial(go_on, made, born, path, console, caller, checkpoint)
+        part = partial(continue_run, made, launcher, path, console, caller, checkpoint)
 
 
-def say_how_to_go_on(path: Path, config: Config, console: Console) -> None:
+def print_resume_command(path: Path, config: Config, console: Console) -> None:
     if saved := resumable(path / "checkpoints", config.health.updates):
-        saying(console)(f"stopped; saved after update {saved[-1]}; go on with: slipstream resume {path}")
+        line_printer(console)(f"stopped; saved after update {saved[-1]}; continue with: slipstream resume {path}")
 
 
-def saying(console: Console) -> Callable[[str], None]:
-    """Plain lines, which a terminal wraps and nobody else does."""
+def line_printer(console: Console) -> Callable[[str], None]:
+    """Return a function that prints plain lines, without markup and without inserted line breaks."""
     return partial(console.print, highlight=False, markup=False, soft_wrap=True)
 
 
-def stopped_run(path: Path, *, number: int | None, updates: int | None) -> Config:
+def config_of_stopped(path: Path, *, number: int | None, updates: int | None) -> Config:
     config = RunDir(path).config
     if (path / "final").exists() and number is None and (updates or 0) <= config.updates:
         raise RunDirError(
-            f"{path} is finished: the student is in {path / 'final'}; --updates with more than {config.updates} goes on"
+            f"{path} is finished: the student is in {path / 'final'}; to extend, write --updates above {config.updates}"
         )
     return config
 
 
 def nursery(config: Config) -> AbstractContextManager[Home]:
-    """Where engines will be forked from, if they are: to be opened before anything here starts a thread."""
+    """Return the launcher from which local engines are forked; open it before this process starts any thread."""
     secrets = [teacher.api_key_env for teacher in config.teachers.values() if teacher.api_key_env is not None]
     return Nursery(secrets, config.runtime.heartbeat) if config.runtime.kind == "local" else ExitStack()
 
 
 @contextmanager
-def opened(made: Plan, born: Home, console: Console) -> Iterator[Engines]:
-    """The engines, after what a person should know of the plan."""
-    engines = open_engines(made, born, console)
+def opened(made: Plan, launcher: Home, console: Console) -> Iterator[Engines]:
+    """Print warnings and notes of the plan, start its engines and yield them; close them at the end."""
+    engines = open_engines(made, launcher, console)
     try:
         yield engines
     finally:
         engines.close()
 
 
-def open_engines(made: Plan, born: Home, console: Console) -> Engines:
-    say = saying(console)
+def open_engines(made: Plan, launcher: Home, console: Console) -> Engines:
+    say = line_printer(console)
     for warning in made.warnings:
         warn(console, warning)
     for note in (*made.notes, str(made.method)):
@@ -251,20 +251,20 @@ def open_engines(made: Plan, born: Home, console: Console) -> Engines:
     with waiting(console, "starting engines") as still:
         match made.engines.runtime.kind:
             case "local":
-                assert isinstance(born, Nursery)
-                return local.open_engines(made.engines, made.tokenizer, nursery=born, say=say, still=still)
+                assert isinstance(launcher, Nursery)
+                return local.open_engines(made.engines, made.tokenizer, nursery=launcher, say=say, still=still)
             case "ray":
                 from slipstream.runtimes.ray import open_engines as open_on_ray
 
-                assert isinstance(born, ExitStack)
-                return open_on_ray(made.engines, made.tokenizer, home=born, say=say, still=still)
+                assert isinstance(launcher, ExitStack)
+                return open_on_ray(made.engines, made.tokenizer, home=launcher, say=say, still=still)
             case "inline":
                 from slipstream.runtimes.inline import open_engines as open_here
 
                 return open_here(made.engines, made.tokenizer, say=say)
 
 
-def go(
+def run_loop(
     made: Plan,
     engines: Engines,
     log: RunLog,
@@ -278,8 +278,8 @@ def go(
     attempts: Mapping[str, Any] | None = None,
     canaries: Mapping[str, Any] | None = None,
 ) -> None:
-    """From the first rollout to the last update, with a display, signals and a last line that says how to go on."""
-    invite(made.engines.sampler.environment, log.path, saying(console))
+    """Run the training loop with display and signal handlers; at the end print a summary, or how to continue."""
+    announce_gateway(made.engines.sampler.environment, log.path, line_printer(console))
     run = Run(
         made.config,
         engines,
@@ -293,14 +293,14 @@ def go(
         ends=made.end_ids,
         restarts=restarts,
         patience=made.config.runtime.patience,
-        say=saying(console),
+        say=line_printer(console),
     )
 
     async def main() -> None:
         run.task = asyncio.current_task()
-        if told:
+        if stop_reasons:
             run.stop()
-        async with reachable(log.path, partial(run.scale, check=partial(check_sizes, made.config)), run.say):
+        async with scale_server(log.path, partial(run.scale, check=partial(check_sizes, made.config)), run.say):
             await run.train()
 
     began = run.admission.version
@@ -317,54 +317,54 @@ def go(
         log.heard = caller.heard
         try:
             runner = asyncio.Runner()
-            with stoppable(run, console, runner.get_loop(), caller) as told, runner:
+            with stoppable(run, console, runner.get_loop(), caller) as stop_reasons, runner:
                 try:
                     runner.run(main())
                 except asyncio.CancelledError:
-                    raise told[0] from None
-        except WorkerDied as error:  # who else dies is replaced while the run goes on, or ends it in words of its own
+                    raise stop_reasons[0] from None
+        except WorkerDied as error:  # the learner; the run replaces other workers, or ends with an error of its own
             raise LearnerDied(str(error)) from None
         except BaseException:
             progress.stop()
-            say_how_to_go_on(log.path, made.config, console)
+            print_resume_command(log.path, made.config, console)
             raise
     lines = read_lines(log.path / "metrics.jsonl")
     for line in filter(None, (from_to(lines), *summary(digest(lines, since=began)))):
-        saying(console)(line)
+        line_printer(console)(line)
 
 
-def invite(there: EnvironmentPlan | None, directory: Path | None, say: Callable[[str], object]) -> None:
-    """Tell agents that are started elsewhere where to take episodes, and by which token; leave that in a file, too."""
-    if there is None or there.gateway is None or there.gateway.agent is not None:
+def announce_gateway(environment: EnvironmentPlan | None, directory: Path | None, say: Callable[[str], object]) -> None:
+    """Print address and access token of the gateway for agents started elsewhere; write the token to a file, too."""
+    if environment is None or environment.gateway is None or environment.gateway.agent is not None:
         return
-    port, token = there.gateway, there.gateway.token
+    port, token = environment.gateway, environment.gateway.token
     host = f"[{port.host}]" if ":" in port.host else port.host
-    said = f"agents take episodes at http://{host}:{port.port}/sessions with the token {token}"
+    text = f"agents take episodes at http://{host}:{port.port}/sessions with the token {token}"
     if directory is not None:
         file = directory / TOKEN
         file.unlink(missing_ok=True)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as opened:
             opened.write(f"{token}\n")
-        said = f"{said}, which is also in {file}"
-    say(said)
+        text = f"{text}, which is also in {file}"
+    say(text)
 
 
 @contextmanager
 def stoppable(
     run: Run, console: Console, loop: asyncio.AbstractEventLoop, caller: Caller
 ) -> Iterator[list[type[BaseException]]]:
-    """Ctrl-C, SIGTERM and SIGHUP stop in order, a second one at once; what they mean is told. Ctrl-\\ says who waits
-    for whom, and stops nothing. In a thread that gets no signals, whoever called it stops the run.
+    """Handle signals while the run is active; yield the list of exceptions that received stop signals stand for.
 
-    Nothing is raised inside the loop, which would leave tasks behind. Set here, because Ray sets handlers of its own
-    when it starts. Under nohup, SIGHUP stays ignored.
+    Ctrl-C, SIGTERM and SIGHUP stop in order, a second one stops at once. SIGQUIT prints which stage waits for which.
+    Outside the main thread there are no signals, and only the caller can stop the run. Under nohup, SIGHUP is ignored.
+    An exception raised inside the event loop would leave tasks behind. Ray sets handlers, too, so these are set later.
     """
-    told: list[type[BaseException]] = []
+    stop_reasons: list[type[BaseException]] = []
 
     def stop(how: type[BaseException]) -> None:
-        run.at_once = bool(told)
-        told.append(how)
+        run.at_once = bool(stop_reasons)
+        stop_reasons.append(how)
         if how is HungUp:
             let_go_of_terminal()
         run.stop()
@@ -373,20 +373,20 @@ def stoppable(
         if not loop.is_closed():
             loop.call_soon_threadsafe(what)
 
-    heeded: dict[int, Callable[[], None]] = {
+    handlers: dict[int, Callable[[], None]] = {
         signal.SIGINT: partial(stop, KeyboardInterrupt),
         signal.SIGTERM: partial(stop, Terminated),
         signal.SIGHUP: partial(stop, HungUp),
         signal.SIGQUIT: lambda: console.print(run.report(), highlight=False, markup=False),
     }
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        del heeded[signal.SIGHUP]
+        del handlers[signal.SIGHUP]
     if threading.current_thread() is not threading.main_thread():
-        heeded.clear()
-    before = {number: signal.signal(number, lambda *_, what=what: later(what)) for number, what in heeded.items()}
+        handlers.clear()
+    before = {number: signal.signal(number, lambda *_, what=what: later(what)) for number, what in handlers.items()}
     try:
         with caller.reaching(partial(later, partial(stop, KeyboardInterrupt))):
-            yield told
+            yield stop_reasons
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,6 @@
-"""How far a study is, and what has come out so far: as a table for a terminal, and as lines.
+"""Progress and results of a study, as a table for a terminal and as lines.
 
-Knows cells and events, no process.
+This module knows cells and events, but no processes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from slipstream.studies.statistics import Estimate
 from slipstream.studies.study import shown
 
 MARKS = {"waiting": "·", "begun": "▸", "done": "✓", "failed": "✗"}
-
 HEAD = 16
-"""Columns of a head, before it goes on in the next line."""
+"""Width at which the title of a column is wrapped."""
 GAP = 2
-"""Between two columns."""
+"""Spaces between two columns."""
 ENOUGH = 0.1
-"""Of a cell, before it says how long it takes."""
+"""Share of a cell's updates from which on its duration is estimated."""
 
 
 class Board:
@@ -48,10 +47,10 @@ class Board:
     def count(self) -> None:
         self.tables = [self.sweep.table(measure) for measure in self.sweep.measures]
 
-    def told(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         cell: SweepCell = event.job.key
         if event.kind == "moved":
-            self.updates[cell.path] = event.told
+            self.updates[cell.path] = event.value
             return
         self.states[cell.path] = event.kind
         self.since[cell.path] = self.clock()
@@ -59,12 +58,10 @@ class Board:
             self.took[cell.path] = event.seconds
             self.count()
 
-    # --- as lines ----------------------------------------------------------------------------------------------
-
     def line(self, event: Event) -> str:
         cell: SweepCell = event.job.key
         if event.kind == "failed":
-            what = f"failed: {event.told}; {event.job.log}"
+            what = f"failed: {event.value}; {event.job.log}"
         else:
             values = [(measure, self.sweep.value(cell, measure)) for measure in self.sweep.measures]
             what = "  ".join(f"{name} {'–' if value is None else f'{value:.4g}'}" for name, value in values)
@@ -75,29 +72,27 @@ class Board:
 
     def to_go(self) -> str:
         seconds = self.left()
-        return "" if not seconds else f", about {clock_time(seconds)} to go"
+        return "" if not seconds else f", about {clock_time(seconds)} left"
 
     def left(self) -> float | None:
-        """Seconds, if what is not finished takes what its like takes; as far as there are any."""
+        """Return the seconds until all cells are finished, from the durations of similar cells; None if unknown."""
         open_cells = [cell for cell in self.todo if self.states[cell.path] in ("waiting", "begun")]
         takes = self.took | {cell.path: t for cell in open_cells if (t := self.so_far(cell)) is not None}
         if not takes or not open_cells:
             return None
         each = []
         for cell in open_cells:
-            like = [takes[other.path] for other in self.sweep.cells if other.path in takes and alike(cell, other)]
+            like = [takes[other.path] for other in self.sweep.cells if other.path in takes and same_point(cell, other)]
             each.append(fmean(like or takes.values()) * (1 - self.share(cell)))
-        return left(each, self.at_a_time)
+        return seconds_left(each, self.at_a_time)
 
     def so_far(self, cell: SweepCell) -> float | None:
-        """What a running cell takes in all, by how far it is."""
+        """Return the estimated total seconds of a running cell; None if it has just begun."""
         share = self.share(cell)
         return (self.clock() - self.since[cell.path]) / share if share >= ENOUGH else None
 
     def share(self, cell: SweepCell) -> float:
         return self.updates.get(cell.path, 0) / cell.cell.config.updates
-
-    # --- on a terminal -----------------------------------------------------------------------------------------
 
     def panel(self) -> RenderableType:
         counts = {state: sum(each == state for each in self.states.values()) for state in MARKS}
@@ -118,16 +113,16 @@ class Board:
         rows = []
         for index, point in enumerate(self.sweep.study.points):
             marks = [MARKS[self.states[cell.path]] for cell in self.sweep.cells if cell.cell.point is point]
-            rows.append((point.name, "".join(marks), *(said(table[index]) for table in self.tables)))
+            rows.append((point.name, "".join(marks), *(text_of(table[index]) for table in self.tables)))
         return columns(["", "seeds", *self.sweep.measures], rows)
 
 
-def left(seconds: Sequence[float], at_a_time: int) -> float:
-    """Of all of them, shared out: no sooner than the longest."""
+def seconds_left(seconds: Sequence[float], at_a_time: int) -> float:
+    """Return the seconds for all cells, `at_a_time` in parallel, but no less than for the longest one."""
     return max(sum(seconds) / at_a_time, *seconds) if seconds else 0.0
 
 
-def alike(one: SweepCell, other: SweepCell) -> bool:
+def same_point(one: SweepCell, other: SweepCell) -> bool:
     return one.cell.point is other.cell.point
 
 
@@ -136,53 +131,51 @@ def clock_time(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-# --- what came out ----------------------------------------------------------------------------------------------------
-
-
-def said(found: Aggregate | Estimate) -> str:
+def text_of(found: Aggregate | Estimate) -> str:
     if found.mean is None:
         return "–"
     return f"{digits(found.mean, 4)} ± {'–' if found.se is None else digits(found.se, 2)}"
 
 
 def digits(value: float, count: int) -> str:
-    """So many of them, and all of a large number."""
+    """Format a number with `count` significant digits, or with all digits of its integer part."""
     return f"{value:.0f}" if abs(value) >= 10**count else f"{value:.{count}g}"
 
 
 def summary(sweep: Sweep) -> Iterator[RenderableType]:
-    """Tables of means, of differences to the first arm, of slopes, and the claims."""
+    """Yield tables of means, differences to the first arm and slopes, then the verdict on each claim."""
     lone = [point for point in sweep.table() if point.n == 1]
     for measure in sweep.measures:
         yield Text(f"\n{measure}, mean ± standard error over seeds", style="bold")
         yield estimates(sweep, measure)
         if lacking := [cell.cell.name for cell in sweep.finished if sweep.value(cell, measure) is None]:
-            yield f"{len(lacking)} finished cells have never written {measure}: {lacking[0]} …"
+            yield f"{len(lacking)} finished cells have no value of {measure}: {lacking[0]} …"
         if slopes := sweep.slopes(measure):
             yield Text(f"\nslopes of {measure} against {sweep.doublings}", style="bold")
-            yield columns(["", "slope", "seeds"], [(each.series, said(each.found), each.found.n) for each in slopes])
+            yield columns(["", "slope", "seeds"], [(each.series, text_of(each.found), each.found.n) for each in slopes])
     if lone:
-        yield Text(f"\n± –: one seed, so there is no error ({lone[0].series} …)")
+        yield Text(f"\n± –: only one seed, so no standard error ({lone[0].series} …)")
     if claims := sweep.claims():
         yield Text("\nclaims", style="bold")
         for tried in claims:
-            yield f"{tried.verdict}: {tried.claim.says} ({tried.measure}: {said(tried.found)}, {tried.found.n} seeds)"
+            found = f"{tried.measure}: {text_of(tried.found)}, {tried.found.n} seeds"
+            yield f"{tried.verdict}: {tried.claim.says} ({found})"
 
 
 def estimates(sweep: Sweep, measure: str) -> Columns:
     first = sweep.study.points[0].arm
-    found = {(each.series, shown(each.x)): each.found for each in sweep.differences(measure)}
-    titles = ["", "seeds", measure, *([f"less {first}, by seed", "pairs"] if found else [])]
+    deltas = {(each.series, shown(each.x)): each.found for each in sweep.differences(measure)}
+    titles = ["", "seeds", measure, *([f"minus {first}, by seed", "pairs"] if deltas else [])]
     rows = list[Sequence[Any]]()
     for point, row in zip(sweep.study.points, sweep.table(measure), strict=True):
-        d = found.get((point.series, shown(point.x)))
-        rows.append((point.name, row.n, said(row), *((said(d), d.n) if d else ("", "") if found else ())))
+        d = deltas.get((point.series, shown(point.x)))
+        rows.append((point.name, row.n, text_of(row), *((text_of(d), d.n) if d else ("", "") if deltas else ())))
     return columns(titles, rows)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A table of which a narrow terminal shows as many columns as it has room for."""
+    """A table that leaves out its last columns if a terminal is too narrow."""
 
     titles: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -201,7 +194,7 @@ class Columns:
             table.add_row(*(Text(row[index]) for index in (0, *shown)))
         yield table
         if left_out := self.titles[1 + len(shown) :]:
-            yield Text(f"no room for {', '.join(left_out)}", style="dim")
+            yield Text(f"columns left out: {', '.join(left_out)}", style="dim")
 
 
 def columns(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> Columns:

@@ -1,7 +1,7 @@
-"""Jobs in processes of their own, so many at a time: whatever ends one ends nothing else, and is named.
+"""Jobs in processes of their own, a fixed number at a time; the failure of one does not end others.
 
-They are forked from a process that has imported what all of them need, which takes seconds (on macOS, whose frameworks
-do not survive a fork, each is started afresh). What a job prints is in its log. However this process ends, so do they.
+Jobs are forked from a process that has already imported slow libraries. On macOS, whose frameworks do not survive a
+fork, each job starts a new interpreter. Output of a job goes to its log. All jobs end when this process ends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from slipstream.errors import EngineError, SlipstreamError, first_line
 from slipstream.linux import LINUX, be_called
 
 TICK = 0.5
-"""Seconds after which whoever looks at the jobs is told that nothing has happened."""
+"""Longest time in seconds between two items of `run`."""
 TRIES = 20
-"""To fork from a process that was killed, a tick apart, until another has taken its place."""
+"""Attempts to fork, a tick apart, while multiprocessing replaces a killed forkserver."""
 UNKNOWN = 255
-"""What multiprocessing takes for the exit status of a process that may still be there, but whose parent is not."""
+"""Exit status that multiprocessing reports if the forkserver is gone; the process itself may still be alive."""
 LOOK = 2.0
-"""Seconds after which a job looks whether anybody waits for it."""
+"""Seconds between two checks of a job that its parent is alive."""
 GRACE = 10.0
-"""Seconds in which a job that is told to stop may do so in order."""
+"""Seconds between SIGTERM and SIGKILL for a job that is stopped."""
 Tell = Callable[[Any], None]
 
 
@@ -40,20 +40,20 @@ Tell = Callable[[Any], None]
 class Job:
     name: str
     work: Callable[[Tell], Any]
-    """What it does, told how to say how far it is; what it returns is its result. All of it can be pickled."""
+    """Function to run, called with a function that reports progress. It and its result must be picklable."""
     log: Path
     patience: float
-    """Seconds without a word after which it hangs."""
+    """Seconds without a message after which the job counts as hanging."""
     key: Any = None
-    """What it is to whoever wants it done."""
+    """Value by which the caller recognises the job."""
 
 
 @dataclass(frozen=True)
 class Event:
     job: Job
     kind: Literal["begun", "moved", "done", "failed"]
-    told: Any = None
-    """How far it is, its result, or what went wrong, in a line."""
+    value: Any = None
+    """Progress if the kind is moved, the result if done, the error in one line if failed."""
     seconds: float = 0.0
 
 
@@ -64,17 +64,17 @@ class Running:
     heard: Connection
     began: float = field(default_factory=time.monotonic)
     last: float = field(default_factory=time.monotonic)
-    """When it was heard of."""
+    """Time of the last message."""
     end: Event | None = None
     mute: bool = False
-    """It has closed its end of the connection."""
+    """The job has closed its end of the connection."""
 
     def listen(self) -> Iterator[Event]:
         try:
             while not self.mute and self.heard.poll():
-                kind, told = self.heard.recv()
+                kind, value = self.heard.recv()
                 self.last = time.monotonic()
-                event = Event(self.job, kind, told, self.last - self.began)
+                event = Event(self.job, kind, value, self.last - self.began)
                 if kind == "moved":
                     yield event
                 else:
@@ -83,26 +83,26 @@ class Running:
             self.mute = True
 
     def ended(self) -> Event:
-        """How, once its process is gone: what it said itself, or what the system says of it."""
+        """Wait for the process to end; return the event that the job sent last, or a failure with its exit status."""
         self.process.join()
         self.heard.close()
         code = self.process.exitcode
         if code == UNKNOWN:
             self.stop(signal.SIGKILL)
         self.process.close()
-        return self.end or self.fail(f"its process ended by itself: {how(code)}")
+        return self.end or self.fail(f"its process ended unexpectedly: {exit_text(code)}")
 
     def fail(self, why: str) -> Event:
         self.end = Event(self.job, "failed", why, time.monotonic() - self.began)
         return self.end
 
     def stop(self, number: int) -> None:
-        """With all that was started in it."""
+        """Send a signal to the job and to all processes that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid or 0, number) if self.alone() else os.kill(self.process.pid or 0, number)
 
     def alone(self) -> bool:
-        """In a session of its own, as it is once it has begun."""
+        """Return True if the process leads its own session, as it does once it has begun."""
         with suppress(ProcessLookupError):
             return os.getpgid(self.process.pid or 0) == self.process.pid
         return False
@@ -111,18 +111,20 @@ class Running:
         return self.end is None and time.monotonic() - self.last > self.job.patience
 
 
-def how(code: int | None) -> str:
+def exit_text(code: int | None) -> str:
     if code == UNKNOWN:
         return "the process from which it was forked is gone"
     if code is None or code >= 0:
         return f"exit status {code}"
-    hint = ", as the kernel does where memory runs out" if -code == signal.SIGKILL else ""
+    hint = ", as the kernel does if memory runs out" if -code == signal.SIGKILL else ""
     return f"killed by {signal.Signals(-code).name}{hint}"
 
 
 def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Generator[Event | None, None, None]:
-    """All of them, in their order, each made when its turn comes; an event that is none says that time has passed. Who
-    stops listening stops them."""
+    """Run jobs in order, `at_a_time` in parallel, and yield their events; closing the generator stops all jobs.
+
+    Yields None at least once per `TICK`. Each job is taken from `jobs` only when it can start.
+    """
     make = multiprocessing.get_context("forkserver" if LINUX else "spawn")
     if LINUX:
         make.set_forkserver_preload(list(preload))
@@ -130,19 +132,19 @@ def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Gener
     try:
         while True:
             while len(running) < at_a_time and (job := next(waiting, None)) is not None:
-                running.append(begun(job, make))
+                running.append(start_job(job, make))
                 yield Event(job, "begun")
             if not running:
                 return
             wait([each.process.sentinel for each in running] + [each.heard for each in running if not each.mute], TICK)
             for each in list(running):
-                over = not each.process.is_alive()  # before its last words are read
+                over = not each.process.is_alive()  # before its last messages are read, so that none is lost
                 yield from each.listen()
                 if over:
                     running.remove(each)
                     yield each.ended()
                 elif each.hangs():
-                    each.fail(f"it hung: nothing was heard of it for {each.job.patience:.0f} s")
+                    each.fail(f"it hung: no message for {each.job.patience:.0f} s")
                     each.stop(signal.SIGKILL)
             yield None
     finally:
@@ -150,7 +152,7 @@ def run(jobs: Iterable[Job], at_a_time: int, *, preload: Sequence[str]) -> Gener
 
 
 def stop(running: Sequence[Running]) -> None:
-    """At the same time; those that are late are killed."""
+    """Send SIGTERM to all jobs, then SIGKILL to those that are still alive after `GRACE` seconds."""
     for each in running:
         each.stop(signal.SIGTERM)
     until = time.monotonic() + GRACE
@@ -160,16 +162,16 @@ def stop(running: Sequence[Running]) -> None:
         each.ended()
 
 
-def begun(job: Job, make: Any) -> Running:
+def start_job(job: Job, make: Any) -> Running:
     heard, theirs = make.Pipe(duplex=False)
-    process = make.Process(target=live, args=(job, theirs), name=job.name, daemon=False)
-    started(process)
+    process = make.Process(target=run_job, args=(job, theirs), name=job.name, daemon=False)
+    start_process(process)
     theirs.close()
     return Running(job, process, heard)
 
 
-def started(process: Any) -> None:
-    """The process from which it is forked begins anew if it was killed, as soon as it is seen to be gone."""
+def start_process(process: Any) -> None:
+    """Start a process, with retries, as multiprocessing replaces a killed forkserver only after a while."""
     for _ in range(TRIES):
         try:
             process.start()
@@ -180,11 +182,11 @@ def started(process: Any) -> None:
     raise EngineError(f"{process.name}: no process can be started: {first_line(died)}")
 
 
-# --- in its process ---------------------------------------------------------------------------------------------------
+# --- in the process of a job ------------------------------------------------------------------------------------------
 
 
-def live(job: Job, tell: Connection) -> None:
-    os.setsid()  # what a terminal sends goes to whoever began it
+def run_job(job: Job, tell: Connection) -> None:
+    os.setsid()  # signals of the terminal go to the parent only
     be_called("cell")
     end_with_parent()
     log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -192,7 +194,7 @@ def live(job: Job, tell: Connection) -> None:
     os.dup2(log, 2)
     code = 0
     try:
-        tell.send(("done", job.work(lambda told: tell.send(("moved", told)))))
+        tell.send(("done", job.work(lambda progress: tell.send(("moved", progress)))))
     except SlipstreamError as error:
         print("error:", *str(error).splitlines(), file=sys.stderr)
         tell.send(("failed", " ".join(str(error).splitlines())))
@@ -203,12 +205,14 @@ def live(job: Job, tell: Connection) -> None:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # libraries that were imported have nothing to say at the end
+    os._exit(code)  # skips exit handlers of libraries
 
 
 def end_with_parent() -> None:
-    """However that ends: the process from which this one is forked lives as long as this one, and no other thread may
-    be here, from which the engines of a run are forked in turn."""
+    """End this process when its parent is gone, however that ended.
+
+    A timer signal is used instead of a thread, because engines are forked from this process.
+    """
 
     def look(*_: object) -> None:
         parent = multiprocessing.parent_process()

@@ -1,6 +1,6 @@
-"""The directory of a study: what may go on in it, what is checked before anything starts, and what a cell leaves.
+"""Directory of a study: checks before any cell starts, and files of finished cells.
 
-A cell that is finished is kept, if its config is what it was; one that is not begins anew.
+A finished cell is kept if its config is unchanged; an unfinished one starts again from the beginning.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from slipstream.studies.study import Point, Study
 
 @dataclass(frozen=True)
 class Checked:
-    """What the plan of a point says beside that it is possible."""
+    """Results of planning one point of a study."""
 
     warnings: tuple[str, ...]
     prompts: str
-    """Their digest."""
+    """Digest of the training prompts."""
     on_cpu: bool
     room: int
-    """How many of its kind this machine has memory for."""
+    """Number of such runs that fit into this machine's memory."""
 
 
 def directory_of(study: Study, name: str) -> Path:
-    """Always the same one, so that a study goes on."""
+    """Return the directory of a study, always the same one, so that an interrupted study continues there."""
     path = Path(study.output or f"runs/{name}")
     if (path / "config.toml").exists():
         raise RunDirError(f"{path} holds a run: choose another directory with --output")
@@ -45,27 +45,27 @@ def directory_of(study: Study, name: str) -> Path:
 
 
 def check_unchanged(sweep: Sweep) -> None:
-    """No finished cell was another run than the one that the study now means by it."""
+    """Raise RunDirError if a finished cell was run with another config than the study has now."""
     for cell in sweep.finished:
         before = parse(cell.done["config"], where=str(cell.path / DONE), say=str)
         for name, then, now in differing(before, cell.cell.config):
             raise RunDirError(
-                f"{cell.path} was run with {name} = {said(then)}, and the study says {said(now)}: put it back, remove "
-                "that cell, or choose another directory with --output"
+                f"{cell.path} was run with {name} = {value_text(then)}, but the study has {value_text(now)}: restore "
+                "the setting, remove that cell, or choose another directory with --output"
             )
 
 
-def said(value: Any) -> str:
+def value_text(value: Any) -> str:
     return "none" if value is None else json.dumps(value)
 
 
 def check_prompts(sweep: Sweep, found: Sequence[Checked]) -> None:
-    """Nor on other prompts than those that its source now gives."""
+    """Raise RunDirError if a finished cell was run on other prompts than its data has now."""
     now = {id(point): each.prompts for point, each in zip(sweep.study.points, found, strict=True)}
     for cell in sweep.finished:
         if cell.run.meta.get("prompts") != now[id(cell.cell.point)]:
             raise RunDirError(
-                f"{cell.cell.config.data.train} does not give the prompts that {cell.path} was run on: put it back, or "
+                f"{cell.cell.config.data.train} has other prompts than {cell.path} was run on: restore the data, or "
                 "choose another directory with --output"
             )
 
@@ -78,14 +78,14 @@ def write_study(study: Study, path: Path) -> None:
         write_atomic(path / STUDY_FILE, tomli_w.dumps(study.tree))
 
 
-def strays(sweep: Sweep) -> list[Path]:
-    """Finished cells that are there and no longer in the study."""
+def removed_cells(sweep: Sweep) -> list[Path]:
+    """Return the directories of finished cells that are no longer in the study."""
     known = {cell.path for cell in sweep.cells}
     return sorted(found.parent for found in (sweep.path / CELLS).rglob(DONE) if found.parent not in known)
 
 
 def check_points(points: Sequence[Point], where: str, tell: Any) -> list[Checked]:
-    """Each of them, as `train` would before it begins. The first mistake is told with the name of its point."""
+    """Plan every point as `train` does; raise ConfigError with the point's name at the first mistake."""
     from slipstream.plan.placement import memory
     from slipstream.plan.plan import on_cpu, plan
 
@@ -101,15 +101,15 @@ def check_points(points: Sequence[Point], where: str, tell: Any) -> list[Checked
     return found
 
 
-def fitting(points: Sequence[Point], found: Sequence[Checked], cores: int) -> int:
-    """Cells that so many cores have time for, and this machine memory; one, where they would share its GPUs."""
+def parallel_cells(points: Sequence[Point], found: Sequence[Checked], cores: int) -> int:
+    """Return the number of parallel cells that fit cores and memory; 1 if any cell uses GPUs."""
     if not all(each.on_cpu for each in found):
         return 1
     return max(1, min(cores // max(cores_of(point.config) for point in points), *(each.room for each in found)))
 
 
 def cores_of(config: Config) -> int:
-    """How many a cell keeps busy: in one process as many as it has threads, else every engine has its own."""
+    """Return the number of cores that a cell uses: its threads if it is one process, else those of all engines."""
     runtime, threads = config.runtime, config.runtime.threads
     if runtime.kind == "inline":
         return max(threads, config.learner.threads or 0)
@@ -120,15 +120,15 @@ def cores_of(config: Config) -> int:
     return (samplers + sum(most)) * threads + config.learner.ranks * (config.learner.threads or threads)
 
 
-def emptied(cell: SweepCell) -> None:
-    """What a cell that was not finished has left is of no use."""
+def clear_cell(cell: SweepCell) -> None:
+    """Delete what an unfinished cell has left, and make its directory again."""
     with writing(cell.path):
         shutil.rmtree(cell.path, ignore_errors=True)
         cell.path.mkdir(parents=True)
 
 
-def finish(path: Path, config: Config, began: float, *, keep: bool) -> None:
-    """Say that a cell is finished, what it was and what it took. Without `keep` its weights go."""
+def finish_cell(path: Path, config: Config, began: float, *, keep: bool) -> None:
+    """Write cell.json, which marks a cell as finished; delete its weights unless `keep`."""
     lines = RunDir(path).metrics
     if not keep:
         shutil.rmtree(path / "checkpoints", ignore_errors=True)
@@ -148,6 +148,6 @@ def finish(path: Path, config: Config, began: float, *, keep: bool) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process since it began, and of those that it has waited for."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)

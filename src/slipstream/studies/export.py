@@ -26,7 +26,7 @@ def write_csv(sweep: Sweep) -> Path:
 
 
 def write_parquet(sweep: Sweep) -> Path | None:
-    """None where pyarrow is not installed."""
+    """Write the rows as Parquet and return the path; None if pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -45,7 +45,7 @@ def plain(value: Any) -> Any:
 
 
 def column(values: Sequence[Any]) -> list[Any]:
-    """Of one type, as parquet wants it: what is mixed is text."""
+    """Return the values of a column, as text if their types are mixed, which Parquet does not allow."""
     kinds = {type(value) for value in values if value is not None}
     if kinds <= {int, float} or (len(kinds) == 1 and not kinds & {list, dict}):
         return list(values)

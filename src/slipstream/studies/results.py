@@ -1,7 +1,7 @@
-"""What came out of a study, read from its directory, also while it goes on: rows, tables, slopes, and claims.
+"""Results of a study: rows, tables, slopes and verdicts, read from its directory; the study may still be running.
 
-study.toml     the study, with what was overridden       results.csv, results.parquet   a row for every finished cell
-cells/ARM/…    a run directory for every cell; cell.json is there when it is finished, and says what it was
+study.toml     the study, with overrides applied         results.csv, results.parquet   one row per finished cell
+cells/ARM/…    one run directory per cell; a finished cell has a cell.json with its config and its costs
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.config.file import flat
 from slipstream.errors import RunDirError, first_line
 from slipstream.run_dir.reading import Line, RunDir
 from slipstream.studies.statistics import BySeed, Estimate, Verdict, difference, estimate, slope, verdict
-from slipstream.studies.study import CONDITION, WHOLE, Cell, Point, Study, is_number
+from slipstream.studies.study import CONDITION, CUMULATIVE, Cell, Point, Study, is_number
 from slipstream.studies.table import Claim
 
 STUDY_FILE, CELLS, DONE = "study.toml", "cells", "cell.json"
@@ -27,8 +27,6 @@ STUDY_FILE, CELLS, DONE = "study.toml", "cells", "cell.json"
 
 @dataclass(frozen=True)
 class SweepCell:
-    """A cell and its directory."""
-
     cell: Cell
     path: Path
 
@@ -54,13 +52,13 @@ class SweepCell:
 
     @cached_property
     def done(self) -> dict[str, Any]:
-        """What cell.json says: config, seconds, cpu_seconds, when."""
+        """Content of cell.json: config, seconds, cpu_seconds, time."""
         path = self.path / DONE
         try:
             found: dict[str, Any] = json.loads(path.read_text("utf-8"))
             return found | {"config": dict(found["config"])}
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise RunDirError(f"{path} does not say what it was: {first_line(error)}; remove {self.path}") from None
+            raise RunDirError(f"{path} is damaged: {first_line(error)}; remove {self.path}") from None
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Compared:
-    """A point less the first arm at the same place, by seed; or a slope, where x is none."""
+    """Difference of a point to the first arm with the same settings, paired by seed."""
 
     series: str
     base: str
@@ -100,7 +98,7 @@ class Slope:
 
 @dataclass(frozen=True)
 class Tried:
-    """A claim, and what it comes to: the difference of what is said to be less and what it is less than."""
+    """A tested claim, with the difference `less` − `than` and the verdict."""
 
     claim: Claim
     measure: str
@@ -110,14 +108,14 @@ class Tried:
 
 class Sweep:
     def __init__(self, path: str | PathLike[str], study: Study | None = None) -> None:
-        """The study that is in it, unless another is given that is to go on there."""
+        """Take `study`, whose cells are or will be in the directory, or if None load the study of the directory."""
         self.path = Path(path)
         if study is None and not (self.path / STUDY_FILE).exists():
             raise RunDirError(f"{path} holds no study: there is no {STUDY_FILE} in it")
         self.study = study or Study.load(self.path / STUDY_FILE)
         self.cells = [SweepCell(cell, self.path / CELLS / cell.folder) for cell in self.study.cells]
         self._values = dict[tuple[Path, str], float | None]()
-        """By cell and measure; of finished cells, which do not change."""
+        """Cache of values by cell and measure; only of finished cells, which do not change."""
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -128,7 +126,7 @@ class Sweep:
         return [cell for cell in self.cells if cell.finished]
 
     def value(self, cell: SweepCell, measure: str) -> float | None:
-        """Of a finished cell; none where its run has never written it."""
+        """Return the value of a measure in a finished cell; None if the run never wrote it."""
         key = (cell.path, measure)
         if key not in self._values:
             run = cell.run
@@ -138,17 +136,15 @@ class Sweep:
         return self._values[key]
 
     def by_seed(self, points: Sequence[Point], measure: str) -> list[dict[int, float]]:
-        """Of every point the values of its finished seeds."""
+        """Return for every point the values of its finished seeds."""
         found: dict[int, dict[int, float]] = {id(point): {} for point in points}
         for cell in self.finished:
             if id(cell.cell.point) in found and (value := self.value(cell, measure)) is not None:
                 found[id(cell.cell.point)][cell.seed] = value
         return list(found.values())
 
-    # --- tables ------------------------------------------------------------------------------------------------
-
     def table(self, measure: str | None = None) -> list[Aggregate]:
-        """Every point of the study, by the first measure unless told otherwise."""
+        """Return one row per point of the study, for the first measure if None."""
         measure = measure or self.measures[0]
         points = self.study.points
         return [
@@ -165,18 +161,18 @@ class Sweep:
         ]
 
     def differences(self, measure: str | None = None) -> list[Compared]:
-        """Every point of other arms less the first arm's at the same place, where that has one."""
+        """Return the differences of other arms' points to the first arm's point with the same settings, if any."""
         measure = measure or self.measures[0]
         points, found = self.study.points, list[Compared]()
         values = dict(zip(map(id, points), self.by_seed(points, measure), strict=True))
         for point in points:
-            if (base := partner(point, points)) is not None:
+            if (base := baseline_point(point, points)) is not None:
                 d = difference(values[id(point)], values[id(base)])
                 found.append(Compared(point.series, base.series, point.x, measure, d))
         return found
 
     def slopes(self, measure: str | None = None) -> list[Slope]:
-        """Of every series with two numbers along x."""
+        """Return the slopes of all series that have at least two numbers along x."""
         measure = measure or self.measures[0]
         return [
             Slope(name, measure, estimate(list(self._slope_by_seed(points, measure).values())))
@@ -186,7 +182,7 @@ class Sweep:
 
     @property
     def shift(self) -> int:
-        """What is added to x before its logarithm is taken: 1 for lags and whatever else may be 0, else 0."""
+        """Number added to x before its logarithm is taken: 1 for lags and other settings that may be 0, else 0."""
         smallest = min((point.x for point in self.study.points if is_number(point.x)), default=1)
         return int(str(self.study.x).startswith("schedule.") or smallest <= 0)
 
@@ -210,7 +206,7 @@ class Sweep:
         return found
 
     def _sides(self, claim: Claim, measure: str) -> tuple[BySeed, BySeed]:
-        """What is compared, by seed: of two arms where both are along x, or each at its own."""
+        """Return the values of both sides of a claim by seed, at all common x or at those that the claim names."""
         sides = [self.study.side(side) if isinstance(side, str) else None for side in (claim.less, claim.than)]
         common = set.intersection(*({p.x for p in side} for side in sides if side is not None))
 
@@ -221,21 +217,19 @@ class Sweep:
             points = [point for point in side if point.x in (common if at is None else {at})]
             if claim.slope:
                 return self._slope_by_seed(points, measure)
-            return whole(self.by_seed(points, measure), fmean)
+            return combine_by_seed(self.by_seed(points, measure), fmean)
 
         less, than = map(by_seed, sides, (claim.less, claim.than), claim.places)
         return less, than
 
     def _slope_by_seed(self, points: Sequence[Point], measure: str) -> BySeed:
-        """Of seeds that are finished at every x."""
+        """Return the slope over these points for every seed that is finished at all of them."""
         points = [point for point in points if is_number(point.x)]
         xs = [point.x for point in points]
-        return whole(self.by_seed(points, measure), lambda ys: slope(xs, ys, self.shift))
-
-    # --- rows --------------------------------------------------------------------------------------------------
+        return combine_by_seed(self.by_seed(points, measure), lambda ys: slope(xs, ys, self.shift))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for every finished cell: what it is, what was measured, and what it took."""
+        """Return one row per finished cell: arm, settings, seed, measures, seconds and path."""
         found = []
         for cell in self.finished:
             config, done = flat(cell.cell.config.model_dump(mode="json")), cell.done
@@ -255,28 +249,28 @@ class Sweep:
 
 
 def measured(measure: str, updates: Sequence[Line], evaluations: Sequence[Line], *, last: int) -> float | None:
-    """The last evaluation; the mean over the last updates, of those that have it; of what only grows, the last."""
+    """Return a run's last evaluation, last value of a growing metric, or mean of last updates; None if not written."""
     if measure.startswith("eval/"):
         accuracy = [line["accuracy"] for line in evaluated(measure, evaluations)]
         return accuracy[-1] if accuracy else None
-    found = [line[measure] for line in updates[-1 if measure in WHOLE else -last :] if measure in line]
+    found = [line[measure] for line in updates[-1 if measure in CUMULATIVE else -last :] if measure in line]
     return fmean(found) if found else None
 
 
 def evaluated(measure: str, evaluations: Sequence[Line]) -> list[Line]:
-    """Those of the set that eval/accuracy or eval/SET/accuracy is of."""
+    """Return the evaluations of the set that eval/accuracy or eval/SET/accuracy names."""
     of = measure.removeprefix("eval/").rpartition("/")[0]
     return [line for line in evaluations if line.get("set", "") == of and "accuracy" in line]
 
 
-def whole(points: Sequence[BySeed], of: Any) -> BySeed:
-    """Something of all points, for every seed that they all have."""
+def combine_by_seed(points: Sequence[BySeed], of: Any) -> BySeed:
+    """Combine the values of points with the function `of`, for every seed that all points have."""
     seeds = set.intersection(*(set(values) for values in points)) if points else set()
     return {seed: of([values[seed] for values in points]) for seed in sorted(seeds)}
 
 
-def partner(point: Point, points: Sequence[Point]) -> Point | None:
-    """The first arm's point at the same place in the grid, as far as both are in it; none if there are several."""
+def baseline_point(point: Point, points: Sequence[Point]) -> Point | None:
+    """Return the first arm's point whose settings agree with those of `point`; None unless there is exactly one."""
     first = points[0].arm
     found = [
         other

@@ -1,6 +1,6 @@
-"""Numbers of several seeds: means, paired differences, slopes, and what they say of a claim. Pure functions.
+"""Statistics over seeds: means, paired differences, slopes, and verdicts on claims. Pure functions.
 
-The error of a mean is the standard error, sd / √n with n − 1 in sd. Of one seed there is none, and nothing is decided.
+The error of a mean is the standard error, sd / √n with n − 1 in sd. One seed has no error, so its verdict stays open.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal
 
 Verdict = Literal["holds", "does not hold", "not visible", "open"]
 CLEAR = 2.0
-"""Standard errors beyond which a difference is seen."""
+"""Number of standard errors from which on a difference counts as visible."""
 BySeed = Mapping[int, float]
 
 
@@ -23,9 +23,9 @@ class Estimate:
 
     n: int
     mean: float | None
-    """None where there is no seed."""
+    """None if there is no seed."""
     se: float | None
-    """None where there are fewer than two."""
+    """Standard error; None if there are fewer than two seeds."""
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -35,12 +35,12 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def difference(one: BySeed, other: BySeed) -> Estimate:
-    """One less the other, seed by seed, where both have it."""
+    """Return the mean of `one` minus `other`, over the seeds that both have."""
     return estimate([one[seed] - other[seed] for seed in sorted(one.keys() & other.keys())])
 
 
 def slope(xs: Sequence[float], ys: Sequence[float], shift: int = 1) -> float:
-    """Return the slope of the least-squares line of y against log2(x + shift). There are two different x at least."""
+    """Return the slope of the least-squares line of y against log2(x + shift), for at least two different x."""
     logs = [log2(x + shift) for x in xs]
     middle, level = fmean(logs), fmean(ys)
     spread = sum((x - middle) ** 2 for x in logs)
@@ -48,7 +48,7 @@ def slope(xs: Sequence[float], ys: Sequence[float], shift: int = 1) -> float:
 
 
 def verdict(found: Estimate) -> Verdict:
-    """Of a claim that this difference is below zero."""
+    """Return the verdict on the claim that this difference is below zero."""
     if found.mean is None or found.se is None:
         return "open"
     if abs(found.mean) <= CLEAR * found.se:

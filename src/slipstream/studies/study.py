@@ -1,7 +1,7 @@
-"""What a study file says: a config, and the table [sweep] of what is varied, measured and claimed.
+"""A study file: a config, and the table [sweep] of settings to vary, measures and claims.
 
-Every combination of an arm and the grid is a point, every point with a seed is a cell: one run. Pure: nothing is read
-but the file itself, and nothing is written.
+Every combination of an arm and the grid is a point. A point with a seed is a cell: one run. This module reads only the
+study file and writes nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from slipstream.studies.table import Claim, placed, read_table
 
 GRID = "grid"
 CONDITION = "condition"
-"""What stands for x, and beside settings, where a study has conditions."""
-ONLY = "all"
-"""What the only arm is called where none is named."""
-OURS = {"seed": "sweep.seeds are the seeds", "output": "output is the directory of the whole study"}
-"""What no arm and no grid may set."""
-WHOLE = ("time",)
-"""Metrics that only grow: of these it is the last value that counts."""
+"""Name of the axis, and of the key among settings, in a study with conditions."""
+DEFAULT_ARM = "all"
+"""Name of the arm if a study names none."""
+RESERVED = {"seed": "sweep.seeds are the seeds", "output": "output is the directory of the whole study"}
+"""Settings that no arm and no grid may set, with the reason."""
+CUMULATIVE = ("time",)
+"""Metrics that only grow, so that their last value is used instead of a mean."""
 OF_SAMPLES = ("reward/", "teacher/kl")
-"""Metrics of whoever drew what is learned from."""
+"""Prefixes of metrics that measure the student that sampled, not the latest student."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Point:
 
     arm: str
     settings: Mapping[str, Any]
-    """Where it is in the grid, and under which condition."""
+    """Values of the grid's settings, and the name of the condition, if any."""
     x: Any
-    """What the setting along the axis is here; none where there is no such setting."""
+    """Value of the setting along the axis; None if this point has no such setting."""
     series: str
-    """The line of a figure that it belongs to: the arm, and where it is in the grid but for x."""
+    """Name of the point's line in a figure: the arm and its settings, without x."""
     config: Config
-    """Of the first seed, without a directory."""
+    """Config of the first seed, without an output directory."""
 
     @property
     def name(self) -> str:
@@ -68,7 +68,7 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Below `cells`."""
+        """Directory of the cell, relative to `cells`."""
         where = ",".join(f"{key}={shown(value)}" for key, value in self.point.settings.items())
         parts = [self.point.arm, *([where] if where else []), f"seed-{self.seed}"]
         return Path(*(quote(part, safe="=,+ ") for part in parts))
@@ -79,7 +79,7 @@ class Cell:
 
 
 class Study:
-    """A study that says nothing impossible: every config in it is valid by itself."""
+    """A study whose configs, measures and claims are all valid."""
 
     def __init__(
         self, tree: Mapping[str, Any], overrides: Sequence[tuple[str, str]] = (), *, where: str = "study"
@@ -98,7 +98,7 @@ class Study:
             raise ConfigError(f"{where}: seed does nothing in a study: sweep.seeds are the seeds")
         self.output: str | None = base.get("output")
         self.base = {key: value for key, value in base.items() if key != "output"}
-        self.arms = {name: flat_arm(name, arm, where) for name, arm in (self.sweep.arms or {ONLY: {}}).items()}
+        self.arms = {name: flat_arm(name, arm, where) for name, arm in (self.sweep.arms or {DEFAULT_ARM: {}}).items()}
         self.conditions = dict[str, dict[str, Any]]()
         for name, each in self.sweep.conditions.items():
             self.conditions[name], grid = flat_arm(name, each, where)
@@ -114,17 +114,18 @@ class Study:
 
     @property
     def tree(self) -> dict[str, Any]:
-        """As a file says it, with what was overridden; what is none is what a file leaves out."""
-        return {**there(self.base), STUDY: self.sweep.model_dump(mode="json", exclude_unset=True, exclude_none=True)}
+        """Content of the study file with overrides applied and without None values."""
+        table = self.sweep.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        return {**drop_none(self.base), STUDY: table}
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """In the order in which they run: after every seed there is a whole table."""
+        """Cells in the order in which they run: all points of the first seed, then those of the next one."""
         return [Cell(point, seed) for seed in self.sweep.seeds for point in self.points]
 
     @cached_property
     def varied(self) -> list[str]:
-        """Every setting that an arm, a condition or the grid sets."""
+        """Names of all settings that an arm, a condition or the grid sets."""
         keys = dict.fromkeys(key for p in self.points for key in (*self.arms[p.arm][0], *p.settings))
         keys |= dict.fromkeys(key for each in self.conditions.values() for key in each)
         return [key for key in keys if key != CONDITION]
@@ -137,7 +138,7 @@ class Study:
                 check_values(key, values, f"{self.where}: {name}" if key in own else self.where)
             for condition, settings in self.conditions.items():
                 if twice := settings.keys() & {**fixed, **mine}.keys():
-                    raise ConfigError(f"{self.where}: {name} and {condition} both set {min(twice)}: one of them may")
+                    raise ConfigError(f"{self.where}: {name} and {condition} both set {min(twice)}: drop one of them")
             axes = {CONDITION: list(self.conditions)} | mine if self.conditions else mine
             axes = {key: values for key, values in axes.items() if values}
             for combination in product(*axes.values()):
@@ -161,7 +162,7 @@ class Study:
         for key in overridden:
             if key in set_by_all:
                 raise ConfigError(
-                    f"{where}: --{key} does nothing, as the study sets it everywhere: --sweep.… changes that"
+                    f"{where}: --{key} does nothing, as the study sets it everywhere: write --sweep.… to change that"
                 )
         seen = dict[str, Point]()
         for point in self.points:
@@ -185,8 +186,8 @@ class Study:
         for measure in sweep.measure:
             if oldest > 1 and measure.startswith(OF_SAMPLES):
                 self.notes.append(
-                    f"sweep.measure = {measure!r} is of the student that drew, up to {oldest} updates before: older "
-                    "rollouts are of a younger student; eval/accuracy is of the last one (data.eval, eval.every)"
+                    f"sweep.measure = {measure!r} measures the student that sampled, up to {oldest} updates earlier; "
+                    "eval/accuracy measures the last one (data.eval, eval.every)"
                 )
         for claim in sweep.claims:
             self._check_claim(claim)
@@ -225,17 +226,17 @@ class Study:
             raise ConfigError(f"{where}: a slope is over all x: drop at, or slope")
 
     def side(self, name: str) -> list[Point]:
-        """The points of an arm, or of one series."""
+        """Return the points of an arm, or else of a series; empty if there is neither of this name."""
         return [p for p in self.points if p.arm == name] or [p for p in self.points if p.series == name]
 
 
-def there(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is none."""
-    return {k: there(value) if isinstance(value, dict) else value for k, value in tree.items() if value is not None}
+def drop_none(tree: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in tree.items() if value is not None}
+    return {key: drop_none(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def flat_arm(name: str, arm: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What it sets, and its own grid, by dotted keys."""
+    """Return the settings of an arm and its own grid, both by dotted keys."""
     if not name or name.startswith(".") or name != name.strip():
         raise ConfigError(f"{where}: an arm needs a name, not {name!r}")
     fixed, own = {key: value for key, value in arm.items() if key != GRID}, arm.get(GRID, {})
@@ -248,8 +249,8 @@ def flat_arm(name: str, arm: Mapping[str, Any], where: str) -> tuple[dict[str, A
 
 
 def check_key(key: str, where: str) -> None:
-    if key in OURS:
-        raise ConfigError(f"{where}: {key} cannot be varied: {OURS[key]}")
+    if key in RESERVED:
+        raise ConfigError(f"{where}: {key} cannot be varied: {RESERVED[key]}")
 
 
 def check_values(key: str, values: Any, where: str) -> None:
@@ -261,7 +262,7 @@ def check_values(key: str, values: Any, where: str) -> None:
 
 
 def check_measure(measure: str, point: Point, where: str) -> None:
-    """It is something that this run will write."""
+    """Raise ConfigError unless the runs of this point write the measure."""
     config, head, tail = point.config, *measure.partition("/")[::2]
     if head == "eval":
         known = [f"eval/{of}/accuracy" if of else "eval/accuracy" for of in config.data.held_out] or ["eval/accuracy"]

@@ -1,4 +1,4 @@
-"""The table [sweep] as it is written: what is varied, measured and claimed."""
+"""Schema of the table [sweep]: settings to vary, measures and claims."""
 
 from __future__ import annotations
 
@@ -17,55 +17,55 @@ from slipstream.errors import ConfigError, did_you_mean
 
 class Claim(Section):
     says: str
-    """What is claimed, in words."""
+    """The claim as a sentence."""
     less: str | int | float
-    """The arm, or one line of the table, that is claimed to have less; or a number."""
+    """Arm, series or number that is claimed to be smaller than `than`."""
     than: str | int | float
-    """Of which."""
+    """Arm, series or number that `less` is compared with."""
     measure: str | None = None
-    """By which of the study's measures; the first one without it."""
+    """Measure of the study by which both are compared; None takes the first one."""
     at: int | float | str | None = None
-    """At this x; the mean over all x without it."""
+    """Value of x at which both are compared; None takes the mean over all x."""
     than_at: int | float | str | None = None
-    """The x of `than`, where that is another one."""
+    """Value of x for `than`, if it differs from `at`."""
     slope: bool = False
-    """Compare slopes against log2(x) instead of values; against log2(x + 1) where x is a lag, or 0 is among them."""
+    """Compare slopes instead of values: against log2(x), or against log2(x + 1) if x is a lag or may be 0."""
 
     @property
     def places(self) -> tuple[Any, Any]:
-        """The x of `less`, and that of `than`."""
+        """Values of x for `less` and for `than`."""
         return self.at, self.at if self.than_at is None else self.than_at
 
 
 class SweepConfig(Section):
     title: str = ""
-    """What is asked."""
+    """Question of the study."""
     about: str = ""
-    """Why, and how what is the same in all runs was chosen: a paragraph for whoever reads what came out."""
+    """Paragraph for readers of the results: purpose of the study, and reasons for settings that all runs share."""
     seeds: tuple[int, ...] = Field(min_length=1)
-    """Of every combination one run with each."""
+    """Seeds; every combination of settings runs once with each."""
     measure: tuple[str, ...] = Field(min_length=1)
-    """What is compared, one or several: a name of metrics.jsonl (the mean over the last updates), eval/accuracy or
-    eval/SET/accuracy (the last evaluation), or time (seconds in all)."""
+    """One or several measures: a name of metrics.jsonl (mean over the last updates), eval/accuracy or
+    eval/SET/accuracy (the last evaluation), or time (total seconds)."""
     last: int = Field(20, ge=1)
-    """Over how many updates at the end of a run a measure is the mean."""
+    """Number of last updates over which the mean of a measure is taken."""
     x: str | None = None
-    """The setting along the axis, if there is one."""
+    """Setting along the axis of figures; None if there is none."""
     grid: dict[str, Any] = Field({})
-    """Settings and lists of their values: all combinations."""
+    """Settings with lists of their values; all combinations run."""
     arms: dict[str, dict[str, Any]] = Field({})
-    """What is compared: settings by name, each combined with the grid. A setting of an arm is not varied in it, and a
-    grid of its own comes before that of all."""
+    """Alternatives to compare: settings by the name of the arm, each combined with the grid. Settings of an arm are not
+    varied by the grid. An arm's own grid takes precedence over the common one."""
     conditions: dict[str, dict[str, Any]] = Field({})
-    """Under which all arms are compared: settings by name, as of an arm. They are the axis where x is none."""
+    """Conditions under which all arms are compared: settings by name. They are the axis if x is None."""
     claims: tuple[Claim, ...] = ()
-    """What is said of it, held against what comes out."""
+    """Claims that are tested on the results."""
     jobs: int | None = Field(None, ge=1)
-    """How many runs at a time; as many as the machine has room for without it."""
+    """Number of parallel runs; None takes as many as the machine has room for."""
     checks: bool = True
-    """Try a few prompts before every run; off where sampler and learner are meant to disagree."""
+    """Test the engines before every run; write false if sampler and learner are meant to disagree."""
     keep: bool = False
-    """Keep the student and the checkpoints of every run, and not only what was measured."""
+    """Keep the student and the checkpoints of every run, not only its measurements."""
 
     @field_validator("measure", mode="before")
     @classmethod
@@ -77,7 +77,7 @@ class SweepConfig(Section):
     def _each_once(cls, given: tuple[Any, ...]) -> tuple[Any, ...]:
         for each, count in Counter(given).items():
             if count > 1:
-                raise ValueError(f"{each} stands there twice: write each once")
+                raise ValueError(f"{each} is given twice: write it once")
         return given
 
 
@@ -103,7 +103,7 @@ def explained(detail: ErrorDetails) -> str:
 
 
 def placed(tree: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A copy with one value replaced; keys that hold dots stay found."""
+    """Return a copy of the tree with one value replaced; keys that contain dots are found, too."""
     head, *rest = path
     if (whole := ".".join(path)) in tree or not rest:
         return {**tree, whole: value}

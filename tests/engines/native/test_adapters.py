@@ -314,7 +314,7 @@ CONTRADICTIONS = {
         ("--learner.lora.targets", '["q_proj"]'),
         'learner.lora.targets = ["q_proj"], and first/final/adapter is an adapter with ["down_proj", "gate_proj",',
     ),
-    "vLLM": (("--sampler.engine", "vllm"), "first/final/adapter is an adapter, and vLLM is given whole models here"),
+    "vLLM": (("--sampler.engine", "vllm"), "first/final/adapter is an adapter, and vLLM takes only whole models here"),
 }
 
 
@@ -355,7 +355,7 @@ def test_of_layers_of_one_name_all_must_have_an_adapter_to_be_trained(
     get_peft_model(model, settings).save_pretrained("some")
     capsys.readouterr()
     assert main(["config", "plain.toml", "--check", "--student", "some"]) == 2
-    assert "has an adapter for some of the layers that are called q_proj, and none" in capsys.readouterr().err
+    assert "has an adapter for some of the layers named q_proj, but none" in capsys.readouterr().err
     assert main(["config", "plain.toml", "--check", "--teachers.main.model", "some"]) == 0
     edited(base_model_name_or_path="models/student")(Path("some"))
     assert main(["config", "plain.toml", "--check", "--teachers.main.model", "some"]) == 2

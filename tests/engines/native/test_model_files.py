@@ -74,13 +74,13 @@ def test_check_says_what_it_read_and_what_it_did_not(
 ) -> None:
     assert main(["config", "run.toml", "--check"]) == 0
     said = capsys.readouterr().out
-    assert "# weights of model: all there, 142,208 finite numbers (0.5 MiB read in 0." in said
-    assert "# weights of builtin:teacher: all there, 317,952 finite numbers (1.2 MiB read in 0." in said
+    assert "# weights of model: complete, 142,208 finite numbers (0.5 MiB read in 0." in said
+    assert "# weights of builtin:teacher: complete, 317,952 finite numbers (1.2 MiB read in 0." in said
     monkeypatch.setattr(files, "here", lambda name: name != "model")
     known = files.file_of
     monkeypatch.setattr(files, "file_of", lambda name, file: None if name == "model" else known(name, file))
     assert main(["config", "run.toml", "--check"]) == 0
-    assert "# weights of model: not looked at, they are not on this machine yet" in capsys.readouterr().out
+    assert "# weights of model: not checked, as they are not on this machine yet" in capsys.readouterr().out
 
 
 def test_names_that_only_a_loader_knows_are_left_to_it(model: Path) -> None:
@@ -101,9 +101,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_warned_of(
     narrower(model, 38)
     (model.parent / "rows.jsonl").write_text('{"prompt": "A1"}\n' * 8)
     assert main(["config", "run.toml", "--check", "--data.train", "rows.jsonl"]) == 0
-    warning = (
-        "# warning: the tokenizer of model has 1 tokens beyond the 38 embeddings of the model, '=' first: a prompt"
-    )
+    warning = "# warning: the tokenizer of model has 1 tokens beyond the 38 embeddings of the model, '=' first: prompts"
     assert warning in capsys.readouterr().out
 
 
