@@ -160,7 +160,7 @@ class Process:
         assert worker is self.worker
 
     def send(self) -> None:
-        for call in self.worker.posted():
+        for call in self.worker.take_outbox():
             if self.forgetting and takes_records(call):
                 self.forgetting -= 1
                 self.worker.fail([call.id], RecordsLost("gone with their machine"))
@@ -215,7 +215,7 @@ class Process:
 
     def crash(self) -> None:
         self.kill()
-        self.worker.bury("killed by SIGKILL")
+        self.worker.mark_gone("killed by SIGKILL")
 
     def hang(self) -> None:
         """Until it goes on, or is killed for that."""

@@ -159,7 +159,7 @@ def test_nothing_is_left_of_a_run_that_is_done_or_refused(coordinators: Coordina
         ("coordinator", signal.SIGTERM, 143, "terminated"),
         ("coordinator", signal.SIGHUP, 129, "hung up"),
         ("coordinator", signal.SIGKILL, -signal.SIGKILL, ""),
-        ("nursery", signal.SIGKILL, 2, "is gone: the nursery, its parent process, was killed"),
+        ("nursery", signal.SIGKILL, 2, "is gone: the process launcher, its parent process, was killed"),
         ("learner", signal.SIGKILL, 2, "has no checkpoint to go on from: it was stopped before the first"),
         ("sampler", signal.SIGKILL, 2, "the last sampler died: sampler (pid"),
         ("scorer", signal.SIGTERM, 2, "is gone: killed by SIGTERM"),

@@ -120,7 +120,7 @@ def test_machines_that_join_are_used_and_machines_that_die_are_survived(cluster:
             calls = scorer.score(lost), scorer.score(kept), scorer.cpu_seconds()
             found, *others = await asyncio.gather(*calls, return_exceptions=True)
             assert type(found) is RecordsLost, found
-            assert str(found) == "records for scorer are lost: the machine on which they lay is gone"
+            assert str(found) == "records for scorer are lost: the machine that held them is gone"
             assert [handle.header.teacher for handle in others[0]] == ["toy"] and others[1] > 0
 
         asyncio.run(main())

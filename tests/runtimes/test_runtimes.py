@@ -510,7 +510,7 @@ def test_a_nursery_that_hangs_is_killed_like_an_engine() -> None:
     with Nursery(heartbeat=0.5) as made:
         assert made.gpus() == []
         os.kill(made.pid, signal.SIGSTOP)
-        with pytest.raises(EngineError, match="the nursery, from which they are forked, is gone"):
+        with pytest.raises(EngineError, match="the process launcher, which forks them, is gone"):
             made.gpus()
         assert made.gone
 

@@ -88,7 +88,7 @@ def narrower(path: Path, size: int) -> None:
     with_config(path, vocab_size=size)
 
 
-DAMAGED = "its weights are damaged: 1 of them hold what is no finite number, " + FIRST + " first"
+DAMAGED = "its weights are damaged: 1 of them contain values that are not finite, first in " + FIRST
 T5 = '{"model_type": "t5", "is_encoder_decoder": true, "vocab_size": 39, "d_model": 32, "num_layers": 1}'
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a number that is none": (planted(float("nan")), DAMAGED),
@@ -96,30 +96,30 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "an infinite number, pickled": (planted_and_pickled, DAMAGED),
     "a weight is missing": (
         lambda path: changed(path, lambda held: held.pop(FIRST)),
-        f"1 weights are missing or of another shape, {FIRST} first",
+        f"1 weights are missing or have another shape, first {FIRST}",
     ),
     "the config has a layer more": (
         lambda path: with_config(path, num_hidden_layers=3, layer_types=["full_attention"] * 3),
-        "11 weights are missing or of another shape, model.layers.2.input_layernorm.weight first",
+        "11 weights are missing or have another shape, first model.layers.2.input_layernorm.weight",
     ),
     "another width": (
         lambda path: with_config(path, intermediate_size=128),
-        f"{FIRST} has the shape [64, 192], and its config says [64, 128]",
+        f"{FIRST} has shape [64, 192], but its config needs [64, 128]",
     ),
     "a negative width": (
         lambda path: with_config(path, hidden_size=-4),
-        "model: hidden_size = -4 in its config.json, which must be 1 or more: write what the model was trained with",
+        "model: hidden_size = -4 in its config.json, but it must be 1 or more: write the value that the model",
     ),
     "an activation that nobody knows": (
         lambda path: with_config(path, hidden_act="spline"),
-        "model: no causal LM is as its config.json says: ",
+        "model: cannot build a causal LM from its config.json: ",
     ),
     "an encoder beside the decoder": (
         lambda path: (path / "config.json").write_text(T5),
-        "model: t5 has an encoder and a decoder, and only causal LMs are trained or asked here: name a decoder-only",
+        "model: t5 has an encoder and a decoder, but students and teachers must be causal LMs: name a decoder-only",
     ),
     "a file that was cut off": (cut, f"{SINGLE} is damaged: "),
-    "a part is missing": (without_part, f"part-1.safetensors is missing, and {INDEX} says that it holds weights"),
+    "a part is missing": (without_part, f"part-1.safetensors is missing, but {INDEX} lists it as a file of weights"),
     "no weights": (without(SINGLE), f"no weights there: expected {SINGLE}, or {INDEX} and its parts"),
     "an empty directory": (emptied, "no model there: the directory has no config.json"),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "no tokenizer there: expected tokenizer.json"),

@@ -1,1 +1,1 @@
-"""Where engines live."""
+"""Runtimes: where engines run, and how the coordinator reaches them."""

@@ -1,4 +1,4 @@
-"""A Ray actor with an engine, and the link to it. A call and its answer are as in `exchange`, and travel in batches.
+"""A Ray actor with an engine, and the link to it. Calls and answers are those of `exchange`, and travel in batches.
 
     coordinator: RayLink                                  actor: Actor
     call 1 ─▶ outbox ─┐
@@ -6,10 +6,9 @@
     cancel 0 ▶ outbox ┘                                     exchange 6, if it still waits here, returns empty
     answers ◀───────────────── headers, bodies ───────────  7 returns when something has finished, or when 8 comes
 
-At most two exchanges are in flight, and only the newer one waits: nothing polls, a call leaves as soon as it is made,
-and what piles up meanwhile leaves together. The coordinator has `bodies`, the second return value, as an ObjectRef and
-never fetches it; it belongs to the coordinator, so it outlives its maker, and it is freed when the last `Body` that
-names it is.
+At most two exchanges are in flight, and only the newer one waits. So nothing polls, a call leaves as soon as it is
+made, and calls that accumulate leave together. The coordinator has `bodies`, the second return value, as an ObjectRef
+and never fetches it. The coordinator owns `bodies`, so they outlive the actor and are freed with the last `Body`.
 """
 
 from __future__ import annotations
@@ -26,40 +25,40 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from slipstream.errors import RecordsLost, WorkerDied, first_line
-from slipstream.runtimes.exchange import CANCEL, GOODBYE, PING, Answer, Body, Call, Host, RemoteWorker, renamed
+from slipstream.runtimes.exchange import CANCEL, GOODBYE, PING, Answer, Body, Call, Host, RemoteWorker, map_references
 
 TICK = 0.02
-"""Seconds between two exchanges of a worker that has plenty to do. One costs a millisecond here and one there."""
+"""Least seconds between two exchanges of a busy worker; an exchange costs about 1 ms on each side."""
 
 
 class Actor:
-    """It imports nothing heavy before `start` unpickles what builds the engine.
+    """Host of one engine. It imports nothing heavy before `start` unpickles the function that builds the engine.
 
-    Ctrl-C in a terminal goes to every process of its group, but not to this one: Ray starts its processes with SIGINT
-    blocked, so the coordinator can still save a checkpoint.
+    Ctrl-C in a terminal does not reach this process, because Ray starts its processes with SIGINT blocked. The
+    coordinator can therefore still save a checkpoint.
     """
 
     def __init__(self, name: str, threads: int, directory: str) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # before torch is imported
-        with contextlib.suppress(OSError):  # relative paths in a config mean the same here, where that exists
+        with contextlib.suppress(OSError):  # relative paths in a config keep their meaning if the directory exists
             os.chdir(directory)
         self.host, self.store = Host(name, self._tell), None
         self.turn = 0
-        """Exchanges accepted so far."""
+        """Number of exchanges accepted so far."""
         self.early: dict[int, Sequence[Call]] = {}
         self.answers: list[Answer] = []
         self.bodies: list[list[Any]] = []
-        """Of each answer."""
+        """Bodies of each answer."""
         self.changed = asyncio.Event()
         self.answered = 0.0
-        """When an exchange last returned with answers."""
+        """Time at which an exchange last returned with answers."""
 
     def __repr__(self) -> str:
-        """How Ray's logs call it."""
+        """Return the name that Ray's logs show."""
         return self.host.name
 
     def meet(self) -> tuple[str, int]:
-        """Where the ranks of an engine find each other, at the address by which Ray knows this machine."""
+        """Return the rendezvous address of the ranks, at the address by which Ray knows this machine."""
         from slipstream.engines.native.ranks import open_store
 
         self.store, where = open_store(ray.util.get_node_ip_address())
@@ -74,8 +73,8 @@ class Actor:
             answer, place = body.index
             return bundles[body.bundle][answer][place]
 
-        self.early[turn] = renamed(calls, found)
-        while self.turn in self.early:  # Ray does not promise that they arrive in order
+        self.early[turn] = map_references(calls, found)
+        while self.turn in self.early:  # Ray does not guarantee that exchanges arrive in order
             for call in self.early.pop(self.turn):
                 self.host.accept(call)
             self.turn += 1
@@ -83,7 +82,7 @@ class Actor:
         while not self.answers and turn == self.turn - 1:
             self.changed.clear()
             await self.changed.wait()
-        await self._settle_down(turn)
+        await self._wait_for_more(turn)
         if turn < self.turn - 1:
             return [], []
         answers, self.answers, bodies, self.bodies = self.answers, [], self.bodies, []
@@ -94,8 +93,8 @@ class Actor:
         self.bodies.append(bodies)
         self.changed.set()
 
-    async def _settle_down(self, turn: int) -> None:
-        """Answers that come soon after others travel together, as long as there is more to come."""
+    async def _wait_for_more(self, turn: int) -> None:
+        """Wait for further answers until TICK seconds after the previous ones, so that they travel together."""
         clock = asyncio.get_running_loop().time
         until = self.answered + TICK
         while self.host.running and turn == self.turn - 1 and clock() < until:
@@ -111,20 +110,20 @@ class Actor:
 
 class RayLink:
     def __init__(self, name: str, *, threads: int, cpus: float, gpus: float, ended: Callable[[], str] = str) -> None:
-        """`ended` names a daemon without which this is of no use, if it has."""
+        """Create the actor; `ended` returns the name of a vital Ray daemon that has ended, or ""."""
         actor: Any = ray.remote(Actor)
         actor = actor.options(num_cpus=cpus, num_gpus=gpus, max_restarts=0, max_task_retries=0)
         self.actor, self.pid = actor.remote(name, threads, str(Path.cwd())), 0
         self.ended, self.turn = ended, 0
         self.sent, self.delayed = 0.0, False
-        """When the last exchange left, and whether the next one waits for its time."""
+        """`sent`: time of the last exchange. `delayed`: True if the next one is scheduled."""
         self.receiving: set[asyncio.Task[None]] = set()
-        """A task of this loop for each exchange in flight."""
+        """One task of this event loop for each exchange in flight."""
 
-    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
+    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *args: Any) -> None:
         try:
-            found = [await each for each in told]
-            self.pid = await self.actor.process.remote()  # it may take long until Ray has a place for it
+            found = [await each for each in args]
+            self.pid = await self.actor.process.remote()  # it may take long until Ray has the resources
         except RayActorError as error:
             raise WorkerDied(f"{worker.name} died before it was loaded: {reason(error)}") from None
         await worker.load(ray.cloudpickle.dumps(partial(build, *found)))
@@ -139,7 +138,7 @@ class RayLink:
         worker.end("it was dismissed")
 
     def attach(self, worker: RemoteWorker) -> None:
-        """An exchange of an earlier event loop is nobody's any more."""
+        """Use another event loop; exchanges of the earlier loop are abandoned."""
         self.worker, self.receiving, self.sent, self.delayed = worker, set(), 0.0, False
 
     def _send_delayed(self) -> None:
@@ -149,21 +148,21 @@ class RayLink:
     def send(self) -> None:
         loop, worker = asyncio.get_running_loop(), self.worker
         if daemon := self.ended():
-            worker.bury(f"{daemon}, a daemon of Ray, has ended")
+            worker.mark_gone(f"{daemon}, a daemon of Ray, has ended")
         to_wait = worker.waiting and not self.receiving
         if worker.gone or len(self.receiving) == 2 or not (worker.outbox or to_wait):
             return
-        if self.receiving and (early := self.sent + TICK - loop.time()) > 0:  # it has something to do
+        if self.receiving and (early := self.sent + TICK - loop.time()) > 0:  # the worker is busy
             if not self.delayed:
                 self.delayed = True
                 loop.call_later(early, self._send_delayed)
             return
         self.sent = loop.time()
-        calls, bundles = worker.posted(), dict[Any, int]()
+        calls, bundles = worker.take_outbox(), dict[Any, int]()
         try:
-            named = renamed(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
+            named = map_references(calls, lambda body: Body(bundles.setdefault(body.bundle, len(bundles)), body.index))
             returned = self.actor.exchange.remote(self.turn, named, *bundles)
-        except Exception as error:  # an argument cannot be sent: nothing has left
+        except Exception as error:  # an argument cannot be pickled: nothing was sent
             worker.fail([call.id for call in calls], error)
             return
         self._expect(self.turn, calls, returned)
@@ -172,12 +171,12 @@ class RayLink:
     def _expect(self, turn: int, calls: Sequence[Call], returned: Any) -> None:
         self.receiving.add(asyncio.get_running_loop().create_task(self._receive(turn, calls, *returned)))
 
-    def _without(self, lost: str, calls: Sequence[Call]) -> None:
-        """Fail those that took what is lost along, or anything, if that is not known; the others leave once more."""
+    def _resend_without(self, lost: str, calls: Sequence[Call]) -> None:
+        """Fail the calls that use the lost bundle (all with bundles, if `lost` is ""), and post the others again."""
         worker, again = self.worker, list[Call]()
         for call in calls:
             if any(lost in ("", bundle.hex()) for bundle in bundles(call)):
-                why = f"records for {worker.name} are lost: the machine on which they lay is gone"
+                why = f"records for {worker.name} are lost: the machine that held them is gone"
                 worker.fail([call.id], RecordsLost(why))
             elif call.id in worker.waiting or call.method in (CANCEL, PING):
                 again.append(call)
@@ -189,23 +188,23 @@ class RayLink:
         try:
             answers: list[Answer] = await headers
         except RayActorError as error:
-            self.worker.end(reason(error))  # it may only be out of reach
+            self.worker.end(reason(error))  # `end` kills: the actor may be alive but unreachable
             return
         except RayError as error:  # a bundle was lost with its machine: this exchange never began
-            self._without(getattr(error, "object_ref_hex", ""), calls)
+            self._resend_without(getattr(error, "object_ref_hex", ""), calls)
             self._expect(turn, [], self.actor.exchange.remote(turn, []))
             return
         finally:
             receiving.discard(task)
         for place, answer in enumerate(answers):
             self.worker.settle(answer, partial(body_of, bodies, place))
-        asyncio.get_running_loop().call_soon(self.send)  # after those who now go on and call again
+        asyncio.get_running_loop().call_soon(self.send)  # after the resumed callers have posted new calls
 
 
 def bundles(call: Call) -> set[Any]:
-    """What the bodies in a call lie in."""
+    """Return the bundles that hold the bodies in a call."""
     found = set[Any]()
-    renamed(call, lambda body: found.add(body.bundle))
+    map_references(call, lambda body: found.add(body.bundle))
     return found
 
 
@@ -214,6 +213,6 @@ def body_of(bodies: Any, answer: int, place: int) -> Body:
 
 
 def reason(error: RayError) -> str:
-    """The one telling sentence among many, where there is one."""
+    """Return the informative sentence of a Ray error if there is one, else the first line."""
     detail = str(error).partition("Worker exit detail: ")[2].partition(" Some common causes")[0]
     return (detail or first_line(error)).removesuffix(".")

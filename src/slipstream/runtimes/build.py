@@ -1,4 +1,4 @@
-"""One engine at a time, from the plan: what every runtime puts together in its own way."""
+"""Build single engines from the plan; every runtime combines them in its own way."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ AnyScorer = NativeScorer | HttpScorer | VllmScorer
 
 
 def build_model(plan: ModelPlan) -> LanguageModel:
-    trained = plan.lora is not None  # an adapter, on what it stands on
+    trained = plan.lora is not None  # train an adapter on its unmerged base
     lm = load_model(plan.name, dtype=plan.dtype, device=plan.device, longest=plan.longest, base=trained)
     return lm if plan.lora is None else with_adapters(lm, plan.lora, seed=plan.seed)
 
@@ -56,7 +56,7 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
         return build_agents(plan, plan.environment, plan.environment.gateway, tokenizer)
     assert plan.environment.wanted is not None
     with ExitStack() as stack:
-        hosts = Hosts(plan.environment.wanted, plan.environment.processes)  # they start while models load
+        hosts = Hosts(plan.environment.wanted, plan.environment.processes)  # their processes start while models load
         stack.callback(hosts.close)
         policy = build_policy(plan, tokenizer)
         stack.callback(policy.close)
@@ -67,8 +67,8 @@ def build_sampler(plan: SamplerPlan, tokenizer: Tokenizer) -> AnySampler:
 
 
 def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan, tokenizer: Tokenizer) -> Agents:
-    """The port is taken first: if it is not free, nothing is loaded in vain."""
-    from slipstream.environments.gateway.server import Server  # an extra
+    """Build a gateway for external agents; bind the port first, so that an occupied port fails before models load."""
+    from slipstream.environments.gateway.server import Server  # needs an optional dependency
 
     guests, agent, seconds = Guests(gateway.token, there.limits.step_seconds / 2), gateway.agent, there.limits.seconds
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan
 
 
 def build_policy(plan: SamplerPlan, tokenizer: Tokenizer) -> NativeSampler | VllmSampler:
-    """What draws one turn."""
+    """Build the engine that draws single turns."""
     match plan.runs:
         case Settings() as settings:
             ends = stop_ids(tokenizer, generation_of(settings.model))
@@ -107,7 +107,7 @@ def build_policy(plan: SamplerPlan, tokenizer: Tokenizer) -> NativeSampler | Vll
 
 
 class SelfGrading(Graded):
-    """A sampler that attaches rewards where the tokens are."""
+    """Sampler that grades responses in the process that holds the tokens."""
 
     def __init__(self, sampler: SamplerPlan, grader: GraderPlan, tokenizer: Tokenizer) -> None:
         with ExitStack() as stack:
@@ -138,7 +138,6 @@ def decoder(tokenizer: Tokenizer) -> Callable[[object], str]:
 
 
 def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> AnyScorer:
-    """One replica of a teacher."""
     longest = plan.runs.longest if isinstance(plan.runs, ModelPlan) else None
     context = context_of(plan.context, tokenizer, longest=longest, timeout=plan.timeout)
     match plan.runs:
@@ -170,15 +169,15 @@ def build_scorer(plan: ScorerPlan, tokenizer: Tokenizer) -> AnyScorer:
 
 
 def build_rank(plan: LearnerPlan, tokenizer: Tokenizer, index: int, meeting: Meeting) -> NativeLearner:
-    """One of several learner ranks. They meet when all have loaded their models, which takes its time."""
-    # where it computes, a rank need not hold more than its share: layers go there one at a time, as they are sharded
+    """Build one of several learner ranks. Ranks meet only after loading their models, because loading takes long."""
+    # load on the CPU: sharding moves layers to the device one by one, so it never holds more than a rank's share
     student, device = build_model(replace(plan.student, device="cpu")), pick_device(plan.student.device)
     ranks = join(meeting, index, plan.settings.ranks, device=device, patience=plan.patience)
     return build_learner(plan, tokenizer, student, ranks)
 
 
 class Meet:
-    """Where the ranks of this machine meet."""
+    """Rendezvous store for the ranks of this machine."""
 
     def __init__(self) -> None:
         self.store, self.at = open_store(LOOPBACK)
@@ -192,7 +191,7 @@ def build_learner(
 ) -> NativeLearner:
     head = None
     if plan.teacher is not None:
-        # on the CPU first: only the head is kept
+        # load on the CPU, because only the head is kept
         head = build_model(replace(plan.teacher, device="cpu")).head.to(pick_device(plan.teacher.device))
     return NativeLearner(
         student or build_model(plan.student),

@@ -1,11 +1,11 @@
-"""Messages over a pair of sockets: a value, pickled, with parcels that nobody opens on the way.
+"""Messages over a socket pair: a pickled value, with parcels that intermediate processes do not open.
 
     8 bytes     length of the head
-    head        the pickle of (value, what is said of each parcel)
+    head        pickle of (value, size of each parcel)
     parcels     Packed: its bytes. Mapped: nothing; its descriptor came with the first bytes of the message
 
-Nothing here waits: `read` takes what has come, `write` gives what is taken, and an event loop calls them when there is
-something to do. What is half read or half written stays with the channel, so one loop may follow another.
+Nothing here blocks: `read` takes the available bytes, `write` sends what the socket accepts, and an event loop calls
+both. Partial messages stay in the channel, so it can move to another event loop.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from typing import Any
 
 PREFIX = 8
 DESCRIPTORS = 16
-"""The most that come at a time."""
-TOGETHER = 64
-"""Parts that one system call takes."""
-KEPT_HERE = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-"""Descriptors that come are not for programs that are started here."""
+"""Largest number of descriptors per received message."""
+MAX_BUFFERS = 64
+"""Largest number of buffers per system call."""
+CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+"""Flag: received descriptors are not inherited by programs that are started here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """A pickle, for its reader."""
+    """Pickled bytes, which only the final receiver unpickles."""
 
     data: bytes | bytearray
 
 
 class Mapped:
-    """Bytes in memory that has no name: whoever has it reads them in place, and they are freed when nobody has it."""
+    """Bytes in anonymous shared memory, readable in place and freed with the last holder."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.descriptor, self.size = descriptor, size
@@ -51,7 +51,7 @@ class Mapped:
 
     @classmethod
     def of(cls, data: memoryview) -> Mapped:
-        made = cls(nameless(), data.nbytes)
+        made = cls(anonymous_memory(), data.nbytes)
         while data.nbytes:
             data = data[os.write(made.descriptor, data) :]
         return made
@@ -60,10 +60,10 @@ class Mapped:
         return mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ)
 
 
-def nameless() -> int:
+def anonymous_memory() -> int:
     if sys.platform == "linux":
         return os.memfd_create("slipstream")
-    with tempfile.TemporaryFile() as file:  # it has lost its name already
+    with tempfile.TemporaryFile() as file:  # an unnamed file
         return os.dup(file.fileno())
 
 
@@ -71,21 +71,21 @@ Parcel = Packed | Mapped
 
 
 class Channel:
-    def __init__(self, ours: socket.socket, heard: Callable[[Any, list[Parcel]], None]) -> None:
+    def __init__(self, ours: socket.socket, on_message: Callable[[Any, list[Parcel]], None]) -> None:
         ours.setblocking(False)
-        self.socket, self.heard = ours, heard
+        self.socket, self.on_message = ours, on_message
         self.loop: asyncio.AbstractEventLoop | None = None
         self.unsent: deque[tuple[list[memoryview], list[Mapped]]] = deque()
-        """What is left of each message, and the memory whose descriptors go with its first byte."""
+        """Unsent buffers of each message, and shared memory whose descriptors go with the first byte."""
         self.descriptors: deque[int] = deque()
-        """They have come, and their message has not been read so far."""
+        """Received descriptors whose message is not complete."""
         self.parts = self._parts()
         self.part = next(self.parts)
 
     # --- with an event loop ----------------------------------------------------------------------------------
 
     def attach(self, lost: Callable[[], None]) -> None:
-        """To the loop that runs, from now on; `lost` is called when the other end is gone."""
+        """Attach to the running event loop; `lost` is called when the other end is closed."""
         self.detach()
         self.loop, self.lost = asyncio.get_running_loop(), lost
         self.loop.add_reader(self.socket, self._readable)
@@ -110,7 +110,7 @@ class Channel:
     # --- messages --------------------------------------------------------------------------------------------
 
     def send(self, value: Any, parcels: Sequence[Parcel] = ()) -> None:
-        """Now, as far as the other end takes it; raises what pickling raises, and then nothing has left."""
+        """Queue a message and send what the socket accepts. If pickling raises, nothing is sent."""
         sizes = [len(p.data) if isinstance(p, Packed) else -1 - p.size for p in parcels]
         head = pickle.dumps((value, sizes), protocol=5)
         idle = not self.unsent
@@ -121,11 +121,11 @@ class Channel:
             self.loop.add_writer(self.socket, self._writable)
 
     def write(self) -> bool:
-        """Whether all has left. What nobody is there to take is gone: whoever reads here finds that out."""
+        """Send what the socket accepts; return True if nothing is left. A closed socket drops the rest."""
         while self.unsent:
             parts, mapped = self.unsent[0]
             try:
-                sent = socket.send_fds(self.socket, parts[:TOGETHER], [each.descriptor for each in mapped])
+                sent = socket.send_fds(self.socket, parts[:MAX_BUFFERS], [each.descriptor for each in mapped])
             except BlockingIOError:
                 return False
             except (BrokenPipeError, ConnectionResetError):
@@ -141,10 +141,10 @@ class Channel:
         return True
 
     def read(self) -> bool:
-        """Take what has come; false when the other end is gone."""
+        """Read the available bytes; return False when the other end is closed."""
         while True:
             try:
-                count, extras, _, _ = self.socket.recvmsg_into([self.part], 4 * DESCRIPTORS, KEPT_HERE)
+                count, extras, _, _ = self.socket.recvmsg_into([self.part], 4 * DESCRIPTORS, CLOSE_ON_EXEC)
             except BlockingIOError:
                 return True
             except ConnectionResetError:
@@ -158,9 +158,9 @@ class Channel:
                 self.part = next(self.parts)
 
     def _parts(self) -> Iterator[memoryview]:
-        """What is to be filled next."""
+        """Yield the buffers to fill next."""
         while True:
-            yield from self._message()  # which forgets what was in it
+            yield from self._message()  # a generator per message frees the message's buffers
 
     def _message(self) -> Iterator[memoryview]:
         prefix = bytearray(PREFIX)
@@ -176,22 +176,22 @@ class Channel:
                 data = bytearray(size)
                 yield memoryview(data)
                 parcels.append(Packed(data))
-        self.heard(value, parcels)
+        self.on_message(value, parcels)
 
     # --- the end ---------------------------------------------------------------------------------------------
 
     def hang_up(self) -> None:
-        """As `say_goodbye`, and nobody listens here any more."""
+        """Detach, and close this end for writing."""
         self.detach()
-        self.say_goodbye()
+        self.close_writing()
 
-    def say_goodbye(self) -> None:
-        """The other end reads to the end of what was sent, and then that there is no more."""
-        with contextlib.suppress(OSError):  # it may be gone
+    def close_writing(self) -> None:
+        """Close this end for writing: the other end reads all that was sent, then end of file."""
+        with contextlib.suppress(OSError):  # the other end may be closed
             self.socket.shutdown(socket.SHUT_WR)
 
     def drain(self, until: float) -> None:
-        """Wait for the other end to go, by this time of the monotonic clock; what it still says is nobody's."""
+        """Wait until the other end closes or the monotonic clock reaches `until`; discard what it sends."""
         with contextlib.suppress(TimeoutError, ConnectionError):
             while (left := until - time.monotonic()) > 0:
                 self.socket.settimeout(left)

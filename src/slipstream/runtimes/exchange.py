@@ -1,18 +1,16 @@
-"""An engine in a process of its own, and the client that calls it, whatever the way between the two.
+"""Calls to an engine in another process, independent of the transport.
 
     coordinator: RemoteWorker ── Link ──▶ Host: engine
     call 1, call 2, cancel 0 ───────────▶ starts 1 and 2, cancels 0
     answer ◀───────────────── value, bodies of 2
 
-Calls leave as soon as they are made, and an answer comes when its call has ended: a publish is heard while a thousand
-generates wait. An answer is small: in place of every record and of exported weights it holds an index into `bodies`.
-The coordinator never opens those: it holds each as a `Body`, which the link sends on, and which is freed with its last
-holder.
+Calls are sent at once and answered when they end, so a publish is answered while a thousand generates wait. An answer
+is small: records and exported weights are replaced by indices into `bodies`. The coordinator never opens bodies. It
+holds each as a `Body`, which the link forwards and which is freed with its last holder.
 
-As long as anybody waits for an answer, the process is asked every few seconds whether it is there, and its event loop
-says so: engines are built and compute in threads, so that it can. One that says nothing for `heartbeat` seconds hangs,
-and is killed. The seconds are counted in beats of the coordinator's own loop: a coordinator that was stopped itself, or
-had its hands full, blames nobody.
+While callers wait, the process gets regular pings. Its event loop answers them, because engines are built and compute
+in threads. A process that is silent for `heartbeat` seconds is considered hung and killed. These seconds are counted in
+beats of the coordinator's own loop, so a stopped or busy coordinator blames no worker.
 """
 
 from __future__ import annotations
@@ -33,22 +31,22 @@ from slipstream.protocols import WeightsRef
 from slipstream.records import Batch, Handle
 
 START, CANCEL, PING, CPU_SECONDS = "start", "", "ping", "cpu seconds"
-"""What the host does itself; all other calls are the engine's."""
+"""Methods of the host itself; all other calls go to the engine."""
 NOBODY = -1
-"""The number of a call whose answer nobody waits for."""
+"""Id of calls whose answer nobody waits for."""
 BEATS = 6
-"""How often within a heartbeat a process is asked whether it is there."""
+"""Pings per heartbeat period."""
 HEARTBEAT = 60.0
-"""What `runtime.heartbeat` is unless a config says otherwise."""
+"""Default of `runtime.heartbeat`, in seconds."""
 GOODBYE = 10.0
 """Seconds that engines have to close before their processes are killed."""
 REMINDER = 60.0
-"""Seconds between two lines about engines that have not started."""
+"""Seconds between two messages about engines that have not started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A method of the engine; or one of the host's: `CANCEL` cancels the call of that number."""
+    """A call of an engine's or the host's method; `CANCEL` cancels the call with the same id."""
 
     id: int
     method: str
@@ -58,7 +56,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call has returned, or the error that it raised, pickled, with its traceback there."""
+    """Return value of a call, or its pickled error with the remote traceback."""
 
     id: int
     value: Any = None
@@ -75,34 +73,32 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """Where a record lies: what its link holds for an answer, and its place there. In a call, whatever the link makes
-    of the two."""
+    """Reference to a record: the bundle of an answer and the index in it; links translate both in calls."""
 
     bundle: Any
     index: Any
 
 
-def swapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same arguments or results, with every body in them changed."""
+def map_bodies(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the same arguments or results with every body replaced by `change(body)`."""
     match value:
         case Handle(header, body):
             return value if body is None else Handle(header, change(body))
         case WeightsRef(body=body):
             return replace(value, body=change(body))
         case Batch(groups, update):
-            return Batch(swapped(groups, change), update)
+            return Batch(map_bodies(groups, change), update)
         case list() | tuple():
-            return type(value)([swapped(item, change) for item in value])
+            return type(value)([map_bodies(item, change) for item in value])
         case Call(id, method, args, options):
-            return Call(id, method, swapped(args, change), options)
+            return Call(id, method, map_bodies(args, change), options)
         case _:
             return value
 
 
-def renamed(value: Any, change: Callable[[Body], Any]) -> Any:
-    """Return the same calls with every reference in them changed. A record that the coordinator made itself has none:
-    it travels inside the call."""
-    return swapped(value, lambda body: change(body) if isinstance(body, Body) else body)
+def map_references(value: Any, change: Callable[[Body], Any]) -> Any:
+    """Return the same calls with every `Body` changed; records made by the coordinator stay inside the call."""
+    return map_bodies(value, lambda body: change(body) if isinstance(body, Body) else body)
 
 
 def failed(id: int, error: BaseException) -> Answer:
@@ -110,13 +106,13 @@ def failed(id: int, error: BaseException) -> Answer:
     try:
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # whatever a foreign error class does when it is pickled: its name and message must do
+    except Exception:  # classes of other libraries may fail to pickle: send name and message only
         pickled = pickle.dumps(EngineError(f"{type(error).__name__}: {first_line(error)}"))
     return Answer(id, error=pickled, trace=trace)
 
 
 class Host:
-    """The engine's end: runs what is called and tells what came of it, with the bodies that belong there."""
+    """The engine's side: runs calls and sends their answers with bodies."""
 
     def __init__(
         self,
@@ -124,7 +120,7 @@ class Host:
         tell: Callable[[Answer, list[Any]], None],
         pack: Callable[[list[Any]], Awaitable[list[Any]]] | None = None,
     ) -> None:
-        """`pack` makes of the bodies of an answer what is told with it."""
+        """Call `tell` with each answer and its bodies, which `pack` (if given) converts first."""
         self.name, self.tell, self.pack = name, tell, pack
         self.engine: Any = None
         self.running: dict[int, asyncio.Task[None]] = {}
@@ -139,7 +135,7 @@ class Host:
             self.running[call.id].cancel()
 
     async def _run(self, call: Call) -> None:
-        bodies, told = list[Any](), list[Any]()
+        bodies, parcels = list[Any](), list[Any]()
 
         def keep(body: Any) -> int:
             bodies.append(body)
@@ -148,18 +144,18 @@ class Host:
         try:
             result: Any = None
             if call.method == START:
-                self.engine = await asyncio.to_thread(built, *call.args)
+                self.engine = await asyncio.to_thread(unpickle_engine, *call.args)
             elif call.method == CPU_SECONDS:
                 result = cpu_seconds_here()
             else:
                 result = await getattr(self.engine, call.method)(*call.args, **call.options)
-            answer = Answer(call.id, swapped(result, keep))
-            told = await self.pack(bodies) if self.pack else bodies
-        except asyncio.CancelledError:  # if it is not the caller who cancelled, it must hear of it
+            answer = Answer(call.id, map_bodies(result, keep))
+            parcels = await self.pack(bodies) if self.pack else bodies
+        except asyncio.CancelledError:  # the caller waits for an answer unless the caller cancelled
             answer = failed(call.id, EngineError(f"{call.method} was cancelled in {self.name}"))
         except Exception as error:
             answer = failed(call.id, error)
-        self.tell(answer, told)
+        self.tell(answer, parcels)
 
     async def close(self) -> None:
         if tasks := list(self.running.values()):
@@ -170,9 +166,9 @@ class Host:
             close()
 
 
-def built(pickled: bytes) -> Any:
+def unpickle_engine(pickled: bytes) -> Any:
     engine = pickle.loads(pickled)()
-    gc.freeze()  # what was imported and loaded stays: no collection need look through it again
+    gc.freeze()  # imported and loaded objects stay: collections can skip them
     return engine
 
 
@@ -182,34 +178,34 @@ def cpu_seconds_here() -> float:
 
 
 class Link(Protocol):
-    """The way to the process of one engine."""
+    """Connection to the process of one engine."""
 
     @property
     def pid(self) -> int: ...
 
-    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
-        """Have the process build its engine (`worker.load`), when it is there; raises what that raises."""
+    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *args: Any) -> None:
+        """Have the process build its engine (`worker.load`); raise the error if that fails."""
         ...
 
     def attach(self, worker: RemoteWorker) -> None:
-        """The worker's calls come from another event loop from now on, which is the one that runs."""
+        """Serve calls from the running event loop from now on."""
         ...
 
     def send(self) -> None:
-        """Take what is in the worker's outbox, now or when its time has come."""
+        """Take the calls in the worker's outbox, now or later."""
         ...
 
     def kill(self) -> None:
-        """Whatever state the process is in; without waiting for its end."""
+        """Kill the process in any state, without waiting for its end."""
         ...
 
     async def leave(self, worker: RemoteWorker) -> None:
-        """Have the engine close, if it does in time, and end its process."""
+        """Have the engine close within a time limit, and end its process."""
         ...
 
 
 class RemoteWorker:
-    """The coordinator's end. When the process is gone, so are all calls that are with it, and all that come later."""
+    """The coordinator's side. When the process is gone, all pending and later calls raise WorkerDied."""
 
     def __init__(self, name: str, link: Link, heartbeat: float = HEARTBEAT) -> None:
         self.name, self.link, self.heartbeat = name, link, heartbeat
@@ -219,9 +215,9 @@ class RemoteWorker:
         self.waiting: dict[int, asyncio.Future[Any]] = {}
         self.loop: asyncio.AbstractEventLoop | None = None
         self.beat: asyncio.TimerHandle | None = None
-        """The next one, if somebody waits."""
+        """Timer of the next beat; None if no caller waits."""
         self.silent = 0
-        """Beats since anything was heard."""
+        """Beats since the last answer."""
 
     @property
     def pid(self) -> int:
@@ -249,14 +245,13 @@ class RemoteWorker:
             del self.waiting[id]
 
     async def load(self, build: bytes) -> None:
-        """Build the engine, as the pickled function does."""
         try:
             await self.call(START, build)
         except WorkerDied as error:
             raise WorkerDied(f"while it was loaded, {error}") from None
 
     async def cpu_seconds(self) -> float:
-        """CPU time that the process has used so far, with those it started and has waited for."""
+        """Return the CPU seconds of the process and of its ended child processes."""
         seconds: float = await self.call(CPU_SECONDS)
         return seconds
 
@@ -264,7 +259,7 @@ class RemoteWorker:
         self.beat = loop.call_later(self.heartbeat / BEATS, self._on_beat, loop)
 
     def _on_beat(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Is it there? Asked as long as somebody waits."""
+        """Ping the process while callers wait; end it if it has been silent for a whole heartbeat."""
         self.beat = None
         if self.gone or not self.waiting:
             return
@@ -277,37 +272,37 @@ class RemoteWorker:
 
     def _post(self, call: Call) -> None:
         self.outbox.append(call)
-        asyncio.get_running_loop().call_soon(self.link.send)  # with all that is posted until then
+        asyncio.get_running_loop().call_soon(self.link.send)  # sends all calls that are posted until then
 
-    def posted(self) -> list[Call]:
-        """What is in the outbox, and from now on with the link."""
+    def take_outbox(self) -> list[Call]:
+        """Return the calls in the outbox and empty it."""
         calls, self.outbox = self.outbox, []
         return calls
 
     def settle(self, answer: Answer, body: Callable[[Any], Body]) -> None:
-        """An answer has come; `body` makes of an index what stands for the record."""
+        """Give an answer to its caller; `body` turns an index into a `Body`."""
         self.silent = 0
         waiting = self.waiting.get(answer.id)
         if waiting is None or waiting.done():
             return
         try:
-            waiting.set_result(swapped(answer.get(), body))
+            waiting.set_result(map_bodies(answer.get(), body))
         except Exception as error:
             waiting.set_exception(error)
 
     def fail(self, ids: Iterable[int], error: Exception) -> None:
         for id in list(ids):
             if (waiting := self.waiting.get(id)) is not None and not waiting.done():
-                waiting.set_exception(copy(error))  # each has a traceback of its own
+                waiting.set_exception(copy(error))  # every caller adds its own traceback
 
-    def bury(self, why: str) -> None:
-        """The process has ended, or is as good as that."""
+    def mark_gone(self, why: str) -> None:
+        """Mark the process as gone, and fail all pending calls."""
         if not self.gone:
             self.gone = f"{self.name} (pid {self.pid}) is gone: {why}"
             self.fail(self.waiting, WorkerDied(self.gone))
 
     def end(self, why: str) -> None:
-        """Kill the process, if it is there."""
+        """Kill the process, unless it is already gone."""
         if not self.gone:
-            self.bury(why)
+            self.mark_gone(why)
             self.link.kill()

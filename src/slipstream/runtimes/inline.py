@@ -1,4 +1,4 @@
-"""All engines in this process, each on a thread of its own: notebooks, tests, debugging, one GPU."""
+"""Run all engines in this process, each on its own thread: for notebooks, tests, debugging and a single GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.runtimes.build import AnyScorer, build_grader, build_learner, bu
 
 
 def open_engines(plan: EnginesPlan, tokenizer: Tokenizer, *, say: Callable[[str], None] = print) -> Engines:
-    torch.set_num_threads(plan.runtime.threads)  # of this thread; engines set their own
+    torch.set_num_threads(plan.runtime.threads)  # for this thread only; engines set the number for theirs
     with ExitStack() as stack:
         grader = build_grader(plan.grader, tokenizer)
         stack.callback(grader.close)

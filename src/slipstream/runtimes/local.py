@@ -1,8 +1,8 @@
-"""Every engine in a process of its own on this machine: no daemon, no port, no file.
+"""Run every engine in a process of its own on this machine: no daemon, no port, no file.
 
-Calls and answers go over socket pairs. Records are packed once, by whoever makes them, and pass through the coordinator
-unopened; weights lie in memory that the learner writes and all samplers map. A worker that died or hangs can be
-replaced by another. However the coordinator ends, all of it ends (`worker` says how).
+Calls and answers use socket pairs. Records are pickled once by their producer and pass through the coordinator
+unopened. Weights are in memory that the learner writes and all samplers map. A worker that died or hangs can be
+replaced. All processes end with the coordinator (`worker` explains how).
 """
 
 from __future__ import annotations
@@ -35,41 +35,41 @@ from slipstream.errors import AllDied, EngineError
 from slipstream.plan.engines import EnginesPlan
 from slipstream.protocols import Engines
 from slipstream.runtimes.channel import Channel, Parcel
-from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, renamed
-from slipstream.runtimes.places import Place, Say, Staff, built, engines_from, gpus_each, loading, places
-from slipstream.runtimes.worker import GPUS, Birth, nurse
+from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, map_references
+from slipstream.runtimes.places import Place, Say, Staff, construct, engines_from, gpus_each, loading_message, places
+from slipstream.runtimes.worker import GPUS, Birth, run_launcher
 
 BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""So that nothing which a nursery imports starts a thread; engines say how many they want."""
+"""Environment of the launcher: its imports must not start threads; engines set their own numbers."""
 HEARD = 120.0
-"""Seconds in which a nursery has imported everything and answered, or hangs."""
+"""Seconds in which the launcher must have imported everything and answered."""
 
 
 class Nursery:
-    """The process from which engines are forked (`worker.nurse`).
+    """Process launcher: the process from which engines are forked (`worker.run_launcher`).
 
-    It is a fork of this one as long as there is only one thread here, and begins to import at once: `train` makes it
-    before it does anything that takes time. Else it is started afresh. No engine inherits the environment variables in
-    `secrets`. Once it has imported all, one that has not answered for `heartbeat` seconds hangs, and is killed.
+    The launcher is a fork of this process if this process has only one thread, otherwise a new process. It starts to
+    import at once, so `train` creates it first. Engines do not inherit the environment variables in `secrets`. After
+    its imports, a launcher that has not answered for `heartbeat` seconds is killed.
     """
 
     def __init__(self, secrets: Collection[str] = (), heartbeat: float = HEARTBEAT) -> None:
         self.secrets, self.heartbeat, self.patience = secrets, heartbeat, HEARD
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each engine takes some, here and there
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each engine needs some in both processes
         self.gone = False
         self.control, theirs = Pipe()
-        self.process = None if alone() else started(theirs, secrets)
-        self.pid = self.process.pid if self.process else forked(theirs, self.control, secrets)
+        self.process = None if single_threaded() else spawn_launcher(theirs, secrets)
+        self.pid = self.process.pid if self.process else fork_launcher(theirs, self.control, secrets)
         self.bare = True
-        """Nothing has been asked of it: it may still be importing, and has no child."""
+        """True until the first request: the launcher may still be importing, and has no child."""
         theirs.close()
 
     def another(self) -> Nursery:
         return Nursery(self.secrets, self.heartbeat)
 
     def born(self, birth: Birth) -> LocalLink:
-        """An engine's process, and the way to it."""
+        """Start an engine's process, and return the link to it."""
         self.bare = False
         ours, theirs = socketpair()
         try:
@@ -80,30 +80,30 @@ class Nursery:
         except (EOFError, ConnectionError):
             self.gone = True
             ours.close()
-            raise AllDied(f"{birth.name} cannot start: the nursery, from which it is forked, is gone") from None
+            raise AllDied(f"{birth.name} cannot start: the process launcher, which forks it, is gone") from None
 
     def gpus(self) -> list[str]:
-        """Those of this machine, as CUDA_VISIBLE_DEVICES names them. It is the nursery that can count them."""
+        """Return this machine's GPUs as CUDA_VISIBLE_DEVICES names them, counted by the launcher."""
         try:
             self.control.send(GPUS)
             found: list[str] = self._answer()
         except (EOFError, ConnectionError):
             self.gone = True
-            raise AllDied("no engine can start: the nursery, from which they are forked, is gone") from None
+            raise AllDied("no engine can start: the process launcher, which forks them, is gone") from None
         return found
 
     def ended(self, pid: int) -> str:
-        """How a process ended, which is killed if it has not."""
+        """Kill a process if it still runs, and return how it ended."""
         try:
             self.control.send(pid)
             code = self._answer()
         except (EOFError, ConnectionError):
             self.gone = True
-            return "the nursery, its parent process, was killed"
+            return "the process launcher, its parent process, was killed"
         return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def _answer(self) -> Any:
-        """Whoever waits here stops the whole run: not for a nursery that hangs."""
+        """Return the launcher's answer; kill a launcher that hangs, because this wait stops the whole run."""
         if not self.control.poll(self.patience):
             os.kill(self.pid, signal.SIGKILL)
         answer = self.control.recv()
@@ -117,8 +117,8 @@ class Nursery:
         self.close()
 
     def close(self) -> None:
-        """When this returns nothing is left of it, its engines and what those started."""
-        if self.bare:  # whoever is told of a mistake does not wait for imports
+        """End the launcher, all engines and their children."""
+        if self.bare:  # a command that fails early must not wait for the imports
             os.kill(self.pid, signal.SIGKILL)
         self.control.close()
         if self.process:
@@ -127,12 +127,12 @@ class Nursery:
             os.waitpid(self.pid, 0)
 
 
-def alone() -> bool:
-    """Whether this process has one thread, so that a copy of it misses none."""
+def single_threaded() -> bool:
+    """Return True if this process has one thread, so that a fork copies all of it."""
     return sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
 
 
-def forked(theirs: Connection, ours: Connection, secrets: Collection[str]) -> int:
+def fork_launcher(theirs: Connection, ours: Connection, secrets: Collection[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
@@ -143,66 +143,66 @@ def forked(theirs: Connection, ours: Connection, secrets: Collection[str]) -> in
         for name in secrets:
             os.environ.pop(name, None)
         os.environ |= BARE
-        os.setsid()  # what a terminal sends goes to the coordinator alone
-        nurse(theirs)
+        os.setsid()  # signals from a terminal must reach the coordinator only
+        run_launcher(theirs)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def started(theirs: Connection, secrets: Collection[str]) -> Popen[bytes]:
-    told = BARE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def spawn_launcher(theirs: Connection, secrets: Collection[str]) -> Popen[bytes]:
+    environment = BARE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return Popen(
         [sys.executable, "-m", "slipstream.runtimes.worker", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         stdin=DEVNULL,
         start_new_session=True,
-        env={name: value for name, value in os.environ.items() if name not in secrets} | told,
+        env={name: value for name, value in os.environ.items() if name not in secrets} | environment,
     )
 
 
 class LocalLink:
     def __init__(self, ours: socket, pid: int, nursery: Nursery) -> None:
-        self.channel, self.pid, self.nursery = Channel(ours, self._heard), pid, nursery
+        self.channel, self.pid, self.nursery = Channel(ours, self._on_answer), pid, nursery
         self.started = False
-        """Whether the engine could be built, and is to be closed."""
+        """True once the engine is built; only such engines are closed."""
         self.ending = ""
         self.lost = asyncio.Event()
-        """Its end of the channel is closed."""
+        """Set when the process has closed its end of the channel."""
 
-    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *told: Any) -> None:
-        await worker.load(pickle.dumps(partial(build, *told)))
+    async def start(self, worker: RemoteWorker, build: Callable[..., Any], *args: Any) -> None:
+        await worker.load(pickle.dumps(partial(build, *args)))
         self.started = True
 
     def attach(self, worker: RemoteWorker) -> None:
         self.worker = worker
-        self.channel.attach(self._lost)
+        self.channel.attach(self._on_closed)
 
     def send(self) -> None:
         if not self.worker.gone:
-            for call in self.worker.posted():
+            for call in self.worker.take_outbox():
                 self._send(self.worker, call)
 
     def _send(self, worker: RemoteWorker, call: Call) -> None:
         places = dict[Parcel, int]()
         try:
-            named = renamed(call, lambda body: Body(places.setdefault(body.bundle, len(places)), body.index))
+            named = map_references(call, lambda body: Body(places.setdefault(body.bundle, len(places)), body.index))
             self.channel.send(named, list(places))
-        except Exception as error:  # an argument cannot be sent, whatever its pickling raises
+        except Exception as error:  # pickling an argument can raise any exception
             worker.fail([call.id], error)
 
-    def _heard(self, answer: Answer, parcels: list[Parcel]) -> None:
+    def _on_answer(self, answer: Answer, parcels: list[Parcel]) -> None:
         self.worker.settle(answer, partial(Body, parcels[0] if parcels else None))
 
-    def _lost(self) -> None:
+    def _on_closed(self) -> None:
         self.lost.set()
-        self.worker.bury(self.ended())
+        self.worker.mark_gone(self.ended())
 
     async def leave(self, worker: RemoteWorker) -> None:
         if not worker.gone:
             self.attach(worker)
-            self.channel.say_goodbye()
+            self.channel.close_writing()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.lost.wait(), GOODBYE)
         worker.end("it was dismissed")
@@ -210,12 +210,11 @@ class LocalLink:
         self.channel.close()
 
     def kill(self) -> None:
-        """Its end of the channel closes with it, so `_lost` hears of that."""
+        """Kill the process. This closes its end of the channel, which calls `_on_closed`."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def ended(self) -> str:
-        """How the process ended, which is killed if it has not."""
         self.ending = self.ending or self.nursery.ended(self.pid)
         return self.ending
 
@@ -223,14 +222,14 @@ class LocalLink:
 def open_engines(
     plan: EnginesPlan, tokenizer: Tokenizer, *, nursery: Nursery | None = None, say: Say = print, still: Say = str
 ) -> Engines:
-    """Without a nursery, or where that is gone, they get one of their own."""
+    """Open all engines; start a launcher if none is given or if the given one is gone."""
     wanted = places(plan, tokenizer)
     with ExitStack() as stack:
         if nursery is None or nursery.gone:
             nursery = stack.enter_context(nursery.another() if nursery else Nursery())
         gpus = nursery.gpus()
         each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(gpus), say)
-        say(loading(plan))
+        say(loading_message(plan))
         staff = start(
             wanted, nursery, stack, gpus=gpus if each else [], heartbeat=plan.runtime.heartbeat, say=say, still=still
         )
@@ -238,7 +237,7 @@ def open_engines(
 
 
 def check_gpus(plan: EnginesPlan, tokenizer: Tokenizer, say: Say) -> None:
-    """What `open_engines` will say of them, or refuse, before anything is opened."""
+    """Raise or report what `open_engines` would about GPUs, before anything is opened."""
     from torch import cuda
 
     gpus_each(plan.runtime.device, sum(place.computes for place in places(plan, tokenizer)), cuda.device_count(), say)
@@ -254,8 +253,7 @@ def start(
     say: Say,
     still: Say = str,
 ) -> Staff:
-    """All at the same time, each with GPUs of its own if there are any, which whoever replaces it gets too; without
-    `gpus` each may look at all of them."""
+    """Start all engines at once. Each gets GPUs of its own, also for its replacement; `gpus` None: all see all GPUs."""
     where = meeting(nursery, stack, say) if any(place.meets for place in wanted) else None
     links: list[LocalLink] = []
     stack.callback(stop, links)
@@ -264,7 +262,7 @@ def start(
     def born(place: Place) -> RemoteWorker:
         if place.name not in own:
             if gpus and place.computes > len(free):
-                raise EngineError("no GPU is free for it")
+                raise EngineError(f"no GPU is free for {place.name}")
             own[place.name] = [free.popleft() for _ in range(place.computes if gpus else 0)]
         visible = None if gpus is None else ",".join(own[place.name])
         links.append(nursery.born(Birth(place.name, place.threads, str(Path.cwd()), visible)))
@@ -282,14 +280,14 @@ def start(
 
 
 def meeting(nursery: Nursery, stack: ExitStack, say: Say) -> tuple[str, int]:
-    """Where ranks meet: a process that does nothing else, and ends after them."""
-    (worker,) = start([Place(RemoteWorker, "meeting", 1, partial(built, "Meet"))], nursery, stack, say=say).places
+    """Start a process that serves the rendezvous of ranks and ends after them; return its address."""
+    (worker,) = start([Place(RemoteWorker, "meeting", 1, partial(construct, "Meet"))], nursery, stack, say=say).places
     where: tuple[str, int] = asyncio.run(worker.call("where"))
     return where
 
 
 def stop(links: Sequence[LocalLink]) -> None:
-    """Engines close, those of them that hear it in time."""
+    """Close all engines in time, then end their processes."""
     closing = [link for link in links if link.started and not link.ending]
     for link in closing:
         link.channel.hang_up()

@@ -1,4 +1,4 @@
-"""Which engine gets a process of its own, whoever starts those, and how it looks from the coordinator."""
+"""Places of engines that run in processes of their own, and the clients that represent them in the coordinator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from slipstream.runtimes.ranked import RankedLearner
 
 Say = Callable[[str], object]
 SHOWN = 5
-"""Names in a line about many."""
+"""Most names in a line that lists many."""
 
 
 class RemoteSampler(RemoteWorker):
@@ -103,43 +103,43 @@ class RemoteLearner(RemoteWorker):
 
 
 def without_bodies(batch: Batch) -> Batch:
-    """For a learner, which has them since `prepare`."""
+    """Return a batch without bodies, which the learner has held since `prepare`."""
     groups = tuple([Handle(handle.header, None) for handle in group] for group in batch.groups)
     return Batch(groups, batch.update)
 
 
 @dataclass(frozen=True)
 class Place:
-    """An engine to be: its name, what it asks of the machine, and what builds it, there."""
+    """An engine to be started: name, resources, and the function that builds the engine in its process."""
 
     kind: type[RemoteWorker]
     name: str
     threads: int
     build: Callable[..., Any]
     meets: bool = False
-    """It is one of several ranks: `build` is told where they meet."""
+    """True for one of several ranks: `build` gets their rendezvous address."""
     teacher: str = ""
-    """The one of whom it is a replica."""
+    """Teacher of which the engine is a replica; "" for other engines."""
     computes: int = 1
-    """How many devices its model runs on, each of which may be a GPU; none, where it runs no model."""
+    """Number of devices that the engine's model runs on, each of which may be a GPU; 0 if it runs no model."""
 
     @property
     def what(self) -> str:
-        """Which kind of worker; none, where more of them would be of no use."""
+        """Kind of worker that can be scaled, such as "sampler"; "" if more workers of this kind are useless."""
         if self.kind is RemoteSampler:
             return "sampler"
         return f"teacher.{self.teacher}" if self.teacher and self.computes else ""
 
 
-def built(what: str, *given: Any) -> Any:
-    """What a function of `build` makes. Called where the engine is to be: only there all is imported that computes."""
+def construct(what: str, *given: Any) -> Any:
+    """Call a function of `build` in the engine's process, so that only this process imports the compute libraries."""
     from slipstream.runtimes import build
 
     return getattr(build, what)(*given)
 
 
 def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
-    sampler, build = plan.sampler, partial(built, "SelfGrading", plan.sampler, plan.grader, tokenizer)
+    sampler, build = plan.sampler, partial(construct, "SelfGrading", plan.sampler, plan.grader, tokenizer)
     return [
         *learner_places(plan.learner, tokenizer),
         *(
@@ -152,28 +152,28 @@ def places(plan: EnginesPlan, tokenizer: Tokenizer) -> list[Place]:
 
 def learner_places(plan: LearnerPlan, tokenizer: Tokenizer) -> list[Place]:
     if plan.settings.ranks == 1:
-        return [Place(RemoteLearner, "learner", plan.threads, partial(built, "build_learner", plan, tokenizer))]
+        return [Place(RemoteLearner, "learner", plan.threads, partial(construct, "build_learner", plan, tokenizer))]
     return [
-        Place(RemoteLearner, name, plan.threads, partial(built, "build_rank", plan, tokenizer, rank), meets=True)
+        Place(RemoteLearner, name, plan.threads, partial(construct, "build_rank", plan, tokenizer, rank), meets=True)
         for rank, name in enumerate(names("learner", plan.settings.ranks))
     ]
 
 
 def scorer_places(scorers: Mapping[str, ScorerPlan], tokenizer: Tokenizer) -> Iterator[Place]:
-    """Of an endpoint, too, the clients have processes: records go there and back without being opened here."""
+    """Yield a place per scorer replica. Clients of endpoints also get processes, so that records pass unopened."""
     for teacher, scorer in scorers.items():
-        build, computes = partial(built, "build_scorer", scorer, tokenizer), int(bool(scorer.here))
+        build, computes = partial(construct, "build_scorer", scorer, tokenizer), int(bool(scorer.here))
         for name in names(scorer_name(teacher, scorers), scorer.replicas):
             yield Place(RemoteScorer, name, scorer.threads, build, teacher=teacher, computes=computes)
 
 
-def loading(plan: EnginesPlan) -> str:
+def loading_message(plan: EnginesPlan) -> str:
     teachers = "".join(f" and teacher {scorer.here}" for scorer in plan.scorers.values() if scorer.here)
     return f"loading student {plan.learner.student.name}{teachers}"
 
 
 def gpus_each(device: str, engines: int, there: float, say: Say) -> int:
-    """One for each engine, or none."""
+    """Return 1 if each engine gets a GPU, else 0; raise a ConfigError if "cuda" is configured but GPUs are too few."""
     if device == "auto":
         if 0 < there < engines:
             say(
@@ -191,13 +191,13 @@ def gpus_each(device: str, engines: int, there: float, say: Say) -> int:
 
 
 class Vacancy:
-    """Nobody, so far, or `coming`, who is being started there."""
+    """Place without a worker; `coming` is the worker that is being started there, or None."""
 
     coming: RemoteWorker | None = None
 
 
 class Staff:
-    """The workers, each with its place, where another can be put when it died or hangs."""
+    """Workers and the place of each. A worker that died or hangs can be replaced."""
 
     def __init__(
         self,
@@ -206,19 +206,20 @@ class Staff:
         takes: Callable[[Place], Mapping[str, float]] = lambda _: {},
         there: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`born` starts a process, which has no engine yet, on what its place `takes` of what is `there`, and `buried`
-        gives that back."""
+        """Use `born` to start a process on the resources that its place `takes`, and `buried` to release them."""
         self.born, self.buried, self.takes, self.there = born, buried, takes, there
         self.places = dict[Any, Place]()
-        """Of each worker; of a `Vacancy`, where one is to come."""
+        """Place of each worker and of each `Vacancy`."""
         self.kinds = dict[str, Place]()
-        """One of each kind of which there may be more."""
+        """An example place of each kind that can be scaled."""
 
     def begin(
         self, wanted: Sequence[Place], meeting: Callable[[RemoteWorker], Any], say: Say, still: Say = str
     ) -> None:
-        """All at the same time; `meeting` is where the first rank has the others meet. An engine that cannot be built
-        raises here as itself. `still` is told whenever fewer are waited for; `say`, only where that takes long."""
+        """Start all workers at the same time; `meeting` returns the rendezvous address from the first rank.
+
+        `still` is called whenever the list of pending workers changes, `say` only if loading takes long.
+        """
         self.places = {self.born(place): place for place in wanted}
         self.kinds = {place.what: place for place in wanted if place.what}
         where = [meeting(worker) for worker, place in self.places.items() if place.meets][:1]
@@ -230,16 +231,16 @@ class Staff:
             for worker, place in self.places.items()
         }
         while starting:
-            still(f"loading {shortened(list(starting.values()))}")
+            still(f"loading {shorten(list(starting.values()))}")
             done, _ = await asyncio.wait(starting, timeout=REMINDER, return_when=asyncio.FIRST_COMPLETED)
             if not done:
-                say(f"waiting for {shortened(list(starting.values()))} to load")
+                say(f"waiting for {shorten(list(starting.values()))} to load")
             for task in done:
                 del starting[task]
                 task.result()
 
     async def replace(self, worker: Any) -> RemoteWorker:
-        """Another one in its place, when it is gone with all that it had to do."""
+        """End a worker, start another one in its place, and return it."""
         if isinstance(worker, RemoteWorker):
             worker.end("another takes its place")
         place = self.places[worker]
@@ -252,7 +253,7 @@ class Staff:
         return other
 
     def free(self) -> dict[str, float]:
-        """What nobody has, nor gets as soon as its process is there."""
+        """Return the resources that no worker has and no vacancy needs."""
         found = dict(self.there())
         for worker, place in self.places.items():
             if isinstance(worker, Vacancy) and not (worker.coming and worker.coming.pid):
@@ -261,13 +262,13 @@ class Staff:
         return found
 
     def hire(self, kind: str, name: str) -> Vacancy:
-        """One more place like others, in which `replace` puts somebody."""
+        """Add a place of this kind, in which `replace` starts a worker."""
         vacancy = Vacancy()
         self.places[vacancy] = replace(self.kinds[kind], name=name)
         return vacancy
 
     async def dismiss(self, worker: Any) -> None:
-        """When it has answered all that it was asked."""
+        """Remove a worker when it has answered all its calls, or remove a vacancy."""
         if isinstance(worker, RemoteWorker):
             if worker.waiting:
                 await asyncio.wait(worker.waiting.values())
@@ -275,22 +276,21 @@ class Staff:
         self.buried(self.places.pop(worker))
 
 
-async def started(worker: RemoteWorker, place: Place, *told: Any) -> RemoteWorker:
+async def started(worker: RemoteWorker, place: Place, *args: Any) -> RemoteWorker:
     try:
-        await worker.link.start(worker, place.build, *told)
+        await worker.link.start(worker, place.build, *args)
     except BaseException:
         worker.end("it could not start")
         raise
     return worker
 
 
-def shortened(names: Sequence[str]) -> str:
+def shorten(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> Engines:
-    """What the pipeline sees of the workers."""
     scorers: dict[str, tuple[RemoteScorer, ...]] = {}
     for worker, place in staff.places.items():
         if isinstance(worker, RemoteScorer):
@@ -298,7 +298,7 @@ def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> 
     return Engines(
         samplers=tuple(worker for worker in staff.places if isinstance(worker, RemoteSampler)),
         scorers=scorers or {"": (Unscored(),)},
-        learner=as_one(plan.learner, [worker for worker in staff.places if isinstance(worker, RemoteLearner)]),
+        learner=join_ranks(plan.learner, [worker for worker in staff.places if isinstance(worker, RemoteLearner)]),
         close=close,
         replace=staff.replace,
         hire=staff.hire,
@@ -308,7 +308,7 @@ def engines_from(plan: EnginesPlan, staff: Staff, close: Callable[[], None]) -> 
     )
 
 
-def as_one(plan: LearnerPlan, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:
+def join_ranks(plan: LearnerPlan, ranks: Sequence[RemoteLearner]) -> RemoteLearner | RankedLearner:
     if len(ranks) == 1:
         return ranks[0]
     learner = plan.settings
@@ -316,7 +316,7 @@ def as_one(plan: LearnerPlan, ranks: Sequence[RemoteLearner]) -> RemoteLearner |
 
 
 async def cpu_seconds(engines: Engines) -> dict[str, float]:
-    """Of every engine that has a process of its own."""
+    """Return the CPU seconds of every engine that has its own process."""
     learners = engines.learner.ranks if isinstance(engines.learner, RankedLearner) else [engines.learner]
     scorers = [scorer for replicas in engines.scorers.values() for scorer in replicas]
     workers = [w for w in (*engines.samplers, *scorers, *learners) if isinstance(w, RemoteWorker)]

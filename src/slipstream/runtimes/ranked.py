@@ -1,12 +1,12 @@
-"""Several ranks as one learner: which groups a rank gets, and what it means for the others when one fails.
+"""Several ranks that act as one learner: assignment of groups to ranks, and handling of a failed rank.
 
-    prepare     the groups of each optimizer step are shared out by what they cost, and stay where they are
-    accumulate  each rank makes the gradient of those it has; a rank without any keeps the others company
-    all else    the same call to every rank; the first one's answer counts
+    prepare     the groups of each optimizer step are assigned to ranks by cost, and stay there
+    accumulate  each rank computes the gradient of its groups; a rank without groups computes a dummy batch
+    all else    the same call goes to every rank, and the first rank's answer counts
 
-Whatever a rank computes it computes together with the others, so all must hear the same calls in the same order, and
-none may be withdrawn: a caller that is cancelled leaves its call running, and the next one waits for it. When a rank
-fails alone, or dies, the others may be anywhere: from then on every call fails, and nothing waits for them.
+Ranks compute together, so all must receive the same calls in the same order and no call may be withdrawn. If a caller
+is cancelled, its call continues and the next call waits for it. When a single rank fails or dies, the state of the
+others is unknown: from then on every call fails.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class RankedLearner:
     def __init__(
         self, ranks: Sequence[Learner], *, hidden: int, minibatches: int = 1, shared_prompt: bool = False
     ) -> None:
-        """`hidden` is the width of the model, on which costs depend."""
+        """Combine ranks; `hidden` is the width of the model, which costs depend on."""
         self.ranks, self.hidden, self.minibatches, self.shared_prompt = ranks, hidden, minibatches, shared_prompt
         self.update = 0
         self.homes: dict[int, int] = {}
-        """Which rank has a group of this update."""
+        """Rank that has each group of this update, by group number."""
         self.held = [0.0] * len(ranks)
-        """The cost of all that each rank has of this update."""
+        """Cost of all groups of this update on each rank."""
         self.last: asyncio.Task[Any] | None = None
         self.failed: BaseException | None = None
 
@@ -73,13 +73,12 @@ class RankedLearner:
         return (await self._all(lambda rank: self.ranks[rank].export(teacher)))[0]
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
-        """The first rank writes."""
         await self._all(lambda rank: self.ranks[rank].save(path, () if rank else groups, optimizer=optimizer))
 
     async def restore(self, path: Path) -> Sequence[Group]:
         return (await self._all(lambda rank: self.ranks[rank].restore(path)))[0]
 
-    # --- who gets what ---------------------------------------------------------------------------------------
+    # --- assignment of groups --------------------------------------------------------------------------------
 
     def _share_out(self, part: Batch) -> None:
         costs = [group_cost(group, self.hidden, self.shared_prompt) for group in part.groups]
@@ -95,7 +94,7 @@ class RankedLearner:
         ]
         return [Batch(groups, batch.update) for groups in of_rank]
 
-    # --- one call to all -------------------------------------------------------------------------------------
+    # --- calls to all ranks ----------------------------------------------------------------------------------
 
     async def _all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
         if self.last is not None and not self.last.done():
@@ -117,7 +116,7 @@ class RankedLearner:
             return [task.result() for task in tasks]
         if len(errors) < len(tasks) or not agreed(errors):
             self.failed = next((error for error in errors if isinstance(error, WorkerDied)), errors[0])
-            if isinstance(self.failed, RecordsLost):  # others had theirs, and are ahead
+            if isinstance(self.failed, RecordsLost):  # other ranks had their records and have advanced
                 self.failed = WorkerDied(str(self.failed))
             for task in late:
                 task.cancel()
@@ -129,7 +128,7 @@ def errors_of(done: Iterable[asyncio.Future[T]]) -> list[BaseException]:
 
 
 def agreed(errors: Sequence[BaseException]) -> bool:
-    """All ranks noticed the same thing at the same point, and can go on from there."""
+    """Return True if all ranks raised the same recoverable error at the same point, so that they can continue."""
     first = errors[0]
     same = all(type(error) is type(first) for error in errors)
     return same and isinstance(first, SlipstreamError) and not isinstance(first, EngineError)
@@ -140,14 +139,14 @@ def number_of(group: Group) -> int:
 
 
 def group_cost(group: Group, hidden: int, shared_prompt: bool) -> float:
-    """With shared prompts, the first one's is computed and the others' is not."""
+    """Return the cost of a group; with shared prompts, its prompt is counted once."""
     headers = [handle.header for handle in group]
     saved = sum(cost(header.prompt_tokens, hidden) for header in headers[1:]) if shared_prompt else 0.0
     return sum(cost(header.prompt_tokens + header.tokens, hidden) for header in headers) - saved
 
 
 def shared_out(costs: Sequence[float], held: Sequence[float]) -> list[int]:
-    """A rank for each: the costliest first, to whoever has least to do in this step, and of the update so far."""
+    """Return a rank for each cost, the largest first: the least loaded in this step, then in this update."""
     loads, chosen = [0.0] * len(held), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         chosen[i] = min(range(len(held)), key=lambda rank: (loads[rank], held[rank]))

@@ -1,7 +1,7 @@
-"""Every engine in a Ray actor of its own: on a cluster, or here, where Ray is started and stopped with the run.
+"""Run every engine in a Ray actor, on a cluster or on this machine, where Ray is started and stopped with the run.
 
-Placement, processes and the transport of records are Ray's. It restarts nothing by itself: when an actor died or hangs,
-another one is made.
+Ray handles placement, processes and the transport of records. It restarts nothing by itself: when an actor dies or
+hangs, another one is created.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from slipstream.protocols import Engines
 from slipstream.run_dir.atomic_files import alone_in, held, writer
 from slipstream.runtimes.actor import RayLink
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, RemoteWorker
-from slipstream.runtimes.places import Place, Say, Staff, engines_from, gpus_each, loading, places
+from slipstream.runtimes.places import Place, Say, Staff, engines_from, gpus_each, loading_message, places
 
 QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 SHORT = 20
-"""Characters of a directory below which the names of Ray's sockets are short enough for any system."""
+"""Longest directory path, in characters, that keeps the names of Ray's sockets within the limit of any system."""
 JANITOR = """
 sweep() {
   for process in /proc/[0-9]*; do
@@ -47,38 +47,38 @@ read now || sleep 2
 sweep
 test "$now" || for more in 1 2 3 4 5; do sleep 1; sweep; done
 """
-"""When the coordinator has said so, or was killed: some of Ray's agents would stay for ever, and write."""
+"""Shell script that removes Ray's processes and files when the coordinator asks for it or has ended."""
 PREFIX = "ray-"
-"""How the names of directories of Ray begin that are made here."""
-OURS = "slipstream"
-"""What a Ray that was started here has: as much room as whoever comes later asks for."""
+"""Prefix of the names of Ray directories that are created here."""
+OWN_RESOURCE = "slipstream"
+"""Resource that marks a Ray started here. Such a Ray has enough room for all engines."""
 VITAL = ("gcs_server", "raylet")
-"""Daemons of Ray."""
-KNOCK = 10.0
+"""Ray daemons that no actor can work without."""
+CONNECT_TIMEOUT = 10.0
 """Seconds in which a cluster must accept a connection."""
 
 
 def open_engines(
     plan: EnginesPlan, tokenizer: Tokenizer, *, home: ExitStack | None = None, say: Say = print, still: Say = str
 ) -> Engines:
-    """Ray, where it is started or connected to here, is left with `home`; without one, with the engines."""
+    """Open all engines. A Ray that is started or connected to here closes with `home`, or with the engines if None."""
     wanted = places(plan, tokenizer)
     with ExitStack() as stack:
         connect(plan.runtime.address, wanted, home or stack, say)
-        gpus = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), has("GPU"), say)
-        say(loading(plan))
-        cpus = 0 if has(OURS) else 1
+        gpus = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), resource_count("GPU"), say)
+        say(loading_message(plan))
+        cpus = 0 if resource_count(OWN_RESOURCE) else 1
         staff = start(wanted, stack, gpus=gpus, cpus=cpus, heartbeat=plan.runtime.heartbeat, say=say, still=still)
         return engines_from(plan, staff, stack.pop_all().close)
 
 
 def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say: Say) -> None:
-    """Use the Ray of this process, connect to a cluster, or start one here that always has room for them all."""
+    """Use the Ray of this process, or connect to a cluster, or start a Ray here with enough CPUs for all engines."""
     cpus = sum(place.threads for place in wanted)
-    if ray.is_initialized() and lost():
+    if ray.is_initialized() and is_unusable():
         stack.close()
     if not ray.is_initialized():
-        ray_worker._worker_logs_enabled = False  # what it says of its daemons is said in our words
+        ray_worker._worker_logs_enabled = False  # Slipstream reports failures of daemons itself
         here = stack.enter_context(directory()) if address is None else ""
         stack.callback(shut_down)
         if address is None:
@@ -87,7 +87,7 @@ def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say:
         else:
             say(f"connecting to Ray at {address}")
             start_there(address)
-    there = has("CPU")
+    there = resource_count("CPU")
     if there < cpus:
         raise ConfigError(
             f"the engines ask Ray for {cpus} CPUs and it has {there:.0f}: lower runtime.threads or the replicas"
@@ -96,9 +96,9 @@ def connect(address: str | None, wanted: Sequence[Place], stack: ExitStack, say:
 
 @contextmanager
 def directory() -> Iterator[str]:
-    """Make a directory for sockets and logs of Ray. A process of its own removes it, with all that is left of Ray.
+    """Make a directory for Ray's sockets and logs; a separate process removes it with all that is left of Ray.
 
-    If that process is killed, too, the next run removes the directory: its lock is no longer held then.
+    If that process is killed too, the next run removes the directory, because its lock is then no longer held.
     """
     usual = tempfile.gettempdir()
     where = Path(usual if len(usual) <= SHORT else "/tmp")
@@ -115,18 +115,19 @@ def directory() -> Iterator[str]:
 
 
 def remove_abandoned(where: Path) -> None:
-    """Remove directories of Ray whose run is gone. One without a lock is of somebody else, or is just being made."""
+    """Remove Ray directories whose run has ended. One without a lock belongs to others or is just being made."""
     for path in where.glob(f"{PREFIX}*"):
         if writer(path) and held(path) is False and path.lstat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)
 
 
 def start_here(cpus: int, path: str) -> None:
-    """A Ray that only this machine can reach.
+    """Start a Ray that only this machine can reach.
 
-    Its ports run code for whoever connects and has the token, which Ray would keep in a file that all may read. It
-    replaces 127.0.0.1 by an address that others can reach, unless it believes that there are no clusters here, as on
-    macOS. A terminal sends Ctrl-\\ to all processes, and Ray's must survive it: what is ignored here they ignore, too.
+    Ray's ports run code for clients with a token. By default Ray would keep the token in a file that all users may
+    read. Ray replaces 127.0.0.1 by a public address unless it believes that clusters are impossible, as on macOS. A
+    terminal's quit signal goes to all processes; Ray's processes ignore the signal only if it is ignored here when they
+    start.
     """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex())
@@ -137,7 +138,7 @@ def start_here(cpus: int, path: str) -> None:
         ray.init(
             "local",
             num_cpus=cpus,
-            resources={OURS: 1},
+            resources={OWN_RESOURCE: 1},
             include_dashboard=False,
             _node_ip_address="127.0.0.1",
             _temp_dir=path,
@@ -149,7 +150,7 @@ def start_here(cpus: int, path: str) -> None:
 
 
 def shut_down() -> None:
-    """Ray itself waits for ever for a daemon of its own that is stopped."""
+    """Shut Ray down; kill its daemons after GOODBYE seconds, because Ray waits forever for a stopped daemon."""
     ours = daemons()
     impatient = threading.Timer(GOODBYE, lambda: [daemon.kill() for daemon in ours])
     impatient.start()
@@ -160,27 +161,27 @@ def shut_down() -> None:
 
 
 def daemons() -> list[Any]:
-    """Of the Ray that was started here, if one was."""
+    """Return the daemon processes of the Ray that was started here; an empty list if there is none."""
     node = ray_worker._global_node
     return [info.process for infos in node.all_processes.values() for info in infos] if node else []
 
 
 def ended() -> str:
-    """Which of those has ended that no actor can do without: Ray itself would end this process a minute later."""
+    """Return the name of a vital daemon that has ended, or "". Ray itself would end this process a minute later."""
     node = ray_worker._global_node
     return next((kind for kind, _ in node.dead_processes() if kind in VITAL), "") if node else ""
 
 
-def lost() -> bool:
-    """Whether the Ray that was started here is of no more use: it may have given up a daemon that hangs."""
-    return bool(ended()) or (bool(daemons()) and not has(OURS))
+def is_unusable() -> bool:
+    """Return True if the Ray started here is unusable: a vital daemon has ended, or hangs and was given up by Ray."""
+    return bool(ended()) or (bool(daemons()) and not resource_count(OWN_RESOURCE))
 
 
 def start_there(address: str) -> None:
     try:
         address_there = services.canonicalize_bootstrap_address(address)
         host, _, port = str(address_there).rpartition(":")
-        socket.create_connection((host, int(port)), timeout=KNOCK).close()  # Ray itself would try for minutes
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()  # Ray retries for minutes
         ray.init(address_there, **QUIET)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -189,7 +190,7 @@ def start_there(address: str) -> None:
         ) from None
 
 
-def has(resource: str) -> float:
+def resource_count(resource: str) -> float:
     resources: dict[str, float] = dict(ray.cluster_resources())
     return resources.get(resource, 0.0)
 
@@ -204,7 +205,6 @@ def start(
     say: Say,
     still: Say = str,
 ) -> Staff:
-    """All at the same time."""
     links: list[RayLink] = []
     stack.callback(stop, links)
 
@@ -219,7 +219,7 @@ def start(
         return place.kind(place.name, links[-1], heartbeat)
 
     def meeting(first: RemoteWorker) -> Any:
-        """Ray hands on what it says, when it says it: ranks load at the same time."""
+        """Return an ObjectRef of the rendezvous address, so that the other ranks need not wait for the first."""
         assert isinstance(first.link, RayLink)
         return first.link.actor.meet.remote()
 

@@ -1,11 +1,10 @@
-"""The processes of the local runtime: one for each engine, and the nursery, from which they are forked.
+"""Processes of the local runtime: one per engine, and the process launcher ("nursery") that forks them.
 
-The nursery imports what all engines need, once, and computes nothing: when it forks there is no thread, no GPU and no
-lock in it that a copy could be left with. It sleeps while engines work, hears when one dies, and is the parent of
-whatever they leave behind. It ends with the coordinator, however that ends, and takes all of them along; should it be
-killed itself, the kernel kills them.
+The launcher imports once what all engines need, and computes nothing. When it forks it has no thread, GPU or lock that
+a copy could be left with. It sleeps while engines work, notices when one dies, and adopts the processes they leave
+behind. It ends with the coordinator and then ends all of them; if it is killed itself, the kernel kills them.
 
-On macOS, whose frameworks do not survive a fork, engines are started afresh.
+On macOS, whose frameworks do not survive a fork, engines are started as new processes.
 """
 
 from __future__ import annotations
@@ -30,35 +29,34 @@ from typing import Any
 
 from slipstream.linux import LINUX, adopt_orphans, be_called, die_with_parent, wake_with_parent
 from slipstream.runtimes.channel import Channel, Mapped, Packed, Parcel
-from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, renamed
+from slipstream.runtimes.exchange import Answer, Body, Call, Host, failed, map_references
 
 GRACE = 5.0
-"""Seconds in which what killed engines leave behind ends by itself: graders."""
+"""Seconds in which processes left behind by killed engines, such as graders, may end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Birth:
-    """What an engine's process is told before it is anything."""
+    """Settings for the process of an engine before the engine is built."""
 
     name: str
     threads: int
     directory: str
     gpus: str | None
-    """CUDA_VISIBLE_DEVICES; none leaves it as it is."""
+    """Value of CUDA_VISIBLE_DEVICES; None leaves the variable unchanged."""
 
 
 GPUS = "gpus"
-"""What the nursery is asked for the names of all."""
+"""Request to the launcher for the names of all GPUs."""
 
 
-# --- the nursery ------------------------------------------------------------------------------------------------------
+# --- the process launcher ---------------------------------------------------------------------------------------------
 
 
-def nurse(control: Connection) -> None:
-    """Answer the coordinator until it is gone: a `Birth`, and a socket, by a pid; a pid by how that process ended;
-    `GPUS` by their names."""
+def run_launcher(control: Connection) -> None:
+    """Answer the coordinator: `Birth` and a socket with a pid, a pid with its exit code, GPUS with their names."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # what the command line heeds is not for us
+    for number in (signal.SIGTERM, signal.SIGHUP):  # drop the handlers of the command line
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     engines: dict[int, BaseProcess] = {}
@@ -67,18 +65,18 @@ def nurse(control: Connection) -> None:
     wake_with_parent()
     if LINUX:
         signal.signal(signal.SIGCHLD, lambda *_: reap(engines))
-        gc.disable()  # all of it stays; collections would be a fifth of what this costs
+        gc.disable()  # imported objects stay; collections would take a fifth of the import time
         import slipstream.runtimes.build  # noqa: F401
-    gc.freeze()  # no collection of a child need look through this again, and its pages stay shared
+    gc.freeze()  # collections in children skip these objects, so their memory pages stay shared
     gc.enable()
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             match control.recv():
                 case int(pid):
                     engine = engines[pid]
-                    engine.kill()  # it may only have stopped listening
+                    engine.kill()  # the process may still run although its socket is closed
                     engine.join()
-                    del engines[pid]  # not before: `reap` would take it for something that was left behind
+                    del engines[pid]  # only now: `reap` would treat it as an orphan
                     control.send(engine.exitcode)
                 case str():  # GPUS
                     control.send(visible_gpus())
@@ -93,7 +91,7 @@ def nurse(control: Connection) -> None:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them. Counting them wakes none."""
+    """Return GPU names as CUDA_VISIBLE_DEVICES lists them; counting does not initialise CUDA."""
     import torch
 
     count = torch.cuda.device_count()
@@ -104,7 +102,7 @@ def visible_gpus() -> list[str]:
 def fork(birth: Birth, theirs: socket, control: Connection, engines: dict[int, BaseProcess]) -> int:
     make = multiprocessing.get_context("fork").Process if LINUX else multiprocessing.get_context("spawn").Process
     engine = make(target=work, args=(birth, theirs, control, os.getpid()), name=birth.name)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it may end before we know its name
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])  # it may end before it is in `engines`
     engine.start()
     assert engine.pid is not None
     engines[engine.pid] = engine
@@ -113,7 +111,7 @@ def fork(birth: Birth, theirs: socket, control: Connection, engines: dict[int, B
 
 
 def reap(engines: dict[int, BaseProcess]) -> None:
-    """How an engine ended is kept for who asks; of what engines left behind, nobody will."""
+    """Collect ended children. The exit codes of engines are kept for the coordinator, those of orphans are not."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if engine := engines.get(ended.si_pid):
@@ -123,7 +121,7 @@ def reap(engines: dict[int, BaseProcess]) -> None:
 
 
 def wait_for_all() -> None:
-    """Until this process has no child; those that are late are killed."""
+    """Wait until this process has no child; kill those that remain after GRACE seconds."""
     until = time.monotonic() + GRACE
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -138,7 +136,7 @@ def wait_for_all() -> None:
 
 
 def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
-    """Build an engine and serve it until the coordinator hangs up."""
+    """Build an engine and serve it until the coordinator closes the connection."""
     control.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -147,11 +145,11 @@ def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
     die_with_parent()
     if LINUX and os.getppid() != nursery:
         return
-    os.setsid()  # Linux shares cores out by session first: engines get what as many programs would
+    os.setsid()  # Linux divides cores between sessions first: each engine gets a full share
     os.environ |= {"OMP_NUM_THREADS": str(birth.threads)}
     if birth.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = birth.gpus
-    os.chdir(birth.directory)  # relative paths in a config mean the same here
+    os.chdir(birth.directory)  # relative paths in a config must have the same meaning here
     import torch
 
     torch.set_num_threads(birth.threads)
@@ -159,20 +157,20 @@ def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
 
 
 async def serve(name: str, ours: socket) -> None:
-    def heard(call: Call, parcels: list[Parcel]) -> None:
+    def on_call(call: Call, parcels: list[Parcel]) -> None:
         try:
             bodies = [opened(parcel) for parcel in parcels]
-            host.accept(renamed(call, lambda body: found(bodies, body)))
-        except Exception as error:  # whatever unpickling raises is the caller's to hear
-            tell(failed(call.id, error), [])
+            host.accept(map_references(call, lambda body: found(bodies, body)))
+        except Exception as error:  # unpickling can raise any exception: return it to the caller
+            send_answer(failed(call.id, error), [])
 
-    def tell(answer: Answer, parcels: list[Parcel]) -> None:
+    def send_answer(answer: Answer, parcels: list[Parcel]) -> None:
         try:
             channel.send(answer, parcels)
-        except Exception as error:  # whatever pickling raises, too
+        except Exception as error:  # the same for pickling
             channel.send(failed(answer.id, error))
 
-    host, channel, hung_up = Host(name, tell, packed), Channel(ours, heard), asyncio.Event()
+    host, channel, hung_up = Host(name, send_answer, packed), Channel(ours, on_call), asyncio.Event()
     channel.attach(hung_up.set)
     await hung_up.wait()
     await host.close()
@@ -180,7 +178,7 @@ async def serve(name: str, ours: socket) -> None:
 
 
 async def packed(bodies: Sequence[Any]) -> list[Parcel]:
-    """Weights into memory that all may read, beside the loop, which goes on; records together."""
+    """Copy weights into shared memory in a thread, so that the event loop continues; pickle records together."""
     import numpy as np
 
     match bodies:
@@ -207,5 +205,5 @@ def found(bodies: Sequence[Any], body: Body) -> Any:
 
 
 if __name__ == "__main__":
-    nurse(Connection(int(sys.argv[1])))
-    os._exit(0)  # libraries that were only imported have nothing to say at the end
+    run_launcher(Connection(int(sys.argv[1])))
+    os._exit(0)  # skip exit handlers of libraries that were only imported

@@ -1,8 +1,8 @@
-"""A virtual clock: the very same pipeline, where waiting takes no time.
+"""A virtual clock for running the real pipeline without waiting.
 
-An asyncio loop whose selector, instead of sleeping until the next timer, moves the loop's own clock there. Thousands of
-seconds pass in milliseconds, always in the same order. Where nothing is left to wait for, the real loop would hang for
-ever; this one raises.
+The selector of this asyncio loop moves the loop's clock to the next timer and does not sleep. Thousands of seconds pass
+in milliseconds, in a reproducible order. If nothing is left to wait for, a real loop would hang; this one raises
+Deadlock.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Deadlock(RuntimeError):
 
 
 class VirtualClock(selectors.DefaultSelector):
-    """Selects nothing, at once; what it is asked to wait passes on its clock."""
+    """Selector that selects nothing and returns at once, after adding the timeout to its clock."""
 
     now = 0.0
 
@@ -44,6 +44,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
-    """The result of `main`, and the virtual seconds it took."""
+    """Run `main`, and return its result and the virtual seconds it took."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main), runner.get_loop().time()

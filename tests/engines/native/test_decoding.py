@@ -50,7 +50,7 @@ UNABLE: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
         lambda: FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
         "its attention cannot be replaced",
     ),
-    "mask of its own": (lambda: DogeConfig(**SHAPE), "DogeAttention has a mask of its own"),
+    "mask of its own": (lambda: DogeConfig(**SHAPE), "DogeAttention passes its own mask, which is not supported"),
     "window that it keeps to itself": (
         lambda: RecurrentGemmaConfig(
             **SHAPE | {"num_hidden_layers": 3}, lru_width=32, attention_window_size=6, logits_soft_cap=30.0
@@ -115,9 +115,7 @@ def test_the_proof_sees_a_state_that_goes_wrong_late(
     lm = split("tiny", model_of(config(), dtype))
     prove(lm)
     monkeypatch.setattr(kv, "Layer", Distracted)
-    with pytest.raises(
-        ModelError, match="after 30 tokens one at a time its recurrent layers differ by .* rounding exp"
-    ):
+    with pytest.raises(ModelError, match="after 30 single tokens its recurrent layers differ by .* rounding exp"):
         prove(lm)
 
 

@@ -73,7 +73,7 @@ def test_dropout_that_was_asked_for_is_drawn_in_training_only(packing: bool) -> 
 
 
 def test_dropout_that_a_model_does_not_have_cannot_be_asked_for() -> None:
-    with pytest.raises(ModelError, match="tiny: Qwen3ForCausalLM draws no dropout .* drop learner.dropout = true"):
+    with pytest.raises(ModelError, match="tiny: Qwen3ForCausalLM has no dropout .* drop learner.dropout = true"):
         Passes(wrap(make_model()), LearnerConfig(dropout=True), Ranks(), temperature=1.0)
 
 

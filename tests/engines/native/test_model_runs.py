@@ -98,7 +98,7 @@ def test_a_run_learns_from_what_its_policy_drew(name: str, tmp_path: Path) -> No
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and all(line["drift/k3_kl"] < 1e-7 for line in lines)
     assert re.search(r"sequences of up to 5\d tokens", out.getvalue()), "the start check reaches the longest"
-    assert ("longrope positions: one set of factors, that of 59 tokens (long" in out.getvalue()) == (name == "longrope")
+    assert ("longrope positions: a run uses the factors for 59 tokens (long" in out.getvalue()) == (name == "longrope")
     assert "longest = 59" in (run / "config.toml").read_text()
 
 

@@ -210,7 +210,7 @@ def test_who_goes_on_has_the_teacher_as_it_was_to_the_bit(tmp_path: Path, groups
         assert await moved(again, range(4, 7)) == await moved(made, range(4, 7))
 
     asyncio.run(work())
-    with pytest.raises(RunDirError, match=r"does not hold the weights of teachers.other, which follow the student"):
+    with pytest.raises(RunDirError, match=r"does not hold the weights of teachers.other, which follows the student"):
         asyncio.run(learner(other=EMA).restore(tmp_path))
 
 

@@ -303,7 +303,7 @@ UNABLE = {
         lambda: Lfm2Config(**SHAPE, full_attn_idxs=[1]),
         "its recurrent layers would carry one sequence into the next",
     ),
-    "own mask": (lambda: DogeConfig(**SHAPE), "DogeAttention has a mask of its own"),
+    "own mask": (lambda: DogeConfig(**SHAPE), "DogeAttention passes its own mask, which is not supported"),
     "hybrid": (
         lambda: RecurrentGemmaConfig(**SHAPE | {"num_hidden_layers": 3}, lru_width=32, logits_soft_cap=1e9),
         r"a sequence among others differs by \d+.\d+% from the same sequence alone",
@@ -311,7 +311,7 @@ UNABLE = {
     "alibi": (lambda: BloomConfig(vocab_size=VOCAB, hidden_size=32, n_head=4), "its attention cannot be replaced"),
     "window untold": (
         lambda: PhimoeConfig(**SHAPE, sliding_window=4096, num_local_experts=2),
-        "its attention is not told of the sliding window",
+        "it does not pass its sliding window to the attention",
     ),
 }
 

@@ -79,7 +79,7 @@ def test_parked_sequences_lie_behind_the_rows_and_the_oldest_give_way(seed: int)
         born += len(fresh)
         before = [lineage for lineage in parking.parked if lineage not in going]
         stop = len(rows) + come
-        copy(parking.give_way(stop, {lineage: stop - len(going) + i for i, lineage in enumerate(going)}))
+        copy(parking.make_room(stop, {lineage: stop - len(going) + i for i, lineage in enumerate(going)}))
         kept = list(parking.parked)
         assert kept == before[max(0, len(before) - (count - stop)) :], "the oldest have gone, and no more of them"
         slots.update({len(rows) + i: lineage for i, lineage in enumerate(fresh)})

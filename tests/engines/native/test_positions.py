@@ -64,11 +64,11 @@ def test_what_was_chosen_is_said() -> None:
     phi, llama = CONFIGS["longrope"](), CONFIGS["dynamic"]()
     assert (
         position_note(phi, 30)
-        == "longrope positions: one set of factors, that of 30 tokens (long: the original context is 16)"
+        == "longrope positions: a run uses the factors for 30 tokens (long: the original context is 16)"
     )
     assert (
         position_note(phi, 16)
-        == "longrope positions: one set of factors, that of 16 tokens (short: the original context is 16)"
+        == "longrope positions: a run uses the factors for 16 tokens (short: the original context is 16)"
     )
     assert "dynamic positions" in str(position_note(llama, 20))
     assert position_note(LlamaConfig(**SHAPE), 20) is None

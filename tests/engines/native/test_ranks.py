@@ -488,7 +488,7 @@ def test_a_checkpoint_without_what_the_kl_counts_cannot_be_steered_on(make: Any,
     first = make(Spec(method=NEAR), 1)
     trained(first, batches(1))
     asyncio.run(first.save(tmp_path))
-    with pytest.raises(RunDirError, match="does not hold what the KL to the reference has come to count: write the"):
+    with pytest.raises(RunDirError, match="does not hold the coefficient of the KL to the reference: write the"):
         asyncio.run(make(Spec(method=STEERED), 1).restore(tmp_path))
 
 

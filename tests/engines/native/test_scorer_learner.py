@@ -471,7 +471,7 @@ def test_a_model_whose_weights_are_missing_is_refused(tmp_path: Path) -> None:
     kept = load_file(tmp_path / "model.safetensors")
     kept.pop("model.layers.1.mlp.down_proj.weight")
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 weights are missing or of another shape, model.layers.1.mlp.down_proj"):
+    with pytest.raises(ModelError, match=r"1 weights are missing or have another shape, first .*\.1.mlp.down_proj"):
         load_model(str(tmp_path), dtype="float32", device="cpu")
 
 

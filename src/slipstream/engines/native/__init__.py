@@ -1,1 +1,1 @@
-"""Sampler, scorer and learner for any HF causal LM, on CPU or GPU, without a server."""
+"""Sampler, scorer and learner for any Hugging Face causal LM, on CPU or GPU, without a server."""

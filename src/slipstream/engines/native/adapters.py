@@ -1,6 +1,6 @@
-"""Adapter directories: merged into their base, put into adapters that are trained, and written.
+"""Read adapter directories, merge them into their base, load them for further training, and write them.
 
-Names and formula are PEFT's (`slipstream/models/adapters.py` says which of them): weight + alpha / rank · B A.
+Names and formula are PEFT's, in the subset that `slipstream/models/adapters.py` lists: weight + alpha / rank · B A.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from slipstream.models.adapters import CONFIG, PREFIX, WEIGHTS, Adapter
 from slipstream.models.resolve import model_path
 
 
-def adapted(model: nn.Module) -> list[str]:
-    """The layers that have one."""
+def adapted_layers(model: nn.Module) -> list[str]:
+    """Return the names of the layers that have an adapter."""
     return [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
 
 
-def sum_of(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """A weight and its adapter, added in float32 or more."""
+def add_adapter(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
+    """Return weight plus adapter, added in at least float32 and cast back to the dtype of the weight."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(wide) + scale * (up.to(wide) @ down.to(wide))).to(weight.dtype)
 
 
 def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B of every layer."""
+    """Return the matrices (A, B) of every layer of an adapter."""
     try:
         held = load_file(adapter.path / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -44,7 +44,7 @@ def weights_of(adapter: Adapter) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Where an adapter can be: not where a weight is another layer's too, to which both adapters would be added."""
+    """Return linear layers that can have an adapter: no subclasses, and none that shares its weight with another."""
     embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     shared = getattr(embeddings, "weight", None)
     linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
@@ -53,50 +53,50 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def check_stands_on(adapter: Adapter, model: nn.Module) -> None:
-    """Every layer of an adapter is in its base, with the same inputs and outputs; no weight need be there."""
+    """Raise a ModelError unless the base has every layer of the adapter, with equal inputs and outputs."""
     linear = linear_layers(model)
     for layer, (inputs, outputs) in adapter.layers.items():
         part = linear.get(layer)
         if part is None:
-            raise ModelError(f"{adapter.path}: has an adapter for {layer}, which is no linear layer of {adapter.base}")
+            raise ModelError(f"{adapter.path}: has an adapter for {layer}, but {adapter.base} has no such linear layer")
         if (part.in_features, part.out_features) != (inputs, outputs):
             raise ModelError(
-                f"{adapter.path}: its adapter for {layer} is for {inputs} inputs and {outputs} outputs, and that of "
-                f"{adapter.base} has {part.in_features} and {part.out_features}"
+                f"{adapter.path}: its adapter for {layer} has {inputs} inputs and {outputs} outputs, but that layer "
+                f"of {adapter.base} has {part.in_features} and {part.out_features}"
             )
 
 
 @torch.no_grad()
 def merge(model: nn.Module, adapter: Adapter) -> None:
-    """Into the weights of its base."""
+    """Merge an adapter into the weights of its base, in place."""
     check_stands_on(adapter, model)
     for layer, (down, up) in weights_of(adapter).items():
         weight = model.get_submodule(layer).get_parameter("weight")
-        weight.copy_(sum_of(weight, down, up, adapter.scale))
+        weight.copy_(add_adapter(weight, down, up, adapter.scale))
 
 
 @torch.no_grad()
-def put(model: nn.Module, adapter: Adapter) -> None:
-    """Into the adapters that a model has, which are at the same layers."""
+def load_adapter(model: nn.Module, adapter: Adapter) -> None:
+    """Copy an adapter's weights into the adapters of a model, which must be at the same layers."""
     held = weights_of(adapter)
-    if other := sorted(set(adapted(model)) ^ held.keys()):
-        raise ModelError(f"{adapter.path}: {other[0]} has an adapter on one side only; it cannot be trained here")
+    if other := sorted(set(adapted_layers(model)) ^ held.keys()):
+        raise ModelError(f"{adapter.path}: {other[0]} has an adapter either in the file or in the model, not in both")
     for layer, parts in held.items():
         for part, value in zip("AB", parts, strict=True):
             model.get_parameter(f"{layer}.lora_{part}.default.weight").copy_(value)
 
 
-def write(path: Path, model: nn.Module, state: Mapping[str, Tensor], *, base: str) -> None:
-    """The adapters of a model, of which this is the state, as a directory that PEFT loads."""
-    layers, modules = adapted(model), dict(model.named_modules())
+def write_adapter(path: Path, model: nn.Module, state: Mapping[str, Tensor], *, base: str) -> None:
+    """Write the adapters of `model` as a directory that PEFT loads; `state` is the model's state dict."""
+    layers, modules = adapted_layers(model), dict(model.named_modules())
     first = modules[layers[0]]
     alpha = first.lora_alpha["default"]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": lasting(base),
+        "base_model_name_or_path": portable_name(base),
         "r": first.r["default"],
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # others expect a whole number
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # other readers expect an integer
         "target_modules": targets(layers, modules),
         "lora_dropout": 0.0,
         "bias": "none",
@@ -112,17 +112,17 @@ def write(path: Path, model: nn.Module, state: Mapping[str, Tensor], *, base: st
     save_file(held, path / WEIGHTS, metadata={"format": "pt"})
 
 
-def lasting(base: str) -> str:
-    """What names a base from wherever it is read."""
+def portable_name(base: str) -> str:
+    """Return the base as an absolute path or hub name, so that the adapter finds it from any directory."""
     try:
         path = Path(model_path(base))
-    except ModelError:  # a run that ends does not fail by what was moved since it began
+    except ModelError:  # the base was moved or deleted during the run: the adapter is saved all the same
         return base
     return str(path.resolve()) if path.is_dir() else str(path)
 
 
 def targets(layers: list[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """By the last part of their names, as others do, where that means these layers and no others."""
+    """Return target modules for adapter_config.json: last parts of names if unambiguous, else full names."""
     short = sorted({name.rpartition(".")[2] for name in layers})
     meant = [name for name in modules if name.rpartition(".")[2] in short]
     return short if sorted(meant) == sorted(layers) else layers

@@ -1,4 +1,4 @@
-"""What the attentions of sampler and learner share: caps, sinks, windows, chunks, and what they must not overlook.
+"""Attention functions that sampler and learner share: soft caps, sinks, windows, chunks, and checks of their inputs.
 
 Shapes: N rows, Q queries, L keys, H heads, J key/value heads, D head size.
 """
@@ -19,13 +19,13 @@ from slipstream.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """How far back a layer sees: the last `window` positions, those of its own `chunk`, or all."""
+    """Keys that a layer's queries see: the last `window` positions, their own `chunk` of positions, or all if None."""
 
     window: int | None = None
     chunk: int | None = None
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
-        """Which keys at these positions the queries at those do not see."""
+        """Return True for each pair whose key position is hidden from the query position."""
         hidden = key > query
         if self.window is not None:
             hidden = hidden | (key <= query - self.window)
@@ -35,7 +35,7 @@ class Reach:
 
 
 def reach_of(module: nn.Module, sliding_window: int | None) -> Reach:
-    """Windows are told to the attention; chunks only to the mask that it replaces."""
+    """Return a layer's reach. A chunk size is read from the config: only a window is passed to the attention."""
     config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     kind = kinds[index] if kinds and index is not None and index < len(kinds) else None
@@ -44,16 +44,16 @@ def reach_of(module: nn.Module, sliding_window: int | None) -> Reach:
 
 
 KNOWN_TENSORS = {"s_aux", "position_ids", "cache_position"}
-"""Sinks, and what says nothing that the rows do not."""
+"""Tensor arguments that are accepted: attention sinks, and positions, which `Rows` already knows."""
 
 
-def check_told(module: nn.Module, mask: Tensor | None, told: Mapping[str, Any]) -> None:
-    """Nothing may go unnoticed that a model tells its attention."""
+def check_arguments(module: nn.Module, mask: Tensor | None, extra: Mapping[str, Any]) -> None:
+    """Raise a ModelError if the model passes a mask or an unknown tensor to its attention."""
     kind = type(module).__name__
     if mask is not None:
-        raise ModelError(f"{kind} has a mask of its own")
-    if unknown := [name for name, value in told.items() if isinstance(value, Tensor) and name not in KNOWN_TENSORS]:
-        raise ModelError(f"{kind} tells its attention of {unknown[0]}")
+        raise ModelError(f"{kind} passes its own mask, which is not supported")
+    if unknown := [name for name, value in extra.items() if isinstance(value, Tensor) and name not in KNOWN_TENSORS]:
+        raise ModelError(f"{kind} passes {unknown[0]} to its attention, which is not supported")
 
 
 def attend(
@@ -67,7 +67,7 @@ def attend(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """[N, H, Q, D]. The mask is additive, in the dtype of the values; sinks are logits, as [N, H, Q, 1] or less."""
+    """Return outputs [N, H, Q, D]. The mask is added to the scores; sinks are logits of shape [N, H, Q, 1] or less."""
     if softcap is None and sinks is None:
         return scaled_dot_product_attention(
             query_NHQD, key_NJLD, value_NJLD, attn_mask=mask_N1QL, scale=scaling, dropout_p=dropout, enable_gqa=True
@@ -87,16 +87,16 @@ def attend(
     return (weights.view(n, j, h // j * q, -1) @ value_NJLD).view(n, h, q, -1)
 
 
-# --- how far two computations of the same hidden states are apart -----------------------------------------------------
+# --- differences between two computations of the same hidden states ---------------------------------------------------
 
 
 def errors(found_NH: Tensor, expected_NH: Tensor) -> list[float]:
-    """Relative, row by row."""
+    """Return the relative error of each row."""
     found, expected = found_NH.double(), expected_NH.double()
     return [float(error) for error in (found - expected).norm(dim=-1) / expected.norm(dim=-1)]
 
 
 def limit(dtype: torch.dtype, usual: Sequence[float]) -> float:
-    """What rounding explains: some times what it `usual`ly does to this model."""
+    """Return the largest relative error that rounding explains, given the `usual` errors of this model."""
     few = 8 * median(usual)
     return min(1e-3, 1e-4 + few) if dtype.itemsize >= 4 else min(0.5, 0.02 + few)

@@ -1,4 +1,4 @@
-"""What a model says of itself before a weight of it is loaded."""
+"""Facts about a model that its config files contain: nothing here loads weights."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ SIZES = (
     "num_key_value_heads",
     "head_dim",
 )
-"""What a config.json says in positive numbers, where it says it in one."""
+"""Fields of config.json that must be positive, where they hold one integer."""
 PASSES_APART, ENOUGH = 0.05, 8
-"""Seconds between two passes of a scorer, if little waits: less than this part of a micro-batch."""
+"""Least seconds between two passes of a scorer, unless more than token_budget / ENOUGH tokens wait."""
 GATHERED = 8
-"""This part of a sampler's slots must be free before some are filled."""
+"""A native sampler fills its free slots when at least 1 / GATHERED of all slots are free."""
 
 
 def by_length(kind: Any) -> bool:
-    """Whether this rope type, or one of those of several kinds of layers, chooses by length."""
+    """Return True if this rope type, or one of those per kind of layer, selects its factors by sequence length."""
     kinds = kind.values() if isinstance(kind, dict) else [kind]
     return any(each in str(one) for one in kinds for each in KINDS)
 
 
 def check_there(name: str) -> None:
-    """A directory holds a model, or adapters of one; hub names are for their library to find."""
+    """Raise a ModelError if a local directory holds neither a model nor an adapter; hub names are not checked."""
     check_reachable(name)
     path = Path(model_path(name))
     if path.is_dir() and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
@@ -42,20 +42,20 @@ def check_there(name: str) -> None:
 
 
 def load_config(name: str) -> Any:
-    """A copy for whoever asks, and many do; a file is read once."""
+    """Return a model's config, checked; each caller gets its own copy, and the file is read once."""
     path = model_path(name)
     check_there(name)
     file = Path(path, "config.json").absolute()
     try:
         config = deepcopy(_config(path, file, file.stat().st_mtime_ns if file.exists() else 0))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{name}: cannot read a model config there: {first_line(error)}") from None
+        raise ModelError(f"{name}: cannot read its model config: {first_line(error)}") from None
     for field in SIZES:
         value = getattr(config.get_text_config(), field, None)
         if isinstance(value, int) and value < 1:
             raise ModelError(
-                f"{name}: {field} = {value} in its config.json, which must be 1 or more: write what the model was "
-                "trained with"
+                f"{name}: {field} = {value} in its config.json, but it must be 1 or more: write the value that the "
+                "model was trained with"
             )
     return config
 
@@ -68,7 +68,7 @@ def _config(path: str, file: Path, written: int) -> Any:
 
 
 def generation_of(name: str) -> Any:
-    """Its generation config; where it has none, what its config says of that."""
+    """Return a model's generation config, made from the model config if no generation config exists."""
     from transformers import GenerationConfig
 
     try:
@@ -93,7 +93,7 @@ def width_of(model: str) -> int:
 
 
 def position_note(config: Any, longest: int) -> str | None:
-    """What a person should know of its positions; nothing where they mean the same whatever the length."""
+    """Return a note on length-dependent positions for the user, or None if positions do not depend on the length."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     each = [rope, *(part for part in rope.values() if isinstance(part, dict))]
@@ -103,6 +103,4 @@ def position_note(config: Any, longest: int) -> str | None:
     kind = chosen[0]["rope_type"]
     original = chosen[0].get("original_max_position_embeddings") or text.max_position_embeddings
     side = "long" if longest > original else "short"
-    return (
-        f"{kind} positions: one set of factors, that of {longest} tokens ({side}: the original context is {original})"
-    )
+    return f"{kind} positions: a run uses the factors for {longest} tokens ({side}: the original context is {original})"

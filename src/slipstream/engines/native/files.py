@@ -1,6 +1,6 @@
-"""What lies in a model's directory: are all weights there, in the shapes that its config says, and are they numbers?
+"""Check the files of a model: all weights exist, have the shapes of the config, and hold finite numbers.
 
-Headers tell names and shapes. Values are read a stretch at a time, so that any model can be looked at anywhere.
+Names and shapes come from file headers. Values are read in parts, so a model that exceeds the memory can be checked.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from slipstream.models.adapters import is_adapter
 from slipstream.models.resolve import file_of, model_path
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Where transformers looks for them, in this order."""
+"""Weight files in the order in which transformers looks for them."""
 STRETCH = 1 << 26
-"""Bytes that are read at a time, or a row of a tensor."""
+"""Bytes of a tensor that are read at a time; at least one row is read."""
 Shape = tuple[int, ...]
 
 
 def weights_of(name: str) -> list[Path]:
-    """The files that hold its weights; none for a model of the hub that was not downloaded yet."""
+    """Return a model's weight files; an empty list for a hub model that is not downloaded yet."""
     for file in WEIGHTS:
         if (found := file_of(name, file)) is None:
             continue
@@ -41,7 +41,7 @@ def weights_of(name: str) -> list[Path]:
         paths = {part: file_of(name, part) for part in parts}
         for part, path in paths.items():
             if path is None and here(name):
-                raise ModelError(f"{name}: {part} is missing, and {file} says that it holds weights")
+                raise ModelError(f"{name}: {part} is missing, but {file} lists it as a file of weights")
         return [path for path in paths.values() if path is not None]
     if here(name):
         raise ModelError(f"{name}: no weights there: expected {WEIGHTS[0]}, or {WEIGHTS[1]} and its parts")
@@ -53,48 +53,45 @@ def here(name: str) -> bool:
 
 
 def check_complete(name: str) -> None:
-    """Every weight that its config asks for is there, in its shape.
-
-    Names that no config asks for may be those of another version of its code, which the loader translates: with such
-    names about, a weight that is missing by its own name is the loader's business.
-    """
+    """Raise a ModelError unless the files hold every weight of the config, with the right number of elements."""
     shapes = {key: shape for file in weights_of(name) for key, shape in shapes_in(name, file).items()}
     if not shapes:
         return
     model = empty_model(name)
     asked = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
     for key in sorted(asked.keys() & shapes.keys()):
-        if prod(asked[key]) != prod(shapes[key]):  # what was only turned round, the loader may turn back
-            raise ModelError(f"{name}: {key} has the shape {list(shapes[key])}, and its config says {list(asked[key])}")
+        if prod(asked[key]) != prod(shapes[key]):  # the loader may transpose or reshape: only sizes are compared
+            raise ModelError(f"{name}: {key} has shape {list(shapes[key])}, but its config needs {list(asked[key])}")
     left_out = re.compile("|".join(model._keys_to_ignore_on_load_missing or ["$^"]))
     absent = sorted(key for key in asked.keys() - shapes.keys() - tied(model) if not left_out.search(key))
+    # with unknown names in the files, an absent weight may have the name of another version, which the loader knows
     if absent and not shapes.keys() - asked.keys():
         raise ModelError(missing(name, absent))
 
 
 def missing(name: str, absent: list[str]) -> str:
-    return f"{name}: {len(absent)} weights are missing or of another shape, {absent[0]} first"
+    return f"{name}: {len(absent)} weights are missing or have another shape, first {absent[0]}"
 
 
 def tied(model: PreTrainedModel) -> set[str]:
-    """Weights that are others by another name: either may be left out of a file."""
+    """Return the names of tied weights: a file may leave out either name of a pair."""
     pairs: Mapping[str, str] = model.all_tied_weights_keys
     return {*pairs.keys(), *pairs.values()} if pairs else set()
 
 
 def empty_model(name: str) -> PreTrainedModel:
-    """Build the modules of a model without weights: nothing is loaded."""
+    """Build the model on the meta device: no weight is loaded."""
     config = load_config(name)
     if config.is_encoder_decoder and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
-            f"{name}: {config.model_type} has an encoder and a decoder, and only causal LMs are trained or asked here: "
+            f"{name}: {config.model_type} has an encoder and a decoder, but students and teachers must be causal LMs: "
             "name a decoder-only model"
         )
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise ModelError(f"{name}: no causal LM is as its config.json says: {first_line(error)}") from None
+        raise ModelError(f"{name}: cannot build a causal LM from its config.json: {first_line(error)}") from None
 
 
 def shapes_in(name: str, file: Path) -> dict[str, Shape]:
@@ -108,21 +105,21 @@ def shapes_in(name: str, file: Path) -> dict[str, Shape]:
 
 
 def unpickled(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Mapped, not loaded."""
+    """Yield the tensors of a pickled file, memory-mapped."""
     try:
         held: Mapping[str, Any] = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever unpickling makes of a damaged file
+    except Exception as error:  # unpickling a damaged file can raise any exception
         raise ModelError(f"{name}: {file.name} is damaged: {first_line(error)}") from None
     yield from ((key, value) for key, value in held.items() if isinstance(value, Tensor))
 
 
 def read_through(name: str) -> int:
-    """All weights, a stretch at a time: how many numbers there are. A ModelError where one is none."""
-    own = [Path(name, ADAPTER)] if is_adapter(name) else []  # beside those of its base
-    return check_numbers(name, (part for file in (*weights_of(name), *own) for part in stretches(name, file)))
+    """Read all weights, and return the number of values; a ModelError if some are not finite."""
+    own = [Path(name, ADAPTER)] if is_adapter(name) else []  # in addition to the weights of its base
+    return check_numbers(name, (part for file in (*weights_of(name), *own) for part in read_chunks(name, file)))
 
 
-def stretches(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
+def read_chunks(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
     if file.suffix != ".safetensors":
         yield from unpickled(name, file)
         return
@@ -138,7 +135,7 @@ def stretches(name: str, file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_numbers(name: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """How many numbers these are; a ModelError if some are not finite."""
+    """Return the number of values in these tensors; raise a ModelError if some are not finite."""
     count, damaged = 0, set[str]()
     for key, tensor in tensors:
         count += tensor.numel()
@@ -146,16 +143,16 @@ def check_numbers(name: str, tensors: Iterable[tuple[str, Tensor]]) -> int:
             damaged.add(key)
     if damaged:
         raise ModelError(
-            f"{name}: its weights are damaged: {len(damaged)} of them hold what is no finite number, "
-            f"{min(damaged)} first"
+            f"{name}: its weights are damaged: {len(damaged)} of them contain values that are not finite, "
+            f"first in {min(damaged)}"
         )
     return count
 
 
 @torch.no_grad()
 def finite(tensor: Tensor) -> bool:
-    """A finite sum has finite parts, and is there at once."""
     if tensor.itemsize < 2:
         tensor = tensor.float()
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    # fast path: a finite sum has only finite terms
     return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())

@@ -1,8 +1,8 @@
-"""The end of a causal LM: a linear layer on the last hidden state, and what the model does around it.
+"""The head of a causal LM: a linear layer on the last hidden state, with the scales and caps that the model adds.
 
-Some models scale or soft-cap their logits (Cohere, Granite, Gemma), or scale the hidden state (MiniCPM). Nothing is
-read from a config: the model is run with a ladder of numbers in place of the head's products, and its logits say what
-became of them. What is not a scale and a cap is refused.
+Some models scale or soft-cap their logits (Cohere, Granite, Gemma), or scale the hidden state (MiniCPM). These factors
+are measured: known numbers replace the output of the linear layer, and the logits show how the model changes them. A
+model that does more than scale and cap is refused.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from slipstream.estimators.logprobs.head import Head
 from slipstream.estimators.logprobs.tiles import Bend
 
 LADDER = (0.0, 2**-10, 2**-5, 0.5, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0, 2.0**15)
-"""Products of both signs, from where a cap does not show to where nothing else does."""
+"""Test values for the output of the linear layer, from far below to far above any cap; used with both signs."""
 
 
 @torch.no_grad()
 def find_head(name: str, model: PreTrainedModel, backbone: nn.Module) -> Head:
     layer, kind = model.get_output_embeddings(), type(model).__name__
     if not isinstance(layer, nn.Linear):
-        raise ModelError(f"{name}: {kind} has no linear head, as a causal LM here must have")
+        raise ModelError(f"{name}: {kind} has no linear head, which is required")
     ids = torch.arange(1, 5, device=model.device)[None] % layer.out_features
     try:
         hidden = getattr(backbone(ids), "last_hidden_state", None)
         expected = model(ids).logits
-    except Exception as error:  # whatever a model raises here is why it cannot be used
-        raise ModelError(f"{name}: {kind} cannot make a plain pass in {model.dtype}: {first_line(error)}") from None
+    except Exception as error:  # any exception of the model's code means that it cannot be used
+        raise ModelError(f"{name}: {kind} cannot run a forward pass in {model.dtype}: {first_line(error)}") from None
     if hidden is None:
         raise ModelError(f"{name}: the backbone of {kind} returns no hidden states")
     if not expected.isfinite().all():
@@ -46,12 +46,12 @@ def find_head(name: str, model: PreTrainedModel, backbone: nn.Module) -> Head:
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """Relative, of two computations of one number in different orders."""
+    """Return the largest relative difference that rounding explains between two orders of computation."""
     return 1e-4 if dtype.itemsize >= 4 else 0.05
 
 
 def _scale_before(name: str, kind: str, model: PreTrainedModel, layer: nn.Linear, ids: Tensor, hidden: Tensor) -> float:
-    """What the hidden state is multiplied by on its way to the head."""
+    """Return the factor by which the model scales the hidden state before its head."""
     seen: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
     try:
@@ -70,7 +70,7 @@ def _scale_before(name: str, kind: str, model: PreTrainedModel, layer: nn.Linear
 def _bend_after(
     name: str, kind: str, model: PreTrainedModel, layer: nn.Linear, ids: Tensor
 ) -> tuple[float, float | None]:
-    """Scale and cap of the products."""
+    """Return the scale and the soft cap (None: no cap) that the model applies to the output of the linear layer."""
     ladder = torch.tensor([*LADDER, *(-x for x in LADDER)], device=model.device)
     x_V = ladder.repeat(-(-layer.out_features // len(ladder)))[: layer.out_features]
     rungs = min(len(LADDER), layer.out_features)
@@ -88,12 +88,12 @@ def _bend_after(
     if not (scale > 0 and (cap is None or cap > 0)):
         raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
     expected = Bend(1.0, scale, cap).logits(x_V.double())
-    # a model may round its logits to half precision after all, whatever it was given
+    # a model may round its logits to half precision even if it receives float32
     if not torch.allclose(logits_V, expected, rtol=1e-5 if layer.weight.dtype.itemsize >= 4 else 0.01, atol=1e-6):
         raise ModelError(f"{name}: {kind} does more to its logits than scale and cap them")
     return _plain(scale), cap if cap is None else _plain(cap)
 
 
 def _plain(x: float) -> float:
-    """Without the rounding of float32."""
+    """Round to six digits, which removes float32 rounding errors."""
     return float(f"{x:.6g}")

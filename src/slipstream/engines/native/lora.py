@@ -1,7 +1,7 @@
-"""Low-rank adapters (peft) in place of the linear layers of a model: only they are trained, published and kept.
+"""Low-rank adapters (peft) at linear layers of a model: only adapters are trained, published and stored in checkpoints.
 
-Learner and sampler both run base and adapters side by side, so weights travel as adapters alone and the fingerprint is
-of what really runs. What is saved for others has them merged.
+Learner and sampler both run the base with its adapters, so that the fingerprint covers the weights that really run. An
+exported model has the adapters merged.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 from slipstream.config.schema import LoraConfig
-from slipstream.engines.native.adapters import linear_layers, put, sum_of
+from slipstream.engines.native.adapters import add_adapter, linear_layers, load_adapter
 from slipstream.engines.native.model import LanguageModel, split
 from slipstream.errors import ConfigError
 from slipstream.models.adapters import adapter_of
 
 
 def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> LanguageModel:
-    """The same model with an adapter at every target; all else is frozen. Adapters start as nothing at all, or as that
-    which the model is named by."""
+    """Add an adapter to every target layer and freeze all else; if `lm.name` is an adapter, start from its weights."""
     try:
         from peft import LoraConfig as PeftConfig
         from peft import inject_adapter_in_model
@@ -31,7 +30,7 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
         kind = type(lm.model).__name__
         raise ConfigError(f"learner.lora: {lm.name}: {kind} has no linear layers beside its head: drop [learner.lora]")
     settings: dict[str, Any] = {"r": config.rank, "lora_alpha": config.alpha, "lora_dropout": 0.0}
-    # peft has rules by model type, which reinterpret names; a module without a config gets what is asked for
+    # peft reinterprets names by model type; a holder module without a config avoids these rules
     holder = nn.Module()
     holder.add_module("held", lm.model)
     settings["target_modules"] = [f"held.{name}" for name in config.among(layers)]
@@ -39,14 +38,13 @@ def with_adapters(lm: LanguageModel, config: LoraConfig, *, seed: int) -> Langua
         torch.manual_seed(seed)
         inject_adapter_in_model(PeftConfig(**settings), holder)
     if begun := adapter_of(lm.name):
-        put(lm.model, begun)
+        load_adapter(lm.model, begun)
     return split(lm.name, lm.model, longest=lm.longest)
 
 
 @torch.no_grad()
 def _layers(lm: LanguageModel) -> list[str]:
-    """Linear layers that a pass calls: of some, Mamba's for one, it takes the weight alone, past any adapter."""
-    # of exactly that type: a router may be a linear layer that answers something else
+    """Return linear layers whose module is called: Mamba, for example, uses some weights directly."""
     named = linear_layers(lm.model)
     called: set[nn.Module] = set()
     hooks = [module.register_forward_hook(lambda module, *_: called.add(module)) for module in named.values()]
@@ -59,12 +57,12 @@ def _layers(lm: LanguageModel) -> list[str]:
 
 
 def merged(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state dict without adapters, each added to the weight beside it. For a model without any: the same."""
+    """Return the state dict with each adapter added to its base weight; unchanged for a model without adapters."""
     scales = {name: module.scaling["default"] for name, module in model.named_modules() if hasattr(module, "lora_A")}
     found: dict[str, Any] = {name: value for name, value in state.items() if ".lora_" not in name}
     for layer, scale in scales.items():
         down, up = (state[f"{layer}.lora_{part}.default.weight"] for part in "AB")
-        found[f"{layer}.weight"] = sum_of(found.pop(f"{layer}.base_layer.weight"), down, up, scale)
+        found[f"{layer}.weight"] = add_adapter(found.pop(f"{layer}.base_layer.weight"), down, up, scale)
         if f"{layer}.base_layer.bias" in found:
             found[f"{layer}.bias"] = found.pop(f"{layer}.base_layer.bias")
     return found

@@ -1,4 +1,4 @@
-"""Loading a HF causal LM and taking it apart into backbone and head."""
+"""Load a Hugging Face causal LM and split it into backbone and head."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from slipstream.estimators.logprobs.head import Head
 from slipstream.models.adapters import adapter_of
 from slipstream.models.resolve import model_path
 
-hf_logging.disable_progress_bar()  # loading and saving happen under a progress display of our own
+hf_logging.disable_progress_bar()  # Slipstream shows its own progress display while models are loaded and saved
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """`hidden = backbone(ids)`, `logits = head(hidden)`: checked when it was loaded."""
+    """Model with `hidden = backbone(ids)` and `logits = head(hidden)`; `split` has checked these equations."""
 
     name: str
     model: PreTrainedModel
     backbone: nn.Module
     head: Head
     longest: int
-    """The longest sequence it may be given."""
+    """Largest sequence length that the model may be given, in tokens."""
 
     @property
     def vocab_size(self) -> int:
@@ -49,7 +49,7 @@ class LanguageModel:
 
 
 def pick_device(device: str, where: str = "runtime.device") -> torch.device:
-    """`where` it was written."""
+    """Return the torch device named `device`; `where` is the config key that an error message names."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cpu:"):
@@ -62,7 +62,7 @@ def pick_device(device: str, where: str = "runtime.device") -> torch.device:
 
 
 def is_recurrent(config: Any) -> bool:
-    """Whether some layers keep a state instead of the past: linear attention, state spaces, convolutions."""
+    """Return True if some layers keep a state and no past keys: linear attention, state spaces or convolutions."""
     return any(getattr(layer, "number_of_states", 0) for layer in DynamicCache(config=config).layers)
 
 
@@ -75,14 +75,13 @@ def has_windows(config: Any) -> bool:
 def load_model(
     name: str, *, dtype: str, device: str = "auto", longest: int | None = None, base: bool = False
 ) -> LanguageModel:
-    """`longest`: the longest sequence it will see, which chooses among its position factors where it has several. An
-    adapter is merged, or its `base` left alone."""
+    """Load a causal LM, with its adapter merged unless `base`; `longest` selects among sets of position factors."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             model_path(name), dtype=getattr(torch, dtype), attn_implementation=REFERENCE, output_loading_info=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{name}: cannot load a causal LM there: {first_line(error)}") from None
+        raise ModelError(f"{name}: cannot load a causal LM from it: {first_line(error)}") from None
     if absent := sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]])):
         raise ModelError(missing(name, absent))
     if not base and (adapter := adapter_of(name)):
@@ -92,14 +91,14 @@ def load_model(
 
 
 REFERENCE = "eager"
-"""The attention that every model has and that leaves nothing out: what all others are compared to."""
+"""Attention implementation that every model has and that is complete. All others are compared with it."""
 
 
 def split(name: str, model: PreTrainedModel, *, longest: int | None = None) -> LanguageModel:
-    """Backbone and head, found to be all there is; positions mean the same in every pass from now on."""
+    """Split a model into backbone and head, check that nothing else computes its logits, and fix its positions."""
     longest = min(longest or 1 << 30, context_length(model.config))
     pin(model, longest)
-    if model.dtype == torch.float64:  # the fast kernels for experts end at float32
+    if model.dtype == torch.float64:  # the fast kernels for experts do not support float64
         model.set_experts_implementation("eager")
     backbone = backbone_of(name, model)
     with widened(model):
@@ -109,9 +108,9 @@ def split(name: str, model: PreTrainedModel, *, longest: int | None = None) -> L
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """In float32 for a moment, if there is room: what half precision rounds away would hide a fault as well."""
+    """Convert half-precision tensors to float32 within the context, if memory suffices: rounding could hide errors."""
     halves = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point() and t.itemsize < 4]
-    held = [(tensor, tensor.dtype) for tensor in halves] if _room(halves) else []
+    held = [(tensor, tensor.dtype) for tensor in halves] if _fits_in_memory(halves) else []
     for tensor, _ in held:
         tensor.data = tensor.data.float()
     try:
@@ -121,8 +120,8 @@ def widened(model: nn.Module) -> Iterator[None]:
             tensor.data = tensor.data.to(dtype)
 
 
-def _room(halves: Sequence[Tensor]) -> bool:
-    """Half of what is free."""
+def _fits_in_memory(halves: Sequence[Tensor]) -> bool:
+    """Return True if float32 copies of these tensors fit into half of the free memory."""
     if halves and halves[0].is_cuda:
         free = torch.cuda.mem_get_info(halves[0].device)[0]
     else:
@@ -135,5 +134,5 @@ def backbone_of(name: str, model: PreTrainedModel) -> PreTrainedModel:
         return model.base_model
     parts = [part for part in model.children() if isinstance(part, PreTrainedModel)]
     if len(parts) != 1:
-        raise ModelError(f"{name}: {type(model).__name__} is no backbone with a head, as a causal LM here must be")
+        raise ModelError(f"{name}: {type(model).__name__} is not made of one backbone and a head, which is required")
     return parts[0]

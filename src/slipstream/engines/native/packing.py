@@ -1,16 +1,15 @@
-"""Which samples are computed together: a plan in integers, without a tensor of a model.
+"""Plan which samples are computed together, in integers and without tensors.
 
-A micro-batch is a few rows of about the same length. A row is a sequence of items, and an item is a prompt and the
-responses that continue it: one of them, or with shared prompts as many of its group as fit, so that the prompt is
-computed once. Nothing of one item ever sees another (rows.py), so any cut gives the same answer; this file looks for a
-cheap one.
+A micro-batch is a few rows of similar length. A row is a sequence of items. An item is a prompt with responses to it:
+one, or with shared prompts as many of its group as fit, so that the prompt is computed once. Items never see each other
+(rows.py), so every plan gives the same results. This file searches for a cheap one.
 
-Rows are filled best-fit-decreasing. They are as long as the longest item, or twice that: longer rows are filled better,
-shorter ones mask less attention away, and which of the two is cheaper depends on the model's width. Rows go to
-micro-batches by their cost, which for long rows is mostly attention and not their number of tokens.
+Rows are filled best-fit-decreasing, up to the length of the longest item or twice that. Longer rows are filled better;
+shorter rows compute less attention that is masked away. The model's width decides which is cheaper. Rows are assigned
+to micro-batches by cost, because the cost of a long row is mostly attention.
 
-A model that cannot keep items apart takes one sample a row, right-padded: with causal attention no real token ever sees
-a pad, and no mask is needed.
+A model that cannot keep items apart gets one sample per row, padded on the right. With causal attention no real token
+sees a pad, and no mask is needed.
 
 Shapes: B rows, L positions.
 """
@@ -29,14 +28,14 @@ from slipstream.records import Rollout
 
 Array = NDArray[Any]
 MOST_PADDED = 1.25
-"""A micro-batch of several unpacked samples costs at most this times its real tokens."""
+"""Largest ratio of computed tokens to real tokens in a micro-batch of several unpacked samples."""
 ROW_LENGTHS = (1, 2)
-"""A row is one of these times as long as the longest item."""
+"""Candidate row lengths, as multiples of the longest item."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A prompt and the responses that continue it, by their lengths; `members` are the indices of their samples."""
+    """Lengths of a prompt and of responses to it; `members` are the indices of their samples."""
 
     prompt: int
     responses: tuple[int, ...]
@@ -48,30 +47,30 @@ class Item:
 
     @property
     def apart(self) -> int:
-        """Tokens of its samples, each with a prompt of its own."""
+        """Tokens if each sample had its own copy of the prompt."""
         return len(self.responses) * self.prompt + sum(self.responses)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows of one forward pass; without `packed`, one sample each, of a model that must not be given a mask."""
+    """Rows of one forward pass. If `packed` is False, each row is one sample and the model gets no mask."""
 
     rows: tuple[tuple[Item, ...], ...]
     packed: bool = True
 
     @property
     def members(self) -> list[int]:
-        """Indices of the samples, in the order in which their predictions come."""
+        """Indices of the samples, in the order of their predictions."""
         return [member for row in self.rows for item in row for member in item.members]
 
     @property
     def length(self) -> int:
-        """Of the longest row, to which the others are padded."""
+        """Tokens of the longest row, to which the others are padded."""
         return max(map(_tokens, self.rows), default=0)
 
     @property
     def computed(self) -> int:
-        """Tokens that go through the model, padding included."""
+        """Tokens that the model computes, padding included."""
         return len(self.rows) * self.length
 
     @property
@@ -88,10 +87,10 @@ def pack(
     packing: bool = True,
     parts: int = 1,
 ) -> list[MicroBatch]:
-    """At least `parts` micro-batches of at most `budget` tokens, padding included, that cost about the same.
+    """Return at least `parts` micro-batches of similar cost, each with at most `budget` tokens, padding included.
 
-    A sample longer than the budget is a micro-batch of its own. If there are more parts than rows, some are empty.
-    `hidden` is the model's width, on which the cost of attention relative to all else depends.
+    A sample longer than the budget becomes a micro-batch of its own. If rows are fewer than parts, some micro-batches
+    are empty. The relative cost of attention depends on `hidden`, the model's width.
     """
     if packing:
         items = shared(rollouts, budget) if shared_prompt else [_single(rollouts, i) for i in range(len(rollouts))]
@@ -111,10 +110,7 @@ def _tokens(row: Iterable[Item]) -> int:
 
 
 def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
-    """One item per prompt; more of them, each with the prompt, where its responses are too many for the budget.
-
-    A branch may begin with other tokens than the rest of its group.
-    """
+    """Return one item per prompt, or several if its responses exceed the budget; prompts are compared by tokens."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for i, rollout in enumerate(rollouts):
         groups.setdefault((rollout.prompt.number, rollout.prompt.tokens.tobytes()), []).append(i)
@@ -128,7 +124,7 @@ def shared(rollouts: Sequence[Rollout], budget: int) -> list[Item]:
 
 
 def fill(items: Sequence[Item], budget: int, hidden: int, parts: int = 1) -> list[tuple[Item, ...]]:
-    """Rows of items, of the length that costs least; not so long that there are fewer rows than parts."""
+    """Return rows of items, of the cheapest candidate length; aim at no fewer rows than `parts`."""
     sizes = [item.tokens for item in items]
     longest, most = max(sizes, default=0), -(-sum(sizes) // parts)
     lengths = [min(budget, max(longest, min(times * longest, most))) for times in ROW_LENGTHS]
@@ -138,7 +134,7 @@ def fill(items: Sequence[Item], budget: int, hidden: int, parts: int = 1) -> lis
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of indices: the largest first, each into the fullest bin with room for it, else into a new one."""
+    """Return bins of indices: each size, largest first, goes to the fullest bin with room for it, else to a new bin."""
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (room left, bin), ascending
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
@@ -154,12 +150,12 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def cost(tokens: int, hidden: int) -> float:
-    """Of a row, in tokens that need no attention: its share of the operations grows as tokens / 6·hidden."""
+    """Return the cost of a row; the unit is a token without attention, which adds the share tokens / 6·hidden."""
     return tokens * (1 + tokens / (6 * hidden))
 
 
 def spread(rows: Sequence[tuple[Item, ...]], budget: int, hidden: int, parts: int = 1) -> list[MicroBatch]:
-    """As few micro-batches as the budget allows: the longest row first, each to the one that costs least so far."""
+    """Return as few micro-batches as the budget allows; each row, longest first, goes to the cheapest one so far."""
     ordered = sorted(rows, key=_tokens, reverse=True)
     for number in count(max(parts, -(-sum(map(_tokens, rows)) // budget))):
         batches: list[list[tuple[Item, ...]]] = [[] for _ in range(number)]
@@ -178,7 +174,7 @@ def spread(rows: Sequence[tuple[Item, ...]], budget: int, hidden: int, parts: in
 
 
 def micro_batches(lengths: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Indices of samples, longest first, in batches that are padded to at most `budget` tokens and MOST_PADDED."""
+    """Yield indices of samples, longest first, in batches of at most `budget` padded tokens and MOST_PADDED padding."""
     batch: list[int] = []
     longest = tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

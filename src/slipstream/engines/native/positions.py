@@ -1,9 +1,8 @@
-"""Rotary positions that do not depend on what else is in a pass.
+"""Make rotary positions independent of the other sequences in a pass.
 
-Two kinds of them choose their factors by the longest position of the whole pass: longrope (Phi-3, Phi-3.5, Phi-4-mini)
-between two sets, dynamic NTK among as many as there are lengths. So a short sequence would change with its neighbours,
-and a cached key would not fit the next query. Here the longest sequence of the run chooses once and for all: every pass
-is shown that position too.
+Two rope types select their factors by the longest position of the whole pass: longrope (Phi-3, Phi-3.5, Phi-4-mini) and
+dynamic NTK. A short sequence would change with its neighbours, and a cached key would not match later queries. Here the
+longest sequence of the run selects the factors: its last position is appended to every pass.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from slipstream.engines.native.config import by_length
 
 
 def pin(model: nn.Module, longest: int) -> None:
-    """From now on, factors are those of sequences of `longest` tokens."""
+    """Make the model always use the factors for sequences of `longest` tokens."""
     for module in model.modules():
         if by_length(getattr(module, "rope_type", None)):
             module.forward = _shown(type(module).forward.__get__(module), longest - 1)

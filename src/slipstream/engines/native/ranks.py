@@ -1,8 +1,7 @@
-"""The processes that share one learner: where they meet, what they tell one another, how its weights lie across them.
+"""Ranks: the processes that share one learner, their rendezvous, and the sharding of its weights.
 
-Every rank holds a slice of every weight, of its gradient and of its moments (FSDP2); a layer is whole only while it
-computes. Losses are already divided by the counts of the whole step, so gradients are added up and never averaged.
-One process talks to itself and holds everything.
+Every rank holds a slice of every weight, gradient and optimizer state (FSDP2). A layer is gathered only while it
+computes. Losses are already divided by the counts of the whole step, so gradients are summed, not averaged.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Ranks:
         self.index, self.size, self.mesh = index, size, mesh
 
     def gathered(self, mine: T) -> list[T]:
-        """What every rank brought, in their order."""
+        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [mine]
         found: list[Any] = [None] * self.size
@@ -42,18 +41,18 @@ class Ranks:
         return found
 
     def shard(self, root: nn.Module, layers: list[nn.Module]) -> None:
-        """Spread the weights over the ranks; those of a layer are gathered together, and the rest with the root."""
+        """Shard the weights over the ranks; a layer's weights are gathered together, the rest with the root."""
         if self.size == 1:
             return
-        for module in (*reversed(layers), root):  # what is inside another comes first
-            # the root too: else it would stay whole after a pass without gradient, and not see its weights change
+        for module in (*reversed(layers), root):  # inner modules first
+            # also the root: else its weights would stay gathered after a pass without gradient, and become stale
             fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
             sharded = cast(FSDPModule, module)
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
 
     def on_first(self, state: dict[Any, Any]) -> dict[Any, Any]:
-        """A state dict, gathered to the first rank's CPU. All take part; the others get its names only."""
+        """Gather a state dict on the CPU of the first rank; all ranks must call this, and the others get no tensors."""
         found: dict[int, Tensor | None] = {}
 
         def collected(value: Any) -> Any:
@@ -61,7 +60,7 @@ class Ranks:
                 return {name: collected(part) for name, part in value.items()}
             if not isinstance(value, Tensor):
                 return value
-            if id(value) not in found:  # what is tied stays tied
+            if id(value) not in found:  # tied tensors stay tied
                 gathered = whole(value.detach())
                 found[id(value)] = gathered.cpu() if self.index == 0 else None
             return found[id(value)]
@@ -70,7 +69,7 @@ class Ranks:
 
 
 def open_store(host: str) -> tuple[Any, Meeting]:
-    """The store where ranks meet, at a port that is free. Only this address is listened to: torch would take all."""
+    """Open the store where ranks meet, at a free port of `host` only: torch by itself would listen on all addresses."""
     listening = socket.create_server((host, 0))
     port = int(listening.getsockname()[1])
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
@@ -78,10 +77,10 @@ def open_store(host: str) -> tuple[Any, Meeting]:
 
 
 def join(meeting: Meeting, index: int, size: int, *, device: torch.device, patience: float) -> Ranks:
-    """Wait for the other ranks; `patience` seconds are how long any of them ever waits for another."""
+    """Join the ranks at `meeting`; `patience` is the timeout in seconds of every wait for another rank."""
     host, port = meeting
     if host == LOOPBACK:
-        for library in ("GLOO", "NCCL"):  # what they accept is unpickled: nobody else may connect
+        for library in ("GLOO", "NCCL"):  # received data is unpickled: other machines must not connect
             os.environ[f"{library}_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     limit = timedelta(seconds=patience)
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
@@ -91,20 +90,20 @@ def join(meeting: Meeting, index: int, size: int, *, device: torch.device, patie
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """What the model says must stay in one piece: its decoder layers."""
+    """Return the modules that the model marks as indivisible: its decoder layers."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def slice_of(tensor: Tensor, own: Tensor) -> Tensor:
-    """What `own` holds of a whole tensor, laid out as it; no rank needs another for that."""
+    """Return this rank's shard of a whole tensor, laid out like `own`, without communication."""
     if not isinstance(own, DTensor):
         return tensor
     return distribute_tensor(tensor.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
 
 
 def part_of(tensor: Tensor, own: Tensor) -> Tensor:
-    """What this rank holds of something that is laid out as `own`, so that it can be made whole."""
+    """Wrap this rank's local shard as a DTensor laid out like `own`, so that it can be gathered."""
     if not isinstance(own, DTensor):
         return tensor
     here = tensor.to(own.device)

@@ -1,15 +1,15 @@
 """Packed rows on the device, and the attention that keeps their items apart.
 
-Every token has a tree (its item), a branch (0: the prompt, 1 … G: a response) and a position, which every response
-begins anew after the prompt. A query sees a key of the same tree, of the prompt or of its own branch, that is not
-behind it, nor a window or more before it. So every response is computed as if it were alone with its prompt, whatever
-lies beside it, and the prompt once. A pad is a tree of its own: it sees itself, and nothing is ever NaN.
+Every token has a tree (its item), a branch (0: the prompt, 1 … G: a response) and a position; each response counts its
+positions from the end of the prompt. In its tree, a query sees the keys of the prompt and of its own branch that are
+not later and within the window. So each response is computed as if it were alone with its prompt, and the prompt once.
+A pad is a tree of its own and sees itself, so that no value is NaN.
 
-On the CPU, queries go in blocks, each with only those keys that any of its queries sees: whatever the length of a row,
-little is computed to be masked away. On CUDA, FlexAttention does the same from the same three index tensors.
+On the CPU, queries are computed in blocks, each with only those keys that some of its queries see. On CUDA,
+FlexAttention does the same from the same three index tensors.
 
-Shapes: R rows, L positions, Q queries of a block, K keys of a block, H heads, J key/value heads, D head size,
-N trained tokens: only what predicts one of them is ever looked at.
+Shapes: R rows, L positions; Q queries of a block, K keys of a block; H heads, J key/value heads, D head size; N trained
+tokens: hidden states are returned only where one of these is predicted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from transformers import AttentionInterface
 
 from slipstream.engines.native import attention
-from slipstream.engines.native.attention import Reach, check_told, errors, limit, reach_of
+from slipstream.engines.native.attention import Reach, check_arguments, errors, limit, reach_of
 from slipstream.engines.native.model import REFERENCE, LanguageModel, has_windows, is_recurrent, widened
 from slipstream.engines.native.packing import Item, MicroBatch
 from slipstream.errors import ModelError, first_line
@@ -36,21 +36,21 @@ from slipstream.records import Ints, Prompt, Rollout, one_turn
 
 NAME = "slipstream_rows"
 BLOCK = 128
-"""Queries whose attention is computed together on the CPU."""
+"""Number of queries whose attention is computed together on the CPU."""
 
 
 class Block(NamedTuple):
-    """Queries start … stop of every row, the keys that they need, and which they do not see, as −inf."""
+    """Queries `start` … `stop` of every row, the keys they need, and an additive mask: −inf at hidden keys."""
 
     start: int
     stop: int
     keys: Tensor | None
-    """Places of the keys in the flattened rows, [R·K]; None: all up to `stop`."""
+    """Indices of the keys in the flattened rows, [R·K]; None: all keys up to `stop`."""
     mask_R1QK: Tensor
 
 
 class Rows:
-    """One micro-batch, ready for the model."""
+    """One micro-batch as tensors for the model."""
 
     def __init__(self, rollouts: Sequence[Rollout], batch: MicroBatch, device: torch.device) -> None:
         shape = rows, length = len(batch.rows), batch.length
@@ -76,9 +76,9 @@ class Rows:
         self.block_masks: dict[Reach, BlockMask] = {}
 
     def hidden(self, backbone: nn.Module) -> Tensor:
-        """The hidden states that predict the trained tokens, sample after sample as in `members`."""
-        assert not self.packed or _attention(backbone) == NAME, "packed rows for a model that use_rows has not seen"
-        # where every row is one sequence, its positions go without saying: not every model takes them
+        """Return the hidden states that predict the trained tokens, sample after sample in the order of `members`."""
+        assert not self.packed or _attention(backbone) == NAME, "packed rows need a model that use_rows has prepared"
+        # not every model accepts positions; rows of one sequence do not need them
         options: dict[str, Any] = {"position_ids": self.position_RL} if self.packed else {}
         with reading(self):
             out = backbone(input_ids=self.ids_RL, use_cache=False, **options)
@@ -87,11 +87,11 @@ class Rows:
 
     @property
     def reaches(self) -> set[Reach]:
-        """Those that layers have asked for."""
+        """Reaches that layers have used."""
         return {*self.block_masks, *(reach for reach, _ in self.blocks)}
 
     def sees(self, reach: Reach) -> Callable[..., Tensor]:
-        """Which queries see which keys, at indices that broadcast; in the form that FlexAttention compiles."""
+        """Return a mask function in the form that FlexAttention compiles: True where a query sees a key."""
         tree_RL, branch_RL, position_RL = self.tree_RL, self.branch_RL, self.position_RL
 
         def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Rows:
         return seen
 
     def blocked(self, reach: Reach, dtype: torch.dtype) -> list[Block]:
-        """The same for every layer with the same reach, and additive: booleans are converted anew in every layer."""
+        """Return the blocks of a reach, cached for all its layers; masks are additive: boolean ones are slower."""
         if (reach, dtype) not in self.blocks:
             length = self.ids_RL.shape[1]
             starts = range(0, length, BLOCK)
@@ -119,7 +119,7 @@ class Rows:
         most = int(needed_RL.sum(1).max())
         keys = None
         if most < stop:
-            # the needed keys of every row in their order, then some that no query of the block sees
+            # the needed keys of every row in order, then padding with keys that no query of the block sees
             key_RK = needed_RL.int().sort(dim=1, descending=True, stable=True).indices[:, :most]
             seen_RQL = seen_RQL.gather(2, key_RK[:, None].expand(-1, stop - start, -1))
             keys = (key_RK + length * row_R11[:, 0]).flatten()
@@ -141,26 +141,25 @@ def _tokens_of(item: Item, rollouts: Sequence[Rollout]) -> Ints:
 
 
 def _branches(item: Item) -> tuple[Ints, Ints]:
-    """Branch and position of every token."""
     branch = np.repeat(np.arange(1 + len(item.responses)), [item.prompt, *item.responses])
     position = [np.arange(item.prompt), *[item.prompt + np.arange(length) for length in item.responses]]
     return branch, np.concatenate(position)
 
 
 def _predictors(item: Item) -> Ints:
-    """The tokens of the item that predict its responses: the one before, but of each first the prompt's last."""
+    """Return the positions that predict the responses' tokens; the prompt's last predicts each first token."""
     before = np.arange(item.prompt, item.tokens) - 1
     before[np.cumsum([0, *item.responses[:-1]])] = item.prompt - 1
     return before
 
 
 def by_sample(x_N: Tensor, rollouts: Sequence[Rollout]) -> tuple[Tensor, ...]:
-    """What was found for trained tokens, of each sample its own."""
+    """Split values of trained tokens into one tensor per sample."""
     return torch.split(x_N, [rollout.trained_tokens for rollout in rollouts])
 
 
 def over_tokens(x_N: Tensor, rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """The same over all tokens, [T, …] of each sample; 0 where a token is masked."""
+    """Return values of trained tokens as [T, …] per sample, over all its tokens; 0 at masked tokens."""
     masks = [torch.from_numpy(rollout.loss_mask).to(x_N.device) for rollout in rollouts]
     parts = by_sample(x_N, rollouts)
     return [
@@ -177,7 +176,7 @@ def _attention(backbone: nn.Module) -> Any:
 
 
 CURRENT: ContextVar[Rows] = ContextVar("rows")
-"""What this thread passes through a model: not every model hands arguments of ours on to its attention."""
+"""Rows of the pass in this thread: some models do not pass additional arguments to their attention."""
 
 
 @contextmanager
@@ -190,7 +189,7 @@ def reading(rows: Rows) -> Iterator[None]:
 
 
 def reread() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """For activation checkpointing: what is computed again in the backward pass is of the rows it was computed of."""
+    """Return the contexts of activation checkpointing: the backward pass recomputes with the same rows."""
     return nullcontext(), reading(CURRENT.get())
 
 
@@ -208,13 +207,13 @@ def attend(
     dropout: float = 0.0,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    check_told(module, attention_mask, rest)
+    check_arguments(module, attention_mask, rest)
     rows, reach = CURRENT.get(), reach_of(module, sliding_window)
     # under autocast, rotary embeddings leave queries and keys in float32
     query_RHLD, key_RJLD = query_RHLD.to(value_RJLD.dtype), key_RJLD.to(value_RJLD.dtype)
     if query_RHLD.is_cuda:
         if dropout:
-            raise ModelError("attention dropout of packed rows is not for CUDA: write learner.dropout = false")
+            raise ModelError("packed rows on CUDA do not support attention dropout: write learner.dropout = false")
         return by_flex(query_RHLD, key_RJLD, value_RJLD, rows.block_mask(reach), scaling, softcap, s_aux), None
     options = {"scaling": scaling, "softcap": softcap, "dropout": dropout}
     sinks = None if s_aux is None else s_aux.view(1, -1, 1, 1)
@@ -241,7 +240,7 @@ def by_flex(
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """[R, L, H, D]"""
+    """Return the attention output [R, L, H, D]."""
     flex: Callable[..., Any] = flex_attention
     if query_RHLD.is_cuda:
         flex = _compiled(flex)
@@ -250,7 +249,7 @@ def by_flex(
     out_RHLD: Tensor
     if sinks_H is None:
         out_RHLD = flex(query_RHLD, key_RJLD, value_RJLD, **options)
-    else:  # a sink is a key without a value: it takes its share of the softmax
+    else:  # a sink is a key without a value: it only takes a share of the softmax
         out_RHLD, aux = flex(query_RHLD, key_RJLD, value_RJLD, **options, return_aux=AuxRequest(lse=True))
         kept_RHL = torch.sigmoid(aux.lse - sinks_H.to(aux.lse.dtype)[None, :, None])
         out_RHLD = out_RHLD * kept_RHL[..., None].to(out_RHLD.dtype)
@@ -258,7 +257,7 @@ def by_flex(
 
 
 def _by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block], **options: Any) -> Tensor:
-    """[R, L, H, D]"""
+    """Return the attention output [R, L, H, D]."""
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (key, value)]
     out = []
     for start, stop, keys, mask_R1QK in blocks:
@@ -271,17 +270,17 @@ def _by_blocks(query: Tensor, key: Tensor, value: Tensor, blocks: Sequence[Block
     return torch.cat(out, 1)
 
 
-# --- does this model do what its rows say? ---------------------------------------------------------------
+# --- check that a model computes rows correctly ----------------------------------------------------------
 
 
 def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.packing") -> None:
-    """Give the model an attention that reads rows; a ModelError if none gives what a plain pass does.
+    """Give the model an attention that handles rows; raise a ModelError if none matches a plain pass.
 
-    Packed rows need this file's. For rows of one sequence each it is tried first, because it leaves nothing out and
-    holds no L×L matrix; then those that the model came with. `field` is what to turn off if packed rows cannot be.
+    Packed rows need the attention of this file. For rows of one sequence it is tried first, because it is complete and
+    needs no L×L matrix; the model's own follow. `field` is the config key that the error message says to turn off.
     """
     training = lm.model.training
-    lm.model.eval()  # with dropout, nothing equals anything
+    lm.model.eval()  # dropout would make any two passes differ
     reasons = []
     for name in [NAME] if packed else [NAME, "sdpa", REFERENCE]:
         with widened(lm.model):
@@ -293,14 +292,14 @@ def use_rows(lm: LanguageModel, *, packed: bool = True, field: str = "learner.pa
     else:
         lm.model.set_attn_implementation(REFERENCE)
         kind = type(lm.model).__name__
-        fix = f"write {field} = false" if packed else "nothing here can train it"
+        fix = f"write {field} = false" if packed else "this model cannot be trained"
         raise ModelError(f"{lm.name}: {kind} cannot take {'packed ' * packed}rows: {reasons[0]}: {fix}")
     lm.model.train(training)
 
 
 @torch.no_grad()
 def _failure(lm: LanguageModel, name: str, packed: bool) -> str | None:
-    """Two sequences, and a prompt with two responses: in rows, and one by one with the attention of reference."""
+    """Return why rows differ from single sequences under the reference attention, or None if they agree."""
     if packed and is_recurrent(lm.model.config):
         return "its recurrent layers would carry one sequence into the next"
     rollouts, together, apart = _samples(lm.vocab_size, packed)
@@ -308,15 +307,15 @@ def _failure(lm: LanguageModel, name: str, packed: bool) -> str | None:
     try:
         lm.model.set_attn_implementation(REFERENCE)
         expected = [one.hidden(lm.backbone) for one in each]
-        lm.model.set_attn_implementation(name)  # a model that cannot tells a log only
+        lm.model.set_attn_implementation(name)  # on failure transformers only logs a warning
         if _attention(lm.backbone) != name:
             return "its attention cannot be replaced"
         usual = [difference([one.hidden(lm.backbone)], [e]) for one, e in zip(each, expected, strict=True)]
         found = torch.split(rows.hidden(lm.backbone), [len(part) for part in expected])
-    except Exception as error:  # whatever a model raises here is why it cannot
+    except Exception as error:  # any exception of the model's code means that it cannot use rows
         return first_line(error)
     if name == NAME and has_windows(lm.model.config) and not any(reach.window for reach in rows.reaches):
-        return "its attention is not told of the sliding window"
+        return "it does not pass its sliding window to the attention"
     allowed = limit(lm.head.weight.dtype, usual)
     if not median(usual) <= allowed:
         return f"its hidden states differ by {median(usual):.2%} from those of its own attention"
@@ -326,19 +325,19 @@ def _failure(lm: LanguageModel, name: str, packed: bool) -> str | None:
 
 
 def probe(lm: LanguageModel, packed: bool) -> list[Tensor]:
-    """Hidden states of a few samples in rows, as the model is."""
+    """Return the hidden states of a few samples in rows, with the model in its current mode."""
     rollouts, together, _ = _samples(lm.vocab_size, packed)
     hidden_NH = Rows(rollouts, together, lm.device).hidden(lm.backbone)
     return list(torch.split(hidden_NH, [len(rollouts[i].tokens) for i in together.members]))
 
 
 def difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Relative, of the middle token of the worst sequence: in half precision, a router that turns moves a token far."""
+    """Return the largest median error of a sequence; in half precision, single tokens may go to other experts."""
     return max(median(errors(f_TH, e_TH)) for f_TH, e_TH in zip(found, expected, strict=True))
 
 
 def _samples(vocabulary: int, packed: bool) -> tuple[list[Rollout], MicroBatch, list[MicroBatch]]:
-    """Four samples; together, if packed the last two with one prompt, and each alone."""
+    """Return four samples, a micro-batch of all (if packed, the last two share a prompt), and one for each sample."""
     rollouts = []
     for number, index, prompt, response in [(0, 0, 5, 6), (1, 0, 3, 9), (2, 0, 4, 8), (2, 1, 4, 5)]:
         ids = (np.arange(prompt + response) * (5 + 2 * index) + 3 * number + 1) % vocabulary

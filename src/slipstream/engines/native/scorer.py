@@ -1,7 +1,6 @@
-"""A teacher on any HF causal LM: one forward pass, then its head where the cache asks for it.
+"""A teacher on any Hugging Face causal LM: one forward pass, then the head where the cache needs it.
 
-Calls that arrive while a pass runs are scored together in the next one. Its weights stay as they are unless others are
-published to it, which happens between two passes.
+Calls that arrive during a pass are scored together in the next one; published weights are loaded between two passes.
 
 Shapes: N trained tokens, C rows of a chunk, M cached actions, K top-k, D hidden, V vocabulary.
 """
@@ -36,21 +35,19 @@ from slipstream.estimators.numerics import joined
 from slipstream.protocols import Context, Loaded, SamePrompt, WeightsRef
 from slipstream.records import Group, Handle, Ints, Rollout, Scored, graded
 
-TOGETHER = 0.002
-"""Seconds between calls that were made at the same time."""
+GATHER_SECONDS = 0.002
+"""Seconds to wait for further calls that were made at the same time."""
 Work = Callable[[Sequence[Handle]], list[Handle]]
 
 
 class Waiting(NamedTuple):
-    """A call, until a pass has it."""
-
     group: Group
     work: Work
     answer: asyncio.Future[list[Handle]]
 
 
 class Then(NamedTuple):
-    """What makes of a response what was said of it before: hidden states, on the host, and the head they were for."""
+    """Hidden states (on the host) and head that reproduce the scores of an earlier version."""
 
     hidden_ND: Tensor
     head: Head
@@ -72,15 +69,16 @@ class NativeScorer(Probed):
         keep: int = 0,
         threads: int = 1,
     ) -> None:
-        """`vocabulary` is the student's, where the teacher's is padded to more: no id beyond it is ever sent. `keep` is
-        how many published versions it has, by which it knows what it said before.
+        """Prepare a teacher; `keep` published versions are kept, from which `relabel` recomputes earlier scores.
+
+        `vocabulary` is the student's. If the teacher's vocabulary is padded to more ids, larger ids are never sent.
         """
         self.vocabulary = vocabulary or lm.vocab_size
         if cache == "teacher_topk" and k > self.vocabulary:
             raise ModelError(f"loss.k = {k} is more than the vocabulary of {self.vocabulary}")
         self.lm, self.name, self.cache, self.k = lm, name, cache, k
         self.version = 0
-        """Of the weights, where any were published."""
+        """Version of the weights; 0 if none were published."""
         self.keep, self.kept = keep, dict[int, WeightsRef]()
         self.context = context or SamePrompt()
         self.temperature, self.token_budget, self.packing = temperature, token_budget, packing
@@ -89,9 +87,9 @@ class NativeScorer(Probed):
         self.waiting: list[Waiting] = []
         self.driver: asyncio.Task[None] | None = None
         self.ended = 0.0
-        """When the last pass did."""
+        """Time at which the last pass ended."""
         self.enough = asyncio.Event()
-        """Set when so much waits that a pass is not made better by more."""
+        """Set when waiting for more calls would not make the pass more efficient."""
 
     async def score(self, group: Group) -> list[Handle]:
         return await self._call(group, self._score)
@@ -113,7 +111,7 @@ class NativeScorer(Probed):
         answer: asyncio.Future[list[Handle]] = loop.create_future()
         self.waiting.append(Waiting(group, work, answer))
         if self.driver is None or self.driver.done():
-            self.enough = asyncio.Event()  # of this loop
+            self.enough = asyncio.Event()  # must belong to the current event loop
             self.driver = loop.create_task(self._drive())
         if sum(handle.header.tokens for call in self.waiting for handle in call.group) > self.token_budget // ENOUGH:
             self.enough.set()
@@ -130,7 +128,7 @@ class NativeScorer(Probed):
             self.ended = asyncio.get_running_loop().time()
 
     async def _pass(self, calls: Sequence[Waiting]) -> None:
-        """Do these together; if that fails, one by one, so that each hears of its own fault only."""
+        """Score calls together; if that fails, score each alone, so that each caller gets only its own error."""
         handles = [handle for call in calls for handle in call.group]
         try:
             found = await asyncio.get_running_loop().run_in_executor(self.thread, calls[0].work, handles)
@@ -147,10 +145,10 @@ class NativeScorer(Probed):
             found = found[len(call.group) :]
 
     async def _gather(self) -> None:
-        """Small passes cost hardly less than larger ones: calls that come close behind one another share one."""
+        """Wait for further calls, because a small pass costs hardly less than a larger one."""
         now = asyncio.get_running_loop().time()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.enough.wait(), max(TOGETHER, self.ended + PASSES_APART - now))
+            await asyncio.wait_for(self.enough.wait(), max(GATHER_SECONDS, self.ended + PASSES_APART - now))
 
     # --- weights ---------------------------------------------------------------------------------------------
 
@@ -167,7 +165,7 @@ class NativeScorer(Probed):
 
     @contextlib.contextmanager
     def _under(self, version: int) -> Iterator[None]:
-        """The weights of a version that is kept."""
+        """Use the weights of a kept version within the context."""
         if version != self.version:
             load_weights(self.lm.model, self.kept[version])
         try:
@@ -180,20 +178,20 @@ class NativeScorer(Probed):
 
     @torch.inference_mode()
     def _score(self, handles: Sequence[Handle]) -> list[Handle]:
-        seen, found = self._seen(handles)
+        seen, found = self._contexts(handles)
         answers = self._answered(handles, seen, {})
         return [found[i] if i in found else self._scored(handles[i], seen[i], answers[i]) for i in range(len(handles))]
 
     @torch.inference_mode()
     def _relabel(self, handles: Sequence[Handle]) -> list[Handle]:
-        seen, found = self._seen(handles)
+        seen, found = self._contexts(handles)
         for i, tokens in list(seen.items()):
             old: Scored = handles[i].body
             same = np.array_equal(tokens, old.seen) and old.teacher_version == self.version
             if same:
                 del seen[i]
                 found[i] = Handle(replace(handles[i].header, moved=handles[i].header.moved or 0.0), old)
-        then = self._then({i: handles[i].body for i in seen})
+        then = self._earlier({i: handles[i].body for i in seen})
         answers = self._answered(handles, seen, then)
         for i, tokens in seen.items():
             unknown_N = np.full(handles[i].body.rollout.trained_tokens, np.nan, np.float32)
@@ -203,33 +201,33 @@ class NativeScorer(Probed):
     def _scored(self, handle: Handle, tokens: Ints, answer: Mapping[str, Any]) -> Handle:
         return scored(handle, teacher=self.name, version=self.version, seen=tokens, **answer)
 
-    def _seen(self, handles: Sequence[Handle]) -> tuple[dict[int, Ints], dict[int, Handle]]:
-        """What comes before each response, by its place; and those for which there is nothing."""
-        seen, none = dict[int, Ints](), dict[int, Handle]()
+    def _contexts(self, handles: Sequence[Handle]) -> tuple[dict[int, Ints], dict[int, Handle]]:
+        """Return the context before each response, by index, and failed handles where no context exists."""
+        seen, failures = dict[int, Ints](), dict[int, Handle]()
         for i, handle in enumerate(handles):
             try:
                 seen[i] = self.context(graded(handle), handle.header.attempts)
             except NoContext as error:
-                none[i] = failed(handle, f"teacher {self.name} has no context for it: {error}", teacher=self.name)
-        return seen, none
+                failures[i] = failed(handle, f"teacher {self.name} has no context for it: {error}", teacher=self.name)
+        return seen, failures
 
-    def _then(self, said: Mapping[int, Scored]) -> dict[int, Then]:
-        """What says what was said before, as far as those weights are kept."""
+    def _earlier(self, scores: Mapping[int, Scored]) -> dict[int, Then]:
+        """Return what reproduces the earlier scores, where the weights of that version are kept."""
         found = dict[int, Then]()
-        for version in {each.teacher_version for each in said.values()}:
-            its = {i: old for i, old in said.items() if old.teacher_version == version}
+        for version in {each.teacher_version for each in scores.values()}:
+            same_version = {i: old for i, old in scores.items() if old.teacher_version == version}
             if version != self.version and version not in self.kept:
                 continue
             with self._under(version):
                 head = self.lm.head if version == self.version else copy.deepcopy(self.lm.head)
-                rollouts = {i: old.rollout for i, old in its.items()}
-                for members, hidden_ND in self._passes(rollouts, {i: old.seen for i, old in its.items()}):
+                rollouts = {i: old.rollout for i, old in same_version.items()}
+                for members, hidden_ND in self._passes(rollouts, {i: old.seen for i, old in same_version.items()}):
                     parts = by_sample(hidden_ND, [rollouts[i] for i in members])
                     found |= {i: Then(part.cpu(), head) for i, part in zip(members, parts, strict=True)}
         return found
 
     def _passes(self, rollouts: Mapping[int, Rollout], seen: Mapping[int, Ints]) -> Iterator[tuple[list[int], Tensor]]:
-        """Hidden states of all responses behind what comes before them, those of a micro-batch in a row."""
+        """Yield for each micro-batch the indices of its responses, and their hidden states after their contexts."""
         places = list(seen)
         rows = [with_prompt(rollouts[i], seen[i]) for i in places]
         if not rows:
@@ -240,18 +238,18 @@ class NativeScorer(Probed):
     def _answered(
         self, handles: Sequence[Handle], seen: Mapping[int, Ints], then: Mapping[int, Then]
     ) -> dict[int, dict[str, Any]]:
-        """What the cache holds, for every response; and how far that is from what was said then, where it is known."""
+        """Return the cached values of every response, with the KL to its earlier scores where these are known."""
         rollouts, answers = {i: graded(handles[i]) for i in seen}, dict[int, dict[str, Any]]()
         for members, hidden_ND in self._passes(rollouts, seen):
             chosen = [rollouts[i] for i in members]
             answers |= zip(members, self._answers(hidden_ND, chosen), strict=True)
             for i, own_ND in zip(members, by_sample(hidden_ND, chosen), strict=True):
                 if i in then:
-                    answers[i]["supervision_kl"] = _numpy(self._moved(own_ND, then[i]))
+                    answers[i]["supervision_kl"] = _numpy(self._kl_to_earlier(own_ND, then[i]))
         return answers
 
-    def _moved(self, hidden_ND: Tensor, then: Then) -> Tensor:
-        """KL(now ‖ then) over the whole vocabulary, at every position."""
+    def _kl_to_earlier(self, hidden_ND: Tensor, then: Then) -> Tensor:
+        """Return KL(now ‖ then) over the whole vocabulary at every position."""
         size = max(1, HELD // self.lm.vocab_size)
         parts = [
             dense(self._log_softmax(self.lm.head, now_CD), self._log_softmax(then.head, then_CD), kind="reverse")
@@ -264,8 +262,8 @@ class NativeScorer(Probed):
         return (logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self.temperature).log_softmax(-1)
 
     def _answers(self, hidden_ND: Tensor, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
-        """What the cache holds, for every sample of a micro-batch."""
-        ids_NM = joined([self._asked(rollout) for rollout in rollouts], hidden_ND.device, torch.int64)
+        """Return the cached values for every sample of a micro-batch."""
+        ids_NM = joined([self._scored_ids(rollout) for rollout in rollouts], hidden_ND.device, torch.int64)
         logp_NM = self._logp(hidden_ND, ids_NM)
         found = {"teacher_logp": logp_NM[:, 0]}
         match self.cache:
@@ -282,8 +280,8 @@ class NativeScorer(Probed):
         }
         return [{name: part[i] for name, part in parts.items()} for i in range(len(rollouts))]
 
-    def _asked(self, rollout: Rollout) -> Ints:
-        """The ids whose log-probs are asked for at every trained position, the emitted one first."""
+    def _scored_ids(self, rollout: Rollout) -> Ints:
+        """Return the ids to score at every trained position, the emitted one first."""
         if self.cache == "sampled":
             return rollout.actions
         emitted_N1 = rollout.tokens[rollout.loss_mask][:, None]
@@ -304,7 +302,7 @@ class NativeScorer(Probed):
             ids.append(best.indices.int())
             logps.append(best.values - logits_CV.logsumexp(-1, keepdim=True))
         ids_NK, logp_NK = torch.cat(ids), torch.cat(logps)
-        # one number for one token, whichever way it was computed
+        # use one value per token: the two computations may differ by rounding
         return {
             "teacher_ids": ids_NK,
             "teacher_topk_logp": torch.where(ids_NK == tokens_N[:, None], logp_N[:, None], logp_NK),
@@ -312,13 +310,13 @@ class NativeScorer(Probed):
 
 
 def with_prompt(rollout: Rollout, tokens: Ints) -> Rollout:
-    """The same response, to another prompt."""
+    """Return the same response after another prompt."""
     same = tokens is rollout.prompt.tokens
     return rollout if same else replace(rollout, prompt=replace(rollout.prompt, tokens=tokens))
 
 
 def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """bf16 travels as its 16 bits."""
+    """Convert to numpy; bfloat16 becomes uint16 with the same bits."""
     tensor = tensor.cpu()
     array: np.ndarray[Any, Any] = (
         (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()

@@ -1,7 +1,7 @@
-"""Do fresh and stale samples of a batch teach the same? The cosine of their gradients.
+"""Cosine between the gradients of fresh and of stale samples of a batch.
 
-Samples are put in order by their mean lag and cut in two. The gradient of the fresher half is made first and copied;
-what the other half adds to it is its own. Whole gradients are compared, over all weights and ranks.
+Samples are sorted by mean lag and split into two halves. The gradient of the fresher half is computed first and copied;
+the other half's gradient is what it adds. Gradients are compared over all weights and ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slipstream.protocols import Metrics
 from slipstream.records import Scored
 
 Key = tuple[int, int]
-"""Number of the group, index in it."""
+"""Number of the group, index of the sample in it."""
 
 
 def halves(samples: Mapping[Key, Scored], ranks: Ranks) -> tuple[list[Key], list[Key]] | None:
-    """Which of these belong to the fresher half of the samples of all ranks, and which do not; none of one age."""
+    """Return the keys of the fresher half and of the staler half, over all ranks; None if all have the same age."""
     own = [(mean_version(sample), key) for key, sample in samples.items() if sample.rollout.trained_tokens]
     everyone = sorted(each for of_rank in ranks.gathered(own) for each in of_rank)
     if not everyone or everyone[0][0] == everyone[-1][0]:
@@ -36,7 +36,7 @@ def mean_version(sample: Scored) -> float:
 
 @torch.no_grad()
 def cosine(fresh: Sequence[Tensor | None], both: Sequence[Tensor | None], ranks: Ranks) -> Metrics:
-    """Of the one half's gradient with what the other has added to it, of every weight the part that lies here."""
+    """Return the cosine between the gradient `fresh` and `both` minus `fresh`; each rank passes its own shards."""
     zero = torch.zeros(3, dtype=torch.float64)
     sums = zero.clone()
     for one, whole in zip(fresh, both, strict=True):

@@ -1,8 +1,8 @@
-"""Dropout and router noise: off while training unless asked for, and the proof that they are.
+"""Turn off dropout and router noise during training unless requested, and check that this works.
 
-A rollout is drawn without them, so a gradient with them is of another policy. A model in training mode draws them in
-many places, not all of them modules: so it trains in evaluation mode, in which nothing is drawn. Only what recomputes
-activations asks for training mode: there the probabilities become 0.
+Rollouts are drawn without dropout, so a gradient with dropout would belong to another policy. Some models draw dropout
+outside of modules, so training runs in evaluation mode, in which nothing is drawn. Only modules that recompute
+activations need training mode; their dropout probabilities are set to 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.errors import ModelError, first_line
 
 
 def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bool) -> None:
-    """Put a model into the mode in which it is trained, and see that it draws nothing there, or something if asked."""
+    """Put a model into the mode for training, and check that two passes agree, or with `dropout` that they differ."""
     if checkpointing:
         if not lm.model.supports_gradient_checkpointing:
             kind = type(lm.model).__name__
@@ -37,7 +37,7 @@ def prepare(lm: LanguageModel, *, dropout: bool, checkpointing: bool, packed: bo
 
 
 def _silence(module: nn.Module) -> None:
-    """Probabilities that a module keeps beside its submodules, under any of their names."""
+    """Set the dropout probabilities that a module stores as attributes to 0."""
     for name, value in vars(module).items():
         if "drop" in name and isinstance(value, float):
             setattr(module, name, 0.0)
@@ -50,7 +50,7 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
         with torch.enable_grad():
             once, again = probe(lm, packed), probe(lm, packed)
             torch.autograd.backward(torch.cat(again).sum())
-    except Exception as error:  # whatever a model raises here is why it cannot
+    except Exception as error:  # any exception of the model's code means that it cannot be trained
         raise ModelError(f"{lm.name}: {kind} cannot be trained here: {first_line(error)}") from None
     lm.model.zero_grad()
     with deterministic(lm.model):
@@ -58,7 +58,7 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
     drawn = max(difference(once, again), difference(once, plain))
     rounding = 1e-4 if lm.head.weight.dtype.itemsize >= 4 else 0.02
     if dropout and drawn <= rounding:
-        raise ModelError(f"{lm.name}: {kind} draws no dropout (its config says so): drop learner.dropout = true")
+        raise ModelError(f"{lm.name}: {kind} has no dropout (its config disables it): drop learner.dropout = true")
     if not dropout and not drawn <= rounding:
         raise ModelError(
             f"{lm.name}: two passes of {kind} in training mode differ by {drawn:.1%}, without any dropout: "
@@ -68,7 +68,7 @@ def _prove(lm: LanguageModel, *, dropout: bool, packed: bool) -> None:
 
 @contextmanager
 def deterministic(model: nn.Module) -> Iterator[None]:
-    """For passes without gradient: nothing is drawn."""
+    """Put the model into evaluation mode within the context, for passes without gradient."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

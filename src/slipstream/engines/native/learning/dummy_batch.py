@@ -1,7 +1,4 @@
-"""What a rank computes that has nothing to compute: layers are gathered, and gradients added, by all ranks together.
-
-Two tokens, and a loss through which every weight gets a gradient of exactly zero.
-"""
+"""A dummy batch of two tokens for ranks without work: all ranks must gather layers and add gradients together."""
 
 from __future__ import annotations
 
@@ -31,5 +28,6 @@ def dummy_batch(packed: bool, device: torch.device) -> Rows:
 
 
 def nothing(hidden_NH: Tensor, head: Head) -> Tensor:
+    """Return a loss that gives every weight a gradient of exactly zero."""
     loss: Tensor = 0.0 * head(hidden_NH).sum()
     return loss

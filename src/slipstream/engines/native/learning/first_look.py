@@ -1,4 +1,4 @@
-"""What a batch looks like before its first gradient: its tokens under every policy that the method asks for."""
+"""Passes over a batch before its first gradient: log-probs of its tokens under every policy that the method uses."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from slipstream.records import Scored
 
 
 def drawn_by(version: int, sample: Scored) -> Tensor:
-    """Its trained tokens of this version, [T]."""
+    """Return the mask [T] of trained tokens that this version drew."""
     return torch.from_numpy((sample.rollout.versions == version) & sample.rollout.loss_mask)
 
 
 @dataclass(frozen=True)
 class Distances:
-    """KLs between the learner as it is and as it was when it drew each token, [T] of every sample."""
+    """KLs between the current policy and the policy that drew each token, [T] for every sample."""
 
     kl: Mapping[Kind, Sequence[Tensor]]
     known: Sequence[Tensor]
-    """Where the weights that drew a token are still there, or nobody trains on it."""
+    """Masks: True where the weights that drew a token are still held, and at tokens that are not trained."""
 
 
 class FirstLook:
-    """`version` is always that of the learner as it is. All ranks make the same passes, whoever needs them."""
+    """Passes before the first gradient; `version` is the current one. All ranks make the same number of passes."""
 
     def __init__(self, method: Method, passes: Passes, snapshots: Snapshots, ranks: Ranks) -> None:
         self.method, self.passes, self.snapshots, self.ranks = method, passes, snapshots, ranks
 
     def evidence(self, samples: Sequence[Scored], version: int, distances: Distances) -> list[Evidence]:
-        """The log-probs of the trained tokens under every policy that the method asks for; 0 where one is masked."""
-        method, drawn = self.method, self._drawn(samples)
+        """Return the log-probs of trained tokens under every policy that the method needs; 0 at masked tokens."""
+        method, drawn = self.method, self._versions(samples)
         asked = method.current_first or (method.decoupled and version in drawn)
         current, squares = None, None
         if method.weighs_energy:
@@ -88,15 +88,18 @@ class FirstLook:
             for sample, current_NM in zip(samples, current, strict=True)
         ]
 
-    def _drawn(self, samples: Sequence[Scored]) -> list[int]:
-        """The versions that drew any of these trained tokens, or of those that other ranks have."""
+    def _versions(self, samples: Sequence[Scored]) -> list[int]:
+        """Return the versions that drew trained tokens of these samples, on any rank."""
         mine = {int(version) for sample in samples for version in sample.rollout.versions[sample.rollout.loss_mask]}
         return sorted(set().union(*self.ranks.gathered(mine)))
 
     def _at_own_version(
         self, samples: Sequence[Scored], known: dict[int, list[Tensor]], drawn: Sequence[int]
     ) -> tuple[list[Tensor], list[int]]:
-        """Each token under the weights that drew it; where those are gone, what the sampler said of it."""
+        """Return each token's log-prob under the weights that drew it, and per sample the number of tokens without.
+
+        Tokens whose weights are no longer held get the sampler's log-prob.
+        """
         old = [behavior_of(sample).double() for sample in samples]
         left = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
         for version in drawn:
@@ -114,19 +117,15 @@ class FirstLook:
         return old, [int(left_T.sum()) for left_T in left]
 
     def distances(self, samples: Sequence[Scored], version: int, *, drift: bool) -> Distances:
-        """Everything that is asked of KLs between the learner as it is and as it was when it drew each token.
-
-        `drift` asks for KL(as it is ‖ as it was), seq_max_kl for the other way round; one set of passes tells both.
-        What the engines disagree on is in neither.
-        """
+        """Return KLs to the policies that drew the tokens: "reverse" if `drift`, "forward" if seq_max_kl is in use."""
         kinds: list[Kind] = ["reverse"] * drift
         kinds += ["forward"] * self.method.rejects("seq_max_kl")
         if not kinds:
             return Distances({}, [])
         kl = [torch.zeros(len(sample.rollout.tokens), len(kinds), dtype=torch.float64) for sample in samples]
-        # of the same policy it is 0
+        # the KL of the current version to itself is 0
         known = [drawn_by(version, sample) | ~torch.tensor(sample.rollout.loss_mask) for sample in samples]
-        for drew in self._drawn(samples):
+        for drew in self._versions(samples):
             if drew == version or drew not in self.snapshots:
                 continue
             here = [drawn_by(drew, sample) for sample in samples]
@@ -138,7 +137,7 @@ class FirstLook:
         return Distances(columns, known)
 
     def rollout_drift(self, samples: Sequence[Scored], distances: Distances) -> Metrics:
-        """Mean KL to the policy that drew each token, over the trained tokens whose version is still there."""
+        """Return the mean KL to the policy that drew each token, over trained tokens whose version is still held."""
         masks = [torch.tensor(sample.rollout.loss_mask) for sample in samples]
         mine = (
             sum(float(kl_T[mask_T].sum()) for kl_T, mask_T in zip(distances.kl["reverse"], masks, strict=True)),

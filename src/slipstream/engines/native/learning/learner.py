@@ -1,8 +1,8 @@
-"""The student under training: packed rows forward, fused head and losses, backward; then clip and AdamW.
+"""The student under training: forward passes over packed rows, fused head and losses, backward, clipping, AdamW.
 
-Losses are sums divided by counts of the whole step, so how samples are cut into micro-batches, rows and ranks changes
-nothing. `prepare` takes a batch in and freezes what is decided before its first gradient; `accumulate` names groups of
-it; they are let go when the next update comes.
+Losses are sums divided by counts of the whole step, so the cut into micro-batches, rows and ranks changes nothing.
+`prepare` takes a batch and fixes what is decided before its first gradient. `accumulate` refers to groups of that
+batch. The next update drops the batch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from slipstream.records import ONE, Batch, Counts, Group, Handle, Header, Scored
 
 T = TypeVar("T")
 PER_STEP = ("policy/loss", "loss", "freshness/anchor")
-"""Metrics that are divided as the loss is; all others are divided by tokens."""
+"""Metrics that are divided like the loss; all others are divided by the number of tokens."""
 
 
 class NativeLearner:
@@ -71,8 +71,10 @@ class NativeLearner:
         threads: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
-        """`follow`: how those teachers move that come from here. After `cosine_every` updates, unless that is 0, fresh
-        and stale samples are compared."""
+        """Prepare the model for training; `follow` lists the teachers whose weights come from this learner.
+
+        Every `cosine_every` updates (0: never) the gradients of fresh and stale samples are compared.
+        """
         self.lm, self.method, self.config, self.updates = lm, method, config, updates
         self.cosine_every = cosine_every
         self.tokenizer, self.export_dtype = tokenizer, export_dtype or config.dtype
@@ -85,38 +87,38 @@ class NativeLearner:
         self.snapshots = Snapshots(lm.model, keep=snapshots)
         self.look = FirstLook(method, self.passes, self.snapshots, self.ranks)
         self.noise = Noise(self.ranks)
-        if method.reference is not None:  # before anything is restored: the student as it was given
+        if method.reference is not None:  # must precede `restore`: the reference is the initial student
             self.snapshots.take(REFERENCE, host=method.reference.host)
         if method.previous:
             self.snapshots.take(PREVIOUS, host=False)
         self.follow = dict(follow or {})
         self.followed = dict.fromkeys(self.follow, 0)
-        """The update after which each teacher last moved."""
+        """Update after which each teacher last changed."""
         for teacher in self.follow:
             self.snapshots.take(snapshot_of(teacher))
         self.update = self.made = 0
-        """The update in hand, and the last one whose first step was made."""
+        """`update`: the update in progress. `made`: the last update whose first optimizer step is done."""
         self.beta = method.beta
-        """What the KL to the reference counts in this update."""
+        """Coefficient of the KL to the reference in this update."""
         self.kl: list[float] = []
-        """To the reference, as the steps of this update saw it."""
+        """KL to the reference in each step of this update."""
         self.size = 0
-        """Samples of this update, on all ranks."""
+        """Number of samples of this update, on all ranks."""
         self.samples: dict[Key, Scored] = {}
         self.frozen: dict[Key, Frozen] = {}
         self.seen: list[Seen] = []
         self.sums: dict[str, Tensor] = {}
-        """Metrics since the last step."""
+        """Sums of metrics since the last step."""
         self.weighed: list[Key] = []
-        """Samples since the last step."""
+        """Keys of the samples since the last step."""
         self.slopes: dict[Key, Tensor] = {}
-        """Of samples whose policy loss is computed ahead of their micro-batch: its gradient in their log-probs."""
-        self.aged: Metrics = {}
-        """What fresh and stale samples had in common, since the last step."""
-        self.noted: list[tuple[int, Metrics]] = []
-        """What `prepare` found out about so many samples of the update."""
-        self.still: dict[str, dict[str, int]] = {}
-        """Checksums of weights that are not trained, in each precision."""
+        """Gradients with respect to log-probs, for samples whose policy loss `_ahead` has computed."""
+        self.age_metrics: Metrics = {}
+        """Metrics that compare fresh and stale gradients, since the last step."""
+        self.notes: list[tuple[int, Metrics]] = []
+        """Metrics of `prepare`, each with the number of samples that it covers."""
+        self.checksums: dict[str, dict[str, int]] = {}
+        """Checksums of frozen weights, by precision and name."""
 
     # --- the protocol ----------------------------------------------------------------------------------------
 
@@ -170,12 +172,12 @@ class NativeLearner:
         distances = self.look.distances(own, version, drift=self.config.exact_drift or self.method.replays)
         if self.config.exact_drift:
             size = sum(self.ranks.gathered(len(samples)))
-            self.noted.append((size, self.look.rollout_drift(own, distances)))
+            self.notes.append((size, self.look.rollout_drift(own, distances)))
         self._freeze(samples, version, distances)
         if self.judge is not None:
             known = None
             ahead = self.method.by_episode or not self.method.weighs_all
-            if self.method.replays or self.config.dropout or ahead:  # else in the pass that learns
+            if self.method.replays or self.config.dropout or ahead:  # otherwise the training pass computes it
                 known = self._drifted(own, version, distances)
             self.judge.take(own, [self.frozen[key] for key in samples], known)
         return [self._counts(group) for group in batch.groups]
@@ -186,17 +188,17 @@ class NativeLearner:
             return
         own = list(samples.values())
         keys, evidence = list(samples), self.look.evidence(own, version, distances)
-        # ranks see the whole batch, in one order, whoever holds what
+        # all ranks get the whole batch in the same order
         everyone = [pair for part in self.ranks.gathered(list(zip(keys, evidence, strict=True))) for pair in part]
         everyone.sort(key=lambda pair: pair[0])
         frozen, noted = freeze([sample for _, sample in everyone], self.method, update=self.update, beta=self.beta)
         self.size += len(everyone)
         decided = {key: each for (key, _), each in zip(everyone, frozen, strict=True)}
         self.frozen |= {key: decided[key] for key in keys}
-        self.noted.append((len(everyone), noted))
+        self.notes.append((len(everyone), noted))
 
     def _drifted(self, samples: Sequence[Scored], version: int, distances: Distances | None = None) -> list[Drifted]:
-        """How far the learner as it is is from what drew these."""
+        """Return the distances between the current learner and the policies that drew these samples."""
         if not self.method.replays:
             logp = self.passes.log_probs_of_draws(samples, temperature=self.method.temperature)
             return [drifted(sample, logp_NM) for sample, logp_NM in zip(samples, logp, strict=True)]
@@ -206,24 +208,24 @@ class NativeLearner:
         return [Drifted(kl_T[mask_T], known_T[mask_T]) for kl_T, known_T, mask_T in found]
 
     def _weigh(self, samples: Sequence[Scored]) -> list[Weighed]:
-        """Each rank does it all: nothing is exchanged."""
+        """Return the freshness weights of samples. Every rank computes all of them, without communication."""
         drift = self._drifted(samples, self.made)
         return present(self.judge).weigh(samples, drift, version=self.made)
 
     def _begin(self, update: int) -> None:
-        """Let go of the update before."""
+        """Begin an update: drop the data of the previous one."""
         self.beta, self.kl, self.size = self._next_beta(), [], 0
-        self.samples, self.frozen, self.noted, self.update = {}, {}, [], update
+        self.samples, self.frozen, self.notes, self.update = {}, {}, [], update
         if self.judge is not None:
             self.judge.begin()
-        if self.config.dropout:  # a run that goes on draws what it would have drawn
+        if self.config.dropout:  # a resumed run draws the same dropout
             torch.manual_seed(derive_seed(self.method.seed, "dropout", update, self.ranks.index))
 
     def _next_beta(self) -> float:
         return self.method.beta_after(self.beta, kl=fmean(self.kl), samples=self.size) if self.kl else self.beta
 
     def _compare(self, samples: Sequence[Scored]) -> Metrics:
-        """Each rank does it all: the batch is small, and nothing is exchanged."""
+        """Compare the learner with samplers and teachers; every rank computes all, because the batch is small."""
         logp = self.passes.log_probs(samples)
         seen = [Seen.of(sample, as_it_is(sample), logp_T) for sample, logp_T in zip(samples, logp, strict=True)]
         drift = drift_metrics(
@@ -232,7 +234,7 @@ class NativeLearner:
         return drift | sharpness(seen) | against_teachers(samples, logp)
 
     def _compare_as(self, teacher: str, samples: Sequence[Scored]) -> Metrics:
-        """Each rank does it all here, too."""
+        """Compare a following teacher's weights held here with the log-probs that the teacher recorded."""
         seen = [replace(sample, rollout=with_prompt(sample.rollout, sample.seen)) for sample in samples]
         temperature = self.method.loss.temperature
         logp = self.passes.log_probs(seen, self.snapshots, snapshot_of(teacher), temperature=temperature)
@@ -254,7 +256,7 @@ class NativeLearner:
             total = self._backward(cut[0], counts)
             fresh = [None if gradient is None else gradient.clone() for gradient in self._gradients()]
             total += self._backward(cut[1], counts)
-            self.aged = cosine(fresh, self._gradients(), self.ranks)
+            self.age_metrics = cosine(fresh, self._gradients(), self.ranks)
         else:
             total = self._backward(keys, counts)
         loss_of_all = sum(self.ranks.gathered(total.item() + ahead))
@@ -264,7 +266,7 @@ class NativeLearner:
         return [self.judge.judged[key].weighed for key in keys] if self.judge is not None else []
 
     def _ahead(self, keys: Sequence[Key], counts: Counts) -> float:
-        """Compute the policy loss of episodes with several branches, if it has ratios of whole episodes; return it."""
+        """Return the policy loss of multi-branch episodes, computed before their micro-batches; 0 if not needed."""
         self.slopes = {}
         count = Counter(episode_of(self.samples[key]) for key in keys if self.method.by_episode)
         samples = [self.samples[key] for key in keys if count[episode_of(self.samples[key])] > 1]
@@ -281,12 +283,12 @@ class NativeLearner:
         return loss.item()
 
     def _gradients(self) -> list[Tensor | None]:
-        """The parts of them that lie here; of weights that took no part, none."""
+        """Return this rank's shards of the gradients; None for weights without a gradient."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         return [None if p.grad is None else local(p.grad) for p in parameters]
 
     def _backward(self, keys: Sequence[Key], counts: Counts) -> Tensor:
-        """Adds the gradient of these samples; returns the part of their loss that is made here."""
+        """Add the gradient of these samples, and return this rank's part of their loss."""
         samples, frozen = [self.samples[key] for key in keys], [self.frozen[key] for key in keys]
         total = torch.zeros((), dtype=torch.float64, device=self.lm.device)
         for rows, members in self.passes.micro_batches(samples):
@@ -303,14 +305,13 @@ class NativeLearner:
             loss.backward()
             total += loss.detach()
             merge_metrics(self.sums, metrics)
-            self._note(chosen, theirs, logp_N)
+            self._record(chosen, theirs, logp_N)
         return total
 
     def _objective(
         self, hidden_NH: Tensor, head: Head, samples: Sequence[Scored], frozen: Sequence[Frozen], counts: Counts
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """What a sample is worth for its freshness follows from what this very pass thinks of its draws, unless it is
-        known before."""
+        """Return loss, metrics and log-probs of a micro-batch; compute missing freshness weights from this pass."""
         self.noise.watch(hidden_NH, samples)
         slope_N = None
         if self.slopes:
@@ -331,7 +332,7 @@ class NativeLearner:
         frozen = [self.frozen[key_of_sample(each)] for each in samples]
         return present(self.judge).of(samples, frozen, version=self.update - 1, draws=draws)
 
-    def _note(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
+    def _record(self, samples: Sequence[Scored], frozen: Sequence[Frozen], logp_N: Tensor) -> None:
         found = over_tokens(logp_N, [sample.rollout for sample in samples])
         for sample, each, logp_T in zip(samples, frozen, found, strict=True):
             self.seen.append(Seen.of(sample, each, logp_T))
@@ -348,7 +349,7 @@ class NativeLearner:
         if not math.isfinite(norm):
             self._drop()
             raise NonFiniteError(f"the gradient norm of update {self.update} is {norm}")
-        if (shrink := self.config.clip_norm / (norm + 1e-6)) < 1:  # as torch has it
+        if (shrink := self.config.clip_norm / (norm + 1e-6)) < 1:  # same formula as torch's clip_grad_norm_
             torch._foreach_mul_(grads, shrink)
         lr = factor * learning_rate(self.config, self.update - 1, self.updates)
         for group in groups:
@@ -356,7 +357,7 @@ class NativeLearner:
         if self.method.previous and self.made < self.update:
             self.snapshots.take(PREVIOUS, host=False)
         self.made = self.update
-        if norm > 0:  # an update of which nothing is left leaves no trace
+        if norm > 0:  # without any gradient, weight decay and momentum must not change the weights either
             self.optimizer.step()
         found = self._metrics(loss_scale, 1 / max(counts.n_tokens, 1))
         if norm > 0 and "reference/kl" in found:
@@ -364,7 +365,7 @@ class NativeLearner:
         return found | {"grad_norm": norm, "lr": lr}
 
     def _metrics(self, loss_scale: float, token_scale: float) -> Metrics:
-        """Of everything since the last step."""
+        """Return the metrics since the last step, over all ranks, and drop their sums."""
         sums: dict[str, Tensor] = {}
         for part in self.ranks.gathered({name: value.cpu() for name, value in self.sums.items()}):
             merge_metrics(sums, part)
@@ -374,17 +375,17 @@ class NativeLearner:
                 found[name] *= loss_scale if name in PER_STEP else token_scale
         seen = [each for part in self.ranks.gathered([each.on_cpu() for each in self.seen]) for each in part]
         for name in [name for name in found if name.startswith("teacher/") and name.endswith("/loss")]:
-            found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # of its own tokens
+            found[name] /= found[name.removesuffix("loss") + "share"] or 1.0  # mean over this teacher's tokens
         if "distill/overlap_any" in found:
-            found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # where anything is shared
-        found |= self.passes.economy() | self.noise.metrics(loss_scale) | self.aged
+            found["distill/overlap_token_advantage"] /= found["distill/overlap_any"] or 1.0  # mean where any overlap
+        found |= self.passes.economy() | self.noise.metrics(loss_scale) | self.age_metrics
         self._drop()
-        return found | averaged(self.noted) | drift_metrics(seen, version=self.update - 1)
+        return found | averaged(self.notes) | drift_metrics(seen, version=self.update - 1)
 
     def _drop(self) -> None:
-        """Gradients and metrics since the last step."""
+        """Drop gradients and metrics since the last step."""
         self.optimizer.zero_grad()
-        self.sums, self.seen, self.noise.sums, self.aged, self.weighed = {}, [], {}, {}, []
+        self.sums, self.seen, self.noise.sums, self.age_metrics, self.weighed = {}, [], {}, {}, []
 
     # --- weights ---------------------------------------------------------------------------------------------
 
@@ -420,14 +421,14 @@ class NativeLearner:
         if self.method.steers:
             if found.beta is None:
                 raise RunDirError(
-                    f"{path} does not hold what the KL to the reference has come to count: write the reference.control "
+                    f"{path} does not hold the coefficient of the KL to the reference: write the reference.control "
                     "it was saved under, or begin a new run"
                 )
             self.beta, self.kl = found.beta, []
         for name in self.follow:
             if name not in found.teachers:
                 raise RunDirError(
-                    f"{path} does not hold the weights of teachers.{name}, which follow the student: write the follow "
+                    f"{path} does not hold the weights of teachers.{name}, which follows the student: write the follow "
                     "it was saved under, or begin a new run"
                 )
             self.followed[name], state = found.teachers[name]
@@ -455,7 +456,7 @@ class NativeLearner:
     ) -> tuple[WeightsRef, Fingerprint]:
         model, keep = self.lm.model, self.ranks.index == 0
         weights = export_weights(model, dtype, version=version, keep=keep, others=others)
-        return weights, fingerprint(model, dtype, exported=weights, still=self.still.setdefault(dtype, {}))
+        return weights, fingerprint(model, dtype, exported=weights, still=self.checksums.setdefault(dtype, {}))
 
 
 def snapshot_of(teacher: str) -> str:
@@ -467,13 +468,13 @@ def key_of(header: Header) -> Key:
 
 
 def scored(handle: Handle) -> Scored:
-    """The record, which without a teacher is still a rollout."""
+    """Return the handle's record as a Scored; a rollout that no teacher scored is wrapped."""
     body = handle.body
     return body if isinstance(body, Scored) else Scored(rollout=graded(handle))
 
 
 def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:
-    """Over parts of so many samples each."""
+    """Return the mean of each metric, weighted by the number of samples."""
     found: Metrics = {}
     for name in dict.fromkeys(name for _, part in noted for name in part):
         having = [(size, part[name]) for size, part in noted if name in part]
@@ -482,7 +483,7 @@ def averaged(noted: Sequence[tuple[int, Metrics]]) -> Metrics:
 
 
 def learning_rate(config: LearnerConfig, update: int, updates: int) -> float:
-    """Linear warm-up over updates, then constant or a cosine to zero."""
+    """Return the learning rate: linear warm-up over updates, then constant or a cosine to zero."""
     if update < config.warmup:
         return config.lr * (update + 1) / config.warmup
     if config.decay == "constant":

@@ -1,9 +1,9 @@
-"""How much of a step's gradient is noise, told by the groups that it is made of.
+"""Estimate how much of a step's gradient is noise, from the contributions of its groups.
 
-What would a vector that is added to every last hidden state have as its gradient? The sum over tokens of the gradient
-of the loss in those states; where a model ends in a layer norm with a bias, that is the bias's own. It passes through
-the head's backward pass anyway, token by token, so what each group contributes costs a sum, whatever the loss, the
-packing and the ranks are. Groups are drawn independently and their samples are not: N is the groups of a step.
+The estimate uses the gradient of a virtual bias that is added to every last hidden state. That gradient is the sum over
+tokens of the loss gradient with respect to these states, which the backward pass of the head computes anyway. The
+contribution of a group therefore costs only a sum, for any loss, packing and number of ranks. Groups are drawn
+independently but their samples are not, so N is the number of groups in a step.
 
 Shapes: N trained tokens, H hidden.
 """
@@ -31,10 +31,10 @@ class Noise:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.sums: dict[int, Tensor] = {}
-        """Of each group by its number, since the last step: what is added up of it, [H]."""
+        """Summed gradient [H] of each group since the last step, by group number."""
 
     def watch(self, hidden_NH: Tensor, samples: Sequence[Scored]) -> None:
-        """Adds up the gradient of these hidden states, of the trained tokens of these samples, once it is known."""
+        """Add the gradients of these hidden states to the sums of their groups, during the backward pass."""
         counts = [sample.rollout.trained_tokens for sample in samples]
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
 
@@ -46,7 +46,7 @@ class Noise:
         hidden_NH.register_hook(add)  # type: ignore[no-untyped-call]
 
     def metrics(self, scale: float) -> Metrics:
-        """Of the groups of a step on all ranks, whose gradient is divided as the loss is; none of one group alone."""
+        """Return a step's metrics over all ranks, gradients multiplied by `scale`; empty for fewer than two groups."""
         mine = [sum_H.double().cpu() * scale for sum_H in self.sums.values()]
         zero = torch.zeros((), dtype=torch.float64)
         everyone = self.ranks.gathered(([sum_H.square().sum() for sum_H in mine], sum(mine, start=zero)))
@@ -56,6 +56,6 @@ class Noise:
         )
         if (n := len(squares)) < 2:
             return {}
-        # a group would make n times its part of the gradient, if all were like it: the mean of these is the whole
+        # n times the contribution of a group estimates the whole gradient, and the mean of these is the gradient
         found = gradient_noise(n**2 * torch.stack(squares), whole.square().sum())
         return {name: found[verls] for name, verls in NAMES.items()}

@@ -1,4 +1,4 @@
-"""Passes of the student over packed rows, and what they say of the emitted tokens under any version of its weights."""
+"""Passes of the student over packed rows: log-probs of emitted tokens and KLs under any version of its weights."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from slipstream.records import Rollout, Scored
 
 T = TypeVar("T")
 Kind = Literal["forward", "reverse"]
-"""KL(as it was ‖ as it is), KL(as it is ‖ as it was)."""
+"""Direction of a KL: "forward" is KL(old ‖ current), "reverse" is KL(current ‖ old)."""
 
 
 class Student(nn.Module):
-    """Backbone and head under one root, so that sharded weights are gathered once for both."""
+    """Backbone and head in one root module, so that sharded weights are gathered once for both."""
 
     def __init__(self, lm: LanguageModel) -> None:
         super().__init__()
@@ -47,18 +47,18 @@ class Student(nn.Module):
 
 class Passes:
     def __init__(self, lm: LanguageModel, config: LearnerConfig, ranks: Ranks, *, temperature: float) -> None:
-        """`temperature` is that of sampling."""
+        """Prepare a model for training; `temperature` is the sampling temperature."""
         self.lm, self.config, self.ranks, self.temperature = lm, config, ranks, temperature
         self.hidden_size = int(lm.model.config.get_text_config().hidden_size)
         use_rows(lm, packed=config.packing)
         prepare(lm, dropout=config.dropout, checkpointing=config.checkpointing, packed=config.packing)
         self.tokens = Counter[str]()
-        """Of all passes since `economy` was asked for."""
+        """Token counts of all passes since the last call of `economy`."""
         self.student = Student(lm)
         ranks.shard(self.student, layers_of(lm.model))
 
     def micro_batches(self, samples: Sequence[Scored]) -> Iterator[tuple[Rows, list[int]]]:
-        """Rows, and which samples are in them: none in those of a rank that has fewer micro-batches than another."""
+        """Yield rows and the indices of their samples; dummy rows (no samples) give all ranks equally many passes."""
         config, rollouts = self.config, [sample.rollout for sample in samples]
         planned = pack(
             rollouts,
@@ -76,7 +76,7 @@ class Passes:
             yield dummy_batch(config.packing, self.lm.device), []
 
     def economy(self) -> Metrics:
-        """How much of the rows was not padding, and what sharing prompts saved, on all ranks since the last time."""
+        """Return the share of real tokens in rows, and of tokens saved by shared prompts, since the last call."""
         tokens = sum(self.ranks.gathered(self.tokens), Counter[str]())
         self.tokens = Counter()
         found = {"rows/filled": tokens["real"] / max(tokens["computed"], 1)}
@@ -88,13 +88,13 @@ class Passes:
         config = self.config
         if config.compute_dtype in (None, config.dtype):
             return nullcontext()
-        # sharded weights leave after use, and what is cached of them would not
+        # sharded weights are freed after use; autocast's cached copies of them would stay
         cached = self.ranks.size == 1
         return torch.autocast(self.lm.device.type, dtype=getattr(torch, config.compute_dtype), cache_enabled=cached)
 
     @contextmanager
-    def _as_at(self, snapshots: Snapshots | None, version: int | str | None) -> Iterator[None]:
-        """For passes without gradient: under the weights of a version, or as they are, and without any dropout."""
+    def _at_version(self, snapshots: Snapshots | None, version: int | str | None) -> Iterator[None]:
+        """Use the weights of a snapshot, or the current ones if None, without dropout, for passes without gradient."""
         under = snapshots.under(version) if snapshots and version is not None else nullcontext()
         with under, deterministic(self.lm.model):
             yield
@@ -108,17 +108,13 @@ class Passes:
         *,
         temperature: float | None = None,
     ) -> list[Tensor]:
-        """Of the emitted tokens, at sampling temperature unless another is given, by the weights as they are or as a
-        snapshot has them.
-
-        Among what could be drawn, where samples tell; 0 where a token is masked.
-        """
+        """Return log-probs [T] of the emitted tokens, over their sampling support if recorded; 0 at masked tokens."""
         found = self._at_tokens(samples, [temperature or self.temperature], snapshots, version)
         return [logp_T1[:, 0] for logp_T1 in found]
 
     @torch.no_grad()
     def log_probs_and_squares(self, samples: Sequence[Scored]) -> tuple[list[Tensor], list[Tensor]]:
-        """Of the emitted tokens their log-probs, and at every trained one Σ_v π_v² over the vocabulary, in one pass.
+        """Return log-probs of the emitted tokens, and Σ_v π_v² over the vocabulary at each trained token, in one pass.
 
         At half the temperature T a logit is 2x/T, so log Σπ² = lse(2x/T) − 2·lse(x/T) = 2·log π_T(y) − log π_{T/2}(y).
         """
@@ -137,7 +133,7 @@ class Passes:
         snapshots: Snapshots | None,
         version: int | str | None,
     ) -> list[Tensor]:
-        """Log-probs of the emitted tokens, [T, a column for each temperature]; 0 where a token is masked."""
+        """Return log-probs of the emitted tokens, [T, one column per temperature]; 0 at masked tokens."""
 
         def at_tokens(hidden_NH: Tensor, head: Head, chosen: Sequence[Rollout]) -> Tensor:
             ids_N1 = joined([r.tokens[r.loss_mask] for r in chosen], hidden_NH.device, torch.int64)[:, None]
@@ -148,21 +144,20 @@ class Passes:
                 [kept_logprobs_at(hidden_NH, weight, ids_N1, support, temperature=t, **shape) for t in temperatures], 1
             )
 
-        with self._as_at(snapshots, version):
-            found = self._of_each(samples, at_tokens)
+        with self._at_version(snapshots, version):
+            found = self._per_sample(samples, at_tokens)
         return over_tokens(torch.cat(found), [sample.rollout for sample in samples]) if found else []
 
     @torch.no_grad()
     def log_probs_of_draws(self, samples: Sequence[Scored], *, temperature: float) -> list[Tensor]:
-        """By the weights as they are, among what could be drawn: [N, M] for the trained tokens of each sample."""
+        """Return log-probs [N, M] of all draws (tokens sampled at the same position) under the current weights."""
+        with self._at_version(None, None):
+            return self._per_sample(samples, partial(at_draws, temperature=temperature))
 
-        with self._as_at(None, None):
-            return self._of_each(samples, partial(at_draws, temperature=temperature))
-
-    def _of_each(
-        self, samples: Sequence[Scored], found_by: Callable[[Tensor, Head, Sequence[Rollout]], Tensor]
+    def _per_sample(
+        self, samples: Sequence[Scored], compute: Callable[[Tensor, Head, Sequence[Rollout]], Tensor]
     ) -> list[Tensor]:
-        """What a pass without gradient finds for the trained tokens of each sample, in float64."""
+        """Return the results of `compute` for the trained tokens of each sample, without gradient, in float64."""
         found: dict[int, Tensor] = {}
         with self.precision():
             for rows, members in self.micro_batches(samples):
@@ -170,7 +165,7 @@ class Passes:
                     self.student(rows, nothing)
                     continue
                 chosen = [samples[i].rollout for i in members]
-                found_N = self.student(rows, lambda h, head, chosen=chosen: found_by(h, head, chosen))
+                found_N = self.student(rows, lambda h, head, chosen=chosen: compute(h, head, chosen))
                 found |= zip(members, by_sample(found_N.cpu().double(), chosen), strict=True)
         return [found[i] for i in range(len(samples))]
 
@@ -178,11 +173,7 @@ class Passes:
     def rollout_kl(
         self, samples: Sequence[Scored], snapshots: Snapshots, version: int, *, kinds: Sequence[Kind]
     ) -> list[Tensor]:
-        """KL(the policy as it is ‖ as it was at that version), or `forward` the other way round: [T, a column of each].
-
-        Exact, over the whole vocabulary, or what could be drawn of it where samples tell; 0 where a token is masked.
-        However many kinds, the passes are made once.
-        """
+        """Return exact KLs between the current policy and a snapshot, [T, one column per kind]; 0 at masked tokens."""
         now: list[Tensor] = []
         heads: list[tuple[Tensor, Tensor | None]] = []
 
@@ -208,10 +199,10 @@ class Passes:
             return torch.cat(found)
 
         kl: dict[int, Tensor] = {}
-        with self._as_at(None, None), self.precision():
+        with self._at_version(None, None), self.precision():
             for rows, members in self.micro_batches(samples):
                 self.student(rows, keep if members else nothing)
-        with self._as_at(snapshots, version), self.precision():
+        with self._at_version(snapshots, version), self.precision():
             for rows, members in self.micro_batches(samples):
                 if not members:
                     self.student(rows, nothing)
@@ -223,7 +214,7 @@ class Passes:
 
 
 def at_draws(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temperature: float) -> Tensor:
-    """Log-probs of all draws, among what could be drawn, [N, M] for the trained tokens of all of them."""
+    """Return log-probs [N, M] of all draws over their sampling support, for the trained tokens of all rollouts."""
     ids_NM = joined([rollout.actions for rollout in rollouts], hidden_NH.device, torch.int64)
     hidden_NH, weight, bias = head.inputs(hidden_NH)
     support = support_of(rollouts, hidden_NH.device)
@@ -232,7 +223,7 @@ def at_draws(hidden_NH: Tensor, head: Head, rollouts: Sequence[Rollout], *, temp
 
 
 def tokens_of(batches: Sequence[MicroBatch]) -> Counter[str]:
-    """Computed, padding included; real; and as many as the same samples have each by itself."""
+    """Count tokens: computed (with padding), real, and apart (if every sample had its own copy of the prompt)."""
     items = [item for batch in batches for row in batch.rows for item in row]
     return Counter(
         computed=sum(batch.computed for batch in batches),

@@ -1,8 +1,8 @@
-"""Weights of other versions than the learner's own: the last few published, those before an update, the reference, and
-teachers that follow.
+"""Snapshots: weights of other versions than the learner's current one.
 
-Only what is trained is kept, in host memory unless asked otherwise, each rank its own shard. A pass under one of them
-copies it over the weights and then back, so whatever holds the weights (shards, adapters) needs to know nothing of it.
+They are the last few published versions, the weights before an update, the reference, and teachers that follow. Only
+trained weights are stored, each rank its own shard, in host memory by default. A pass with a snapshot copies it over
+the weights and restores them afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFERENCE, PREVIOUS = "reference", "previous"
 
 class Snapshots:
     def __init__(self, model: nn.Module, *, keep: int = 0) -> None:
-        """`keep`: how many numbered versions; the oldest leaves when there is one more."""
+        """Hold at most `keep` numbered versions; the oldest is dropped first."""
         self.keep = keep
         self.trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parameters = [local(parameter) for parameter in self.trained.values()]
@@ -41,17 +41,17 @@ class Snapshots:
 
     @torch.no_grad()
     def blend(self, version: Version, decay: float) -> None:
-        """decay · that version + (1 − decay) · the weights as they are."""
+        """Set a snapshot to decay · snapshot + (1 − decay) · current weights."""
         for held, own in zip(self.held[version], self.parameters, strict=True):
-            held.lerp_(own.to(held.device), 1 - decay)  # with 1, exactly the weights
+            held.lerp_(own.to(held.device), 1 - decay)  # decay 0 gives exactly the current weights
 
     def state(self, version: Version) -> dict[str, Tensor]:
-        """That version as a state dict, laid out over the ranks as the weights are."""
+        """Return a snapshot as a state dict, sharded over the ranks as the weights are."""
         held = zip(self.trained.items(), self.held[version], strict=True)
         return {name: part_of(tensor, own) for (name, own), tensor in held}
 
     def put(self, version: Version, state: Mapping[str, Tensor], *, host: bool = False) -> None:
-        """A version from a state dict of whole weights, to where the weights are unless to the host."""
+        """Store a snapshot from a state dict of whole weights, on the host or on the device of the weights."""
         slices = [local(slice_of(state[name], own)) for name, own in self.trained.items()]
         self.held[version] = [
             tensor.to("cpu" if host else own.device, own.dtype, copy=True)
@@ -60,7 +60,7 @@ class Snapshots:
 
     @contextmanager
     def under(self, version: Version) -> Iterator[None]:
-        """The weights of that version, for passes without gradient."""
+        """Give the model the weights of a snapshot within the context, for passes without gradient."""
         with torch.no_grad():
             own = [parameter.clone() for parameter in self.parameters]
             torch._foreach_copy_(self.parameters, self.held[version])
@@ -72,5 +72,5 @@ class Snapshots:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of it that lies here."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

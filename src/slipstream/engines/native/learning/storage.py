@@ -1,8 +1,8 @@
-"""The learner on disk: an ordinary model directory, and what it takes to go on, whatever the number of ranks then.
+"""Checkpoints of the learner: an ordinary model directory with files for resuming on any number of ranks.
 
-Beside the model lie `learner.safetensors` (moments, adapters, the weights before the last update, those of versions
-that drew what is on its way, and those of teachers that follow), `learner.json`, and the groups that are on their way
-(`recordfile`).
+`learner.safetensors` holds optimizer state, adapters and weights: those before the last update, of versions that drew
+tokens of unfinished groups, and of teachers that follow the student. `learner.json` holds numbers. `recordfile` stores
+the unfinished groups.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.engines.native.adapters import adapted, write
+from slipstream.engines.native.adapters import adapted_layers, write_adapter
 from slipstream.engines.native.lora import merged
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.ranks import Ranks, slice_of
@@ -29,7 +29,7 @@ from slipstream.records import Group
 
 TENSORS, NUMBERS, ADAPTER = "learner.safetensors", "learner.json", "adapter"
 Moments = dict[int, dict[str, Tensor]]
-"""Of every parameter, by its place in the optimizer."""
+"""Optimizer state of every parameter, by its index in the optimizer."""
 
 
 def save(
@@ -46,13 +46,12 @@ def save(
     versions: Mapping[int, Mapping[str, Tensor]],
     teachers: Mapping[str, tuple[int, Mapping[str, Tensor]]],
 ) -> None:
-    """The first rank writes; all take part. Without an optimizer, only the model; and its adapters by themselves, if it
-    has any.
+    """Save the model, with the optimizer if one is given, else with its adapters in a separate folder.
 
-    `previous`: the weights before the last update, of what is trained, if the method compares with them. `beta`: what
-    the KL to the reference will count, if it is steered. `versions`: weights that drew tokens of the `groups`, as far
-    as they are kept; the first rank has the groups. `teachers`: those that follow, each with the update after which it
-    last moved.
+    All ranks must call this; the first rank writes. `previous`: weights before the last update, if the method needs
+    them. `beta`: next coefficient of the KL to the reference, if controlled. `groups`: unfinished groups, on the first
+    rank. `versions`: weights that drew their tokens, if still held. `teachers`: following teachers and their last
+    updates.
     """
     state = ranks.on_first(lm.model.state_dict(keep_vars=True))
     moments: Moments = ranks.on_first(optimizer.state_dict())["state"] if optimizer else {}
@@ -61,7 +60,7 @@ def save(
     following = {f"teacher {name}": ranks.on_first(dict(held)) for name, (_, held) in teachers.items()}
     if ranks.index > 0:
         return
-    with said_by_libraries(path):
+    with library_errors(path):
         lm.model.save_pretrained(path, state_dict=merged(state, lm.model))
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
@@ -74,22 +73,22 @@ def save(
             moved = {name: version for name, (version, _) in teachers.items()}
             numbers = {"update": update, "beta": beta, "versions": list(versions), "teachers": moved}
             (path / NUMBERS).write_text(json.dumps(numbers))
-        elif adapted(lm.model):
-            write(path / ADAPTER, lm.model, state, base=lm.name)
+        elif adapted_layers(lm.model):
+            write_adapter(path / ADAPTER, lm.model, state, base=lm.name)
     if optimizer:
         write_groups(path, groups)
 
 
 @contextmanager
-def said_by_libraries(path: Path) -> Iterator[None]:
+def library_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # safetensors and tokenizers have errors of their own for a disk that is full
+    except Exception as error:  # safetensors and tokenizers raise errors of their own types if the disk is full
         raise RunDirError(f"{path} cannot be written: {first_line(error)}") from None
 
 
 class Restored(NamedTuple):
-    """What else a learner must know to go on, as far as it was saved."""
+    """State that a learner needs for resuming in addition to its weights."""
 
     update: int
     previous: dict[str, Tensor]
@@ -100,15 +99,15 @@ class Restored(NamedTuple):
 
 
 def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ranks: Ranks, *, lora: bool) -> Restored:
-    """Every rank reads for itself; how many there were does not matter. The first one has the groups."""
+    """Load a checkpoint that any number of ranks has written. Every rank reads; the first rank gets the groups."""
     saved = json.loads((path / NUMBERS).read_text())
     with safe_open(path / TENSORS, framework="pt") as file:
 
         def part(name: str) -> dict[str, Tensor]:
-            keys = [key for key in file.keys() if key.startswith(f"{name}/")]  # noqa: SIM118 (it is no dict)
+            keys = [key for key in file.keys() if key.startswith(f"{name}/")]  # noqa: SIM118 (no dict)
             return {key.removeprefix(f"{name}/"): file.get_tensor(key) for key in keys}
 
-        weights = part("adapters")  # with these, the base is what it was
+        weights = part("adapters")  # adapter training leaves the base unchanged
         moments: Moments = {}
         for name, value in part("moments").items():
             index, _, kind = name.partition(".")
@@ -129,10 +128,10 @@ def restore(path: Path, lm: LanguageModel, optimizer: torch.optim.Optimizer, ran
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, moments: Moments) -> None:
-    """Learning rate, betas and decay are those of the config."""
+    """Load the optimizer state; learning rate, betas and weight decay remain those of the config."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, state in moments.items():
         own = parameters[index]
-        # all but the number of steps is laid out as the weight
+        # every tensor but the step count has the layout of its weight
         state |= {name: slice_of(value, own) for name, value in state.items() if value.shape == own.shape}
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})

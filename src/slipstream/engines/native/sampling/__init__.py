@@ -1,1 +1,1 @@
-"""Rollouts from any HF causal LM."""
+"""Rollouts from any Hugging Face causal LM."""

@@ -1,4 +1,4 @@
-"""Which waiting requests come in now, and what has to be read for rows: decided without a tensor."""
+"""Decide which waiting requests are admitted and what the model must read for rows; no tensors here."""
 
 from __future__ import annotations
 
@@ -11,37 +11,33 @@ from slipstream.engines.native.sampling.parking import Lineage, Parking
 from slipstream.engines.native.sampling.requests import Publish, Request, Row
 
 Member = tuple[Request, list[int]]
-"""Some places of a request's group."""
+"""A request and some member indices of its group."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """In the order in which they take their slots: what was handed over, what is new, what was parked."""
+    """Admitted requests, in the order of slots: continued members, fresh members, continued parked sequences."""
 
     requests: Sequence[Request]
-    """All of them. Members that are handed over go on as if they had been running."""
+    """All admitted requests. Members in `begun` continue as if they had been running all the time."""
     fresh: Sequence[Sequence[Member]]
-    """Those that begin at their prompt; who has the same prompt, shares one read."""
-    going: Sequence[tuple[Request, int]]
-    """Those that go on from what is parked, and how many tokens of their prompt that is."""
+    """Members that start at their prompt; those with the same prompt are in one list and share one read."""
+    resumed: Sequence[tuple[Request, int]]
+    """Requests that continue a parked sequence, each with the number of prompt tokens known from it."""
 
     @property
     def rows(self) -> int:
         return sum(len(request.left) for request in self.requests)
 
     def places(self, stop: int) -> dict[Lineage, int]:
-        """The slots of those that go on, if all slots until there are taken."""
-        first = stop - len(self.going)
-        return {request.lineage(0): slot for slot, (request, _) in enumerate(self.going, first)}
+        """Return the slots of sequences that continue from parking, if all slots below `stop` are taken."""
+        first = stop - len(self.resumed)
+        return {request.lineage(0): slot for slot, (request, _) in enumerate(self.resumed, first)}
 
 
-def arriving(
-    waiting: deque[Request], publishing: deque[Publish], parking: Parking, *, free: int, room: int
-) -> Arrivals:
-    """From the head of the queue, into so many slots; at most `room` tokens are read for them, unless one needs more.
-
-    Nobody comes in before a publish that waits."""
-    fresh, going = dict[bytes, list[Member]](), dict[Lineage, tuple[Request, int]]()
+def admit(waiting: deque[Request], publishing: deque[Publish], parking: Parking, *, free: int, room: int) -> Arrivals:
+    """Admit requests from the head of the queue: at most `free` rows and `room` tokens, none while a publish waits."""
+    fresh, resumed = dict[bytes, list[Member]](), dict[Lineage, tuple[Request, int]]()
     admitted = list[Request]()
     while waiting and not publishing:
         request = waiting[0]
@@ -49,7 +45,7 @@ def arriving(
             waiting.popleft()
             continue
         ids, lineage = request.ids, request.lineage(0)
-        alone = request.sampling.group == 1 and not request.begun and lineage not in going
+        alone = request.sampling.group == 1 and not request.begun and lineage not in resumed
         known = parking.known(lineage, request.prompt.tokens) if alone else 0
         unread = 0 if not known and ids in fresh else len(request.prompt.tokens) - known
         free, room = free - len(request.left), room - unread
@@ -58,22 +54,18 @@ def arriving(
         admitted.append(waiting.popleft())
         members = [place for place in request.left if place not in request.begun]
         if known:
-            going[lineage] = request, known
+            resumed[lineage] = request, known
         elif members:
             fresh.setdefault(ids, []).append((request, members))
     return Arrivals(
         sorted(admitted, key=lambda request: len(request.prompt.tokens)),
         sorted(fresh.values(), key=lambda same: len(same[0][0].prompt.tokens)),
-        sorted(going.values(), key=lambda pair: len(pair[0].prompt.tokens) - pair[1]),
+        sorted(resumed.values(), key=lambda pair: len(pair[0].prompt.tokens) - pair[1]),
     )
 
 
-def prefixes(rows: Mapping[int, Row], *, recurrent: bool) -> list[Read]:
-    """All of rows in these slots but their newest tokens, which go through the model with the next step.
-
-    What members of a group share, their prompt, is read once, and so by others that have the same; not by a model with
-    recurrent states.
-    """
+def prefix_reads(rows: Mapping[int, Row], *, recurrent: bool) -> list[Read]:
+    """Return reads of all but the newest token of each row; equal prompts are read once unless `recurrent`."""
     ids = {request: request.ids for request in {row.request for row in rows.values()}}
     groups, reads = dict[bytes, list[int]](), list[Read]()
     for slot, row in rows.items():

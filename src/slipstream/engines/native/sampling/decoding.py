@@ -1,8 +1,8 @@
-"""A model that continues sequences in slots, and the proof that it does so as it reads.
+"""Continue sequences in slots with a model, and prove that this gives the same results as a plain pass.
 
-Whatever remembers its past in a way that the slots do not know of would go on as if it had none. So before a model is
-used, a few sequences are prefilled together, continued token by token, and rebuilt; every hidden state must be that of
-a plain pass over the whole sequence, with the attention that leaves nothing out.
+A model may keep state that the slots do not know of; continued sequences would silently lose it. So before a model is
+used, a few sequences are prefilled together, continued token by token, and rebuilt. Every hidden state must match a
+plain pass with the reference attention.
 
 Shapes: N rows, Q prompt positions, H hidden.
 """
@@ -27,25 +27,24 @@ from slipstream.engines.native.sampling import kv
 from slipstream.errors import ModelError, first_line
 
 PROMPTS = (9, 9, 4, 1)
-"""Lengths of the sequences that a model is tried with, and how many tokens continue them."""
+"""Lengths of the test prompts."""
 CONTINUED = 4
+"""Tokens that continue each test prompt."""
 CONTINUED_STATES = 64
-"""How many tokens continue the sequences of a model with recurrent states: an error in a state adds up, or shows at a
-few positions only."""
-SHAKEN = 8.0
-"""Rounding explains an error of so many times the largest that follows from embeddings which are off by rounding."""
+"""The same for recurrent models, whose errors accumulate or show at few positions only."""
+ROUNDING_FACTOR = 8.0
+"""Allowed error as a multiple of the largest error that embeddings with rounding errors cause."""
 PASS_TOKENS = 1 << 15
-"""Most tokens of one pass; a sequence that is longer has a pass to itself."""
+"""Most tokens of one pass; a longer sequence has a pass to itself."""
 ROWS, APART = 16, 12
-"""So many slots are a block, whose attention is computed apart from that of the block before it where its longest
-sequence is so many positions shorter; less is not worth the trouble."""
+"""ROWS slots are a block; a block whose longest sequence is APART positions shorter is computed separately."""
 PADDED = 1.5
-"""Attention takes sequences together of which none is longer than so many times the shortest."""
+"""Largest ratio of lengths of sequences in one attention block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Positions `first` … `stop` of a sequence, the same in each of these slots, which know what is before them."""
+    """Positions `first` … `stop` of a sequence to be read into these slots, which all know the positions before."""
 
     slots: Sequence[int]
     first: int
@@ -58,26 +57,23 @@ class Read:
 
 class Decoder:
     def __init__(self, lm: LanguageModel, slots: int) -> None:
-        """For a model that was proven."""
+        """Wrap a model that `prove` has accepted."""
         self.lm, self.slots = lm, kv.Slots(slots, lm.model.config)
         self.accepted = inspect.signature(type(lm.backbone).forward).parameters
 
     def step(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read] = ()) -> Tensor:
-        """One more token for the first slots, at these positions, and these reads: the last hidden state of each.
-
-        [N + reads, H]. All in one pass; in several for very many tokens, and for a model with recurrent states, which
-        reads whole sequences only, those of one length that follow each other together.
-        """
+        """Read one more token for each of the first slots, and `reads`; return last hidden states [N + reads, H]."""
         found = [self._pass(ids_SL, *some) for some in self._passes(at, reads)]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def fill(self, ids_SL: Tensor, reads: Sequence[Read]) -> None:
-        """What slots remember of these reads, and nothing else."""
+        """Read into the cache without computing results."""
         for some in self._passes((), reads):
             with suppress(kv.Filled):
                 self._pass(ids_SL, *some, fills=not self.slots.recurrent)
 
     def _passes(self, at: Sequence[int], reads: Sequence[Read]) -> Iterator[tuple[Sequence[int], Sequence[Read]]]:
+        """Yield passes of at most PASS_TOKENS tokens; recurrent models read whole sequences of one length per pass."""
         start = stop = 0
         while start < len(reads) or at:
             tokens = len(at)
@@ -88,11 +84,11 @@ class Decoder:
             at, start = (), stop
 
     def _joins(self, others: Sequence[Read], read: Read, tokens: int) -> bool:
-        """Whether it may be in a pass that has so many tokens, of rows and of other reads."""
+        """Return True if `read` fits into a pass with `others` that already has `tokens` tokens."""
         if not tokens:
             return True
-        alike = not self.slots.recurrent or (len(others) > 0 and others[0].count == read.count)
-        return alike and tokens + read.count <= PASS_TOKENS
+        same_length = not self.slots.recurrent or (len(others) > 0 and others[0].count == read.count)
+        return same_length and tokens + read.count <= PASS_TOKENS
 
     def _pass(self, ids_SL: Tensor, at: Sequence[int], reads: Sequence[Read], *, fills: bool = False) -> Tensor:
         device, n, recurrent = ids_SL.device, len(at), self.slots.recurrent
@@ -111,7 +107,7 @@ class Decoder:
             )
             slot_W, at_W, token_W = torch.from_numpy(np.stack([slot, position[token], token])).to(device)
         blocks = [kv.Block(slice(a, b), at_T[a:b, None], max(at[a:b]) + 1, going=True) for a, b in ranges(at)]
-        blocks += [_block(reads[a:b], int(ends[a]), at_T) for a, b in alike(reads)]
+        blocks += [_block(reads[a:b], int(ends[a]), at_T) for a, b in similar_runs(reads)]
         step = kv.Step(self.slots, blocks, slot_W, at_W, token_W, goes_on=recurrent and n > 0, fills=fills)
         shape = (n, 1) if recurrent and n else (len(reads), -1) if recurrent else (1, -1)
         hidden_TH = self._forward(step, ids_SL[slot_T, at_T].view(shape), at_T.view(shape))
@@ -124,7 +120,7 @@ class Decoder:
         return hidden_TH[torch.from_numpy(last).to(device)]
 
     def _forward(self, step: kv.Step, ids: Tensor, positions: Tensor) -> Tensor:
-        # models that are recurrent throughout have no positions, and another name for what they remember
+        # fully recurrent models take no positions, and their cache has another argument name
         memory = "past_key_values" if "past_key_values" in self.accepted else "cache_params"
         options: dict[str, object] = {memory: step}
         if "position_ids" in self.accepted:
@@ -135,13 +131,13 @@ class Decoder:
         return hidden_TH
 
 
-def halves(read: Read) -> list[Read]:
+def split_read(read: Read) -> list[Read]:
     cuts = sorted({0, read.stop // 2, read.stop})
     return [Read(read.slots, first, stop) for first, stop in pairwise(cuts)]
 
 
 def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
-    """Slots at these positions, cut between blocks where much less is to be seen than before."""
+    """Return slot ranges as blocks; a new block begins where positions become much smaller."""
     cuts, most = list[int](), 0
     for start in range(0, len(at), ROWS):
         longest = max(at[start : start + ROWS])
@@ -154,10 +150,10 @@ def ranges(at: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def filled(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Which of these rows stay, and in which order, so that the first slots are filled again and few rows move.
+    """Return the order of the remaining rows after `ended` leave; few rows move, and the first slots are filled again.
 
-    A hole takes the last row. But if the longest one of the next block is much longer, it takes that, and the hole that
-    this leaves is filled in the same way: so long rows come to lie before short ones.
+    A hole takes the last row, or the longest row of the next block if that is much longer. The hole that this leaves is
+    filled in the same way. So long rows move in front of short ones.
     """
     order = list(range(len(lengths)))
     for hole in sorted(ended, reverse=True):
@@ -172,8 +168,8 @@ def filled(ended: Sequence[int], lengths: Sequence[int]) -> list[int]:
     return order
 
 
-def alike(reads: Sequence[Read]) -> list[tuple[int, int]]:
-    """Runs of reads that begin alike and are about as long: little of a block is padding."""
+def similar_runs(reads: Sequence[Read]) -> list[tuple[int, int]]:
+    """Return runs of reads of similar length that all start at 0 or all later, so that blocks have little padding."""
     cuts = [0]
     for i, read in enumerate(reads):
         first = reads[cuts[-1]]
@@ -183,7 +179,7 @@ def alike(reads: Sequence[Read]) -> list[tuple[int, int]]:
 
 
 def _block(reads: Sequence[Read], start: int, at_T: Tensor) -> kv.Block:
-    """Of reads in a row; the first one's tokens begin at `start`."""
+    """Return the block of consecutive reads; the tokens of the first one begin at `start`."""
     n, q, device = len(reads), max(read.count for read in reads), at_T.device
     first_slots = [read.slots[0] for read in reads]
     adjacent = first_slots == list(range(first_slots[0], first_slots[0] + n))
@@ -206,13 +202,13 @@ def _block(reads: Sequence[Read], start: int, at_T: Tensor) -> kv.Block:
 
 @torch.no_grad()
 def prove(lm: LanguageModel) -> None:
-    """Give the model the attention of slots; a ModelError if it does not generate with it what it reads."""
+    """Give the model the attention of slots; raise a ModelError if continued sequences differ from a plain pass."""
     ids = _texts(lm, CONTINUED)
     try:
         with widened(lm.model):
             reason = _failure(lm, ids) or _failure_of_states(lm)
         reason = reason or _failure(lm, ids)
-    except Exception as error:  # whatever a model raises here is why it cannot
+    except Exception as error:  # any exception of the model's code means that it cannot generate
         reason = first_line(error)
     if reason:
         kind = type(lm.model).__name__
@@ -223,7 +219,7 @@ def prove(lm: LanguageModel) -> None:
 
 
 def _texts(lm: LanguageModel, continued: int) -> list[Tensor]:
-    """Return for each of PROMPTS the ids of the prompt and of the tokens that continue it."""
+    """Return the token ids of each test prompt and of the tokens that continue it."""
     return [
         (torch.arange(length + continued, device=lm.device) * (2 * i + 3) + 5 * i + 1) % lm.vocab_size
         for i, length in enumerate(PROMPTS)
@@ -231,16 +227,15 @@ def _texts(lm: LanguageModel, continued: int) -> list[Tensor]:
 
 
 def _plain(lm: LanguageModel, ids: Sequence[Tensor]) -> list[Tensor]:
-    """Return the last hidden states of a plain pass over each."""
     return [lm.backbone(input_ids=each[None], use_cache=False).last_hidden_state[0] for each in ids]
 
 
 def _failure_of_states(lm: LanguageModel) -> str | None:
-    """Continue sequences step by step for as long as a wrong state needs to show; return what is wrong, or None.
+    """Continue sequences long enough to show a wrong recurrent state; return what is wrong, or None.
 
-    The limit is what rounding does to this very model: recurrent layers may enlarge it a hundredfold. It is measured by
-    a second plain pass whose embeddings are multiplied by 1 + a rounding error. Of the sequences the worst one does not
-    count: rounding may turn a router, and move one of them far.
+    The limit is the effect of rounding on this model: recurrent layers may amplify it a hundredfold. A second plain
+    pass with embeddings multiplied by 1 + a rounding error measures this effect. The worst sequence is ignored, because
+    rounding may change which experts a router selects.
     """
     if not is_recurrent(lm.model.config):
         return None
@@ -257,7 +252,7 @@ def _failure_of_states(lm: LanguageModel) -> str | None:
     with embeddings.register_forward_hook(shake):
         shaken = _plain(lm, ids)
     lm.model.set_attn_implementation(kv.NAME)
-    allowed = SHAKEN * sorted(max(errors(*pair)) for pair in zip(shaken, expected, strict=True))[-2]
+    allowed = ROUNDING_FACTOR * sorted(max(errors(*pair)) for pair in zip(shaken, expected, strict=True))[-2]
     decoder, together, worst = Decoder(lm, len(ids)), pad_sequence(ids, batch_first=True), [0.0] * len(ids)
     decoder.step(together, (), [Read((i,), 0, length) for i, length in enumerate(PROMPTS)])
     for step in range(len(ids[0]) - PROMPTS[0]):
@@ -267,8 +262,8 @@ def _failure_of_states(lm: LanguageModel) -> str | None:
         worst = [max(pair) for pair in zip(worst, off, strict=True)]
         if not sorted(worst)[-2] <= allowed:
             return (
-                f"after {step + 1} tokens one at a time its recurrent layers differ by {sorted(worst)[-2]:.2g} from a "
-                f"whole pass, and rounding explains {allowed:.2g}"
+                f"after {step + 1} single tokens its recurrent layers differ by {sorted(worst)[-2]:.2g} from a whole "
+                f"pass, and rounding explains at most {allowed:.2g}"
             )
     return None
 
@@ -287,7 +282,7 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
         off = errors(
             found_NH, torch.stack([h_LH[n - 1] for h_LH, n in zip([*expected, expected[0]], lengths, strict=False)])
         )
-        # in half precision, a router that turns may move one of them far
+        # in half precision, rounding may change a router's choice in one sequence: ignore the worst
         return max(off) if lm.head.weight.dtype.itemsize >= 4 else sorted(off)[-2]
 
     alone = torch.cat([Decoder(lm, 1).step(each[None], (), [Read((0,), 0, len(each))]) for each in ids])
@@ -305,10 +300,10 @@ def _failure(lm: LanguageModel, ids: Sequence[Tensor]) -> str | None:
     for layer in decoder.slots.layers:
         if layer.keys is not None:
             layer.keys.zero_()
-    decoder.fill(together, whole if decoder.slots.recurrent else [half for read in whole for half in halves(read)])
+    decoder.fill(together, whole if decoder.slots.recurrent else [half for read in whole for half in split_read(read)])
     lengths = [length + 1 for length in PROMPTS]
     if not (off := error(decoder.step(together, [n - 1 for n in lengths]), lengths)) <= allowed:
         return f"a token after a rebuild differs by {off:.2%} from the same token in a whole pass"
     if has_windows(lm.model.config) and not any(reach.window for reach in decoder.slots.reaches):
-        return "its attention is not told of the sliding window"
+        return "it does not pass its sliding window to the attention"
     return None

@@ -1,15 +1,12 @@
-"""What a model remembers of many sequences, one slot each, and the attention that reads it.
+"""Key/value cache and recurrent states with one slot per sequence, and the attention that reads them.
 
-Active sequences always fill the first slots, so a step works on a prefix of every buffer and the batch shrinks and
-grows without copying. The tokens of a step come from sequences at different positions, some one at a time and some as
-whole stretches: all layers but attention take them as they lie, and attention takes them block by block, a block for
-those that are about as many and have about as much to see. To the model a step is an HF cache, so whatever it keeps
-there has its place: keys and values by position, and the states of layers that are recurrent (linear attention, state
-spaces, convolutions), of which each slot has one.
+Active sequences fill the first slots, so a step works on a prefix of every buffer and the batch size changes without
+copies. The tokens of a step belong to sequences at different positions, one token each or whole ranges. Attention is
+computed block by block, where a block holds sequences of similar length. The model sees a step as a Hugging Face cache:
+keys and values by position, and one state per slot of each recurrent layer (linear attention, state spaces,
+convolutions). A recurrent state includes every token of a row, so these models take rows of equal length.
 
-A recurrent state has seen every token of a row: such models take rows of one length each (`Slots.recurrent`).
-
-Shapes: S slots, T tokens of a step, W places they are written to, N rows of a block, Q new tokens per row, L positions,
+Shapes: S slots, T tokens of a step, W places they are written to; N rows of a block, Q new tokens per row, L positions;
 H heads, J key/value heads, D head size.
 """
 
@@ -27,12 +24,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionLayer
 
-from slipstream.engines.native.attention import Reach, attend, check_told, reach_of
+from slipstream.engines.native.attention import Reach, attend, check_arguments, reach_of
 from slipstream.engines.native.model import is_recurrent
 
 NAME = "slipstream_slots"
 GROWTH = 64
-"""Buffers grow by whole multiples of this many positions."""
+"""Buffers grow in multiples of this number of positions."""
 
 
 class Slots:
@@ -43,18 +40,18 @@ class Slots:
         self.layers = [Layer(self, number) for number in states]
         self.step: Step | None = None
         self.last: Layer | None = None
-        """The one whose keys and values are written last; known when a pass has been made."""
+        """Layer whose keys and values are written last; None before the first pass."""
         self.reaches: set[Reach] = set()
-        """Those that layers have asked for."""
+        """Reaches that layers have used."""
 
     def layer(self, index: int) -> Layer:
-        """Some models have more layers than their config tells of."""
+        """Return a layer; add it if the model has more layers than its config states."""
         while len(self.layers) <= index:
             self.layers.append(Layer(self, 0))
         return self.layers[index]
 
     def copy(self, source_M: Tensor, target_M: Tensor, *, length: int) -> None:
-        """Slots `target` become what slots `source` were, up to `length` positions."""
+        """Copy slots `source` to slots `target`, up to `length` positions."""
         for layer in self.layers:
             for buffer in (layer.keys, layer.values):
                 if buffer is not None:
@@ -64,7 +61,7 @@ class Slots:
 
 
 class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values [S, J, L, D], of sizes of their own, and states [S, …]; made when the first ones arrive."""
+    """Keys and values [S, J, L, D] and states [S, …] of one layer, allocated when the first ones arrive."""
 
     def __init__(self, slots: Slots, number_of_states: int) -> None:
         CacheLayerMixin.__init__(self)
@@ -76,7 +73,7 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     # --- keys and values -------------------------------------------------------------------------------------
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values; returns those of all slots, of which attention takes what it needs."""
+        """Store the new keys and values; return those of all slots."""
         step = self.slots.step
         assert step is not None
         self.keys, self.values = (
@@ -114,7 +111,7 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
     # --- states ----------------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """New sequences start from nothing; those that go on, from the slots themselves, which the model writes to."""
+        """Set up states: none for new sequences, views of the slots for running ones (updated in place)."""
         for kind, held, known in self._kinds():
             for i in range(self.number_of_states):
                 state = self.states.get((kind, i))
@@ -123,7 +120,7 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
                 known[i] = self.has_previous_state[i] = on
 
     def end(self, step: Step) -> None:
-        """Keep what new sequences left, and what those that go on put elsewhere than into the slots."""
+        """Store the states of new sequences, and those of running sequences that the model did not update in place."""
         for kind, held, _ in self._kinds():
             for i, found in held.items():
                 if found is None:
@@ -143,30 +140,30 @@ class Layer(LinearAttentionLayer, CacheLayerMixin):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Tokens whose attention is computed together: so many rows of so many tokens each, which lie row after row."""
+    """Rows of equally many tokens, consecutive in the step, whose attention is computed together."""
 
     slots: slice | Tensor
-    """Of each row; a slice is read where it lies."""
+    """Slot of each row; a slice is read without a copy."""
     at_NQ: Tensor
-    """Their positions. A row that has fewer ends in positions that nobody reads."""
+    """Positions of the tokens. Shorter rows are padded with positions whose results are dropped."""
     length: int
-    """All that they see lies below."""
+    """Keys at positions below this number are read."""
     token_NQ: Tensor | None = None
-    """Which tokens of the step these are, if some rows have fewer."""
+    """Index of each token in the step, if some rows are shorter; else None."""
     real_T: Tensor | None = None
-    """Which of the N·Q are tokens, if some rows have fewer."""
+    """Indices of real tokens among the N·Q, if some rows are shorter; else None."""
     whole: bool = False
-    """They are all that there is of their sequences so far."""
+    """True if the tokens are their whole sequences so far."""
     going: bool = False
-    """They are one more token each of the first slots."""
+    """True if the rows are one more token for each of the first slots."""
 
 
 class Filled(Exception):
-    """What a pass was made for is done."""
+    """Raised to end a pass as soon as the cache is filled."""
 
 
 class Step(Cache):  # type: ignore[misc]
-    """One forward pass over the tokens of some blocks, which lie one after the other."""
+    """One forward pass over the tokens of consecutive blocks."""
 
     def __init__(
         self,
@@ -179,10 +176,10 @@ class Step(Cache):  # type: ignore[misc]
         goes_on: bool = False,
         fills: bool = False,
     ) -> None:
-        """Token `token_W` (without it, each in turn) is written to these slots and positions.
+        """Write token `token_W` (None: each token once) to these slots and positions.
 
-        `goes_on` is for recurrent models: the rows are the first slots, one token each, not new sequences. Where
-        it only fills slots, the pass ends as soon as their last keys and values are written: `Filled` is raised.
+        `goes_on` is for recurrent models: the rows are the first slots with one token each, not new sequences. With
+        `fills`, the pass raises `Filled` as soon as the last keys and values are written.
         """
         super().__init__(layers=slots.layers)
         self.slots, self.blocks, self.goes_on, self.fills = slots, blocks, goes_on, fills
@@ -190,7 +187,7 @@ class Step(Cache):  # type: ignore[misc]
         self.length = max(block.length for block in blocks)
         self.masks: dict[tuple[int, Reach, int], Tensor] = {}
         self.newest: Layer | None = None
-        """The layer whose keys and values were written last."""
+        """Layer whose keys and values were written last."""
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -220,14 +217,9 @@ class Step(Cache):  # type: ignore[misc]
         return self.goes_on
 
     def mask(self, number: int, reach: Reach, heads: int, dtype: torch.dtype) -> Tensor:
-        """What each row of a block does not see, as −inf: [N, 1, heads·Q, L]; queries of grouped heads lie one after
-        the other.
-
-        The same for every layer with the same reach, and additive, because a mask of booleans is converted anew in
-        every layer.
-        """
+        """Return a block's additive mask [N, 1, heads·Q, L], −inf where hidden, cached for layers of the same reach."""
         block = self.blocks[number]
-        if block.going:  # one mask for all of them, of which each block takes its part
+        if block.going:  # all such blocks share one mask, and each takes its part
             if (-1, reach, heads) not in self.masks:
                 going = [block for block in self.blocks if block.going]
                 at_N1, length = torch.cat([block.at_NQ for block in going]), max(block.length for block in going)
@@ -245,7 +237,7 @@ def _mask(at_NQ: Tensor, length: int, reach: Reach, heads: int, dtype: torch.dty
 
 
 CURRENT: ContextVar[Step] = ContextVar("step")
-"""The pass that this thread makes: not every model hands arguments of ours on to its attention."""
+"""Step of the pass in this thread: some models do not pass additional arguments to their attention."""
 
 
 def attend_slots(
@@ -261,8 +253,8 @@ def attend_slots(
     s_aux: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """B rows of R tokens, as the model was given them."""
-    check_told(module, attention_mask, rest)
+    """Compute attention for B rows of R tokens, the shape that the model was given."""
+    check_arguments(module, attention_mask, rest)
     step, reach = CURRENT.get(), reach_of(module, sliding_window)
     step.slots.reaches.add(reach)
     b, h, r, d = query_BHRD.shape
@@ -280,7 +272,7 @@ def attend_slots(
             out_NHQD = scaled_dot_product_attention(
                 query_NHQD, key_NJLD, value_NJLD, is_causal=True, scale=scaling, enable_gqa=h != j
             )
-        else:  # grouped heads share keys: they become more queries of the same head, and no key is copied
+        else:  # grouped heads share keys: stack their queries in one head, so that no key is copied
             sinks = None if s_aux is None else s_aux.view(1, j, h // j, 1, 1).expand(1, j, h // j, q, 1)
             out_NHQD = attend(
                 query_NHQD.reshape(n, j, h // j * q, d),

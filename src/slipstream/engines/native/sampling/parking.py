@@ -1,11 +1,11 @@
-"""Sequences that ended and may go on, in slots that nobody needs: which these are, where they lie, and who moves.
+"""Parking: keep ended sequences that may continue in unused slots, and plan the moves between slots.
 
-What the model remembers of a sequence stays when its row leaves: the keys and values of all its tokens but the newest,
-which no pass has seen. The next call of the same lineage goes on from there, if its prompt begins with just these
-tokens. Rows fill the first slots, and parked sequences lie anywhere behind them; rows that come in take what slots they
-need, if need be of those that were parked longest ago. So parking takes no memory and nobody waits for it.
+When a row ends, the keys and values of all its tokens but the newest stay in the cache. The next call of the same
+lineage continues there if its prompt begins with exactly these tokens. Rows fill the first slots, and parked sequences
+use any slots behind them. New rows take the slots they need and evict the oldest parked sequences. So parking needs no
+extra memory and delays no request.
 
-No tensor is touched here: who moves is told, and all of it is to be copied at once, because slots change places.
+No tensor is touched here. All returned moves must be copied at once, because slots may be exchanged.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ import numpy as np
 from slipstream.records import Ints
 
 Lineage = tuple[int, int, float]
-"""Whose sequence it is: the seed of its prompt, its index in the group, and its temperature, because the greedy answer
-to a prompt has the index of the first response."""
+"""Prompt seed, index in the group, and temperature: a greedy answer has the index of the first response."""
 
 
 class Move(NamedTuple):
-    """So many positions of one slot become those of another."""
+    """Copy `length` positions from slot `source` to slot `target`."""
 
     source: int
     target: int
@@ -35,17 +34,17 @@ class Move(NamedTuple):
 class Parked:
     slot: int
     tokens: Ints
-    """Those that the model remembers there."""
+    """Tokens whose keys and values are in the slot."""
 
 
 class Parking:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.parked: dict[Lineage, Parked] = {}
-        """The one parked longest ago comes first."""
+        """Parked sequences, the oldest first."""
 
     def known(self, lineage: Lineage, tokens: Ints) -> int:
-        """With how many tokens of this prompt it can go on; one that has become another is dropped."""
+        """Return how many prompt tokens the parked sequence covers; drop it and return 0 if it does not match."""
         if (parked := self.parked.get(lineage)) is None:
             return 0
         length = len(parked.tokens)
@@ -55,8 +54,7 @@ class Parking:
         return 0
 
     def park(self, leaving: Mapping[int, tuple[Lineage, Ints]], rows: int) -> list[Move]:
-        """Sequences in these slots, when so many rows stay, in the first slots. There is room: that of their own rows,
-        which is where they stay if they can."""
+        """Park these sequences while `rows` rows stay in the first slots; the ended rows' own slots give room."""
         if not leaving:
             return []
         for lineage, _ in leaving.values():
@@ -66,14 +64,14 @@ class Parking:
         for slot, (lineage, tokens) in leaving.items():
             self.parked[lineage] = Parked(slot if slot >= rows else free.pop(), tokens)
             moves.append(Move(slot, self.parked[lineage].slot, len(tokens)))
-        return moved(moves)
+        return real_moves(moves)
 
-    def give_way(self, rows: int, going: Mapping[Lineage, int]) -> list[Move]:
-        """So many rows will fill the first slots, among them those that go on, each in its slot."""
+    def make_room(self, rows: int, resumed: Mapping[Lineage, int]) -> list[Move]:
+        """Free the first `rows` slots for rows; `resumed` maps sequences that continue to their slots."""
         if not self.parked:
             return []
         moves = list[Move]()
-        for lineage, slot in going.items():
+        for lineage, slot in resumed.items():
             parked = self.parked.pop(lineage)
             moves.append(Move(parked.slot, slot, len(parked.tokens)))
         for lineage in list(self.parked)[: max(0, len(self.parked) - (self.slots - rows))]:
@@ -83,15 +81,15 @@ class Parking:
             if parked.slot < rows:
                 source, parked.slot = parked.slot, free.pop()
                 moves.append(Move(source, parked.slot, len(parked.tokens)))
-        return moved(moves)
+        return real_moves(moves)
 
     def clear(self) -> None:
         self.parked.clear()
 
     def _free(self, rows: int, taken: set[int]) -> list[int]:
-        """The slots behind so many rows that nobody has."""
+        """Return the free slots behind the first `rows` slots."""
         return [slot for slot in range(rows, self.slots) if slot not in taken]
 
 
-def moved(moves: Sequence[Move]) -> list[Move]:
+def real_moves(moves: Sequence[Move]) -> list[Move]:
     return [move for move in moves if move.source != move.target]

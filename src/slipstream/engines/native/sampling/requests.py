@@ -1,4 +1,4 @@
-"""What a sampler is asked for, and who waits for the answer."""
+"""Requests to a sampler and the futures of their callers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.protocols import Loaded, Mode, Sampling, WeightsRef
 from slipstream.records import Group, Handle, Ints, Prompt, Rollout, handed_over, header_of
 
 Told = tuple[asyncio.Future[Any], Any]
-"""Whose future, and the answer."""
+"""A caller's future, and the result for it."""
 
 
 @dataclass(eq=False)
@@ -23,44 +23,43 @@ class Request:
     sampling: Sampling
     answer: asyncio.Future[list[Handle]]
     done: dict[int, Rollout] = field(default_factory=dict)
-    """Members that are complete, by their place in the group."""
+    """Complete members by place in the group."""
     begun: dict[int, Rollout] = field(default_factory=dict)
-    """Those that are to be gone on with, or were until they left; not while they run."""
+    """Unfinished members that are not running: to be continued, or handed over on release."""
     released: bool = False
     draws: Sampling = field(init=False)
-    """What decides how its tokens are drawn: one object for all requests that agree in that, however long they are."""
+    """The sampling options that affect a token; the same object for all requests that agree in these options."""
 
     def __post_init__(self) -> None:
-        self.draws = the_same(replace(self.sampling, max_tokens=1, group=1, park=False))
+        self.draws = interned(replace(self.sampling, max_tokens=1, group=1, park=False))
 
     @property
     def ids(self) -> bytes:
-        """Its prompt, to be compared."""
+        """Token ids of the prompt as bytes, for comparison."""
         return self.prompt.tokens.astype(np.int64).tobytes()
 
     @property
     def aborted(self) -> bool:
-        """Nobody waits any more: whoever cancels `generate` cancels the future that it awaits."""
+        """True if the caller of `generate` was cancelled, which cancels the future."""
         return self.answer.cancelled()
 
     @property
     def left(self) -> list[int]:
-        """The members that are still to be drawn."""
+        """Indices of the members that are not complete."""
         return [place for place in range(self.sampling.group) if place not in self.done]
 
     def lineage(self, place: int) -> Lineage:
-        """Of the member there."""
         return self.prompt.seed, self.prompt.first + place, self.sampling.temperature
 
     def group(self) -> list[Handle]:
-        """The answer: all members, or what there is of them."""
+        """Return the group as the answer: all members, or the existing ones as released if some are incomplete."""
         if self.left:
             have = self.done | self.begun
             return handed_over(have[place] for place in sorted(have))
         return [Handle(header_of(self.done[place]), self.done[place]) for place in range(self.sampling.group)]
 
     def forget(self) -> int:
-        """Begin again; returns how many tokens that costs."""
+        """Drop all drawn tokens so that the request starts again; return their number."""
         thrown = sum(len(rollout.tokens) for rollout in (self.done | self.begun).values())
         self.done.clear()
         self.begun.clear()
@@ -68,11 +67,11 @@ class Request:
 
 
 @lru_cache(64)
-def the_same(sampling: Sampling) -> Sampling:
+def interned(sampling: Sampling) -> Sampling:
     return sampling
 
 
-def requested(prompt: Prompt, sampling: Sampling, answer: asyncio.Future[list[Handle]], begun: Group = ()) -> Request:
+def new_request(prompt: Prompt, sampling: Sampling, answer: asyncio.Future[list[Handle]], begun: Group = ()) -> Request:
     members = {handle.body.index - prompt.first: handle.body for handle in begun}
     request = Request(prompt, sampling, answer)
     for place, rollout in members.items():
@@ -82,13 +81,13 @@ def requested(prompt: Prompt, sampling: Sampling, answer: asyncio.Future[list[Ha
 
 @dataclass(eq=False)
 class Row:
-    """One running response: its place in the group, and how many positions its sequence has."""
+    """One running response: index in the group, and number of positions in the sequence."""
 
     request: Request
     index: int
     length: int
     kept: list[Ints] = field(default_factory=list)
-    """The ids that could have been drawn at each of its tokens, where they are asked for."""
+    """Sampling support: the ids that could be drawn at each token; empty if not requested."""
 
     @property
     def tokens(self) -> int:
@@ -105,4 +104,4 @@ class Publish:
     mode: Mode
     answer: asyncio.Future[Loaded]
     called: float
-    """When, on `time.perf_counter`: an engine works in real time, whatever clock the pipeline runs on."""
+    """Time of the call by `time.perf_counter`: engines use real time even if the pipeline has a virtual clock."""

@@ -1,12 +1,12 @@
-"""Rollouts from any HF causal LM: continuous batching over KV slots.
+"""Rollouts from any Hugging Face causal LM, with continuous batching over KV slots.
 
-A request is a group: it waits until `group` slots are free, shares one prefill, with others that come in with the same
-prompt as well, and leaves when its last response ends. Active rows always fill slots 0..n−1; when rows end, the last
-ones move into the holes, and a sequence that may go on is parked behind them, as long as nobody needs the slot and the
-weights stay: its next call reads only what is new. All state belongs to one thread:
-the event loop only appends to `waiting` and `publishing` and cancels the futures that answer them, and the thread looks
-at those between two tokens, so weights change, and requests go, exactly at a token boundary. Guarantor of invariant 3:
-every token knows its version, exactly at the token at which weights changed.
+A request is a group. It waits until `group` slots are free, and leaves when its last response ends. Requests that are
+admitted with the same prompt share one prefill. Active rows fill slots 0..n−1; when rows end, the last ones move into
+the holes. A sequence that may continue is parked behind them until its slot is needed or the weights change.
+
+One thread owns all state. The event loop only appends to `waiting` and `publishing` and cancels futures; the thread
+looks at these between two tokens. So weights change and requests leave exactly at a token boundary. This guarantees
+invariant 3: every token has the version of the weights that drew it.
 
 Shapes: N rows of a step, Q prompt positions, M draws, V vocabulary; those of the tape are in its own file.
 """
@@ -28,10 +28,10 @@ from torch import Tensor
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
 from slipstream.engines.native.config import GATHERED
 from slipstream.engines.native.model import LanguageModel
-from slipstream.engines.native.sampling.arrivals import arriving, prefixes
+from slipstream.engines.native.sampling.arrivals import admit, prefix_reads
 from slipstream.engines.native.sampling.decoding import PASS_TOKENS, Decoder, Read, filled, prove
 from slipstream.engines.native.sampling.parking import Lineage, Move, Parking
-from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told, requested
+from slipstream.engines.native.sampling.requests import Publish, Request, Row, Told, new_request
 from slipstream.engines.native.sampling.tape import Tape
 from slipstream.engines.weights import fingerprint, load_weights
 from slipstream.errors import ModelError
@@ -49,8 +49,11 @@ class NativeSampler:
         threads: int = 1,
         on_publish: Literal["rebuild", "reuse"] = "rebuild",
     ) -> None:
-        """With `reuse`, running sequences keep the keys and values of the weights that read them: approximate, in that
-        no weights alone give the log-probs of what follows, though they are still those that draw it."""
+        """Prepare a model for sampling.
+
+        If `on_publish` is "reuse", running sequences keep keys and values of older weights. The recorded log-probs are
+        those of drawing, but no single version reproduces them.
+        """
         prove(lm)
         self.rebuilds = on_publish == "rebuild"
         self.lm, self.count, self.version = lm, slots, 0
@@ -61,7 +64,7 @@ class NativeSampler:
         self.publishing: deque[Publish] = deque()
         self.releasing = False
         self.open: set[Request | Publish] = set()
-        """All that somebody waits for, wherever the engine has put it."""
+        """Requests and publishes that callers wait for, in any state."""
         self.thread = ThreadPoolExecutor(1, "sampler", initializer=torch.set_num_threads, initargs=(threads,))
         self.driver: asyncio.Task[None] | None = None
 
@@ -75,7 +78,7 @@ class NativeSampler:
                 f"prompt {prompt.id} has {len(prompt.tokens)} tokens: with max_tokens = {sampling.max_tokens} it "
                 f"exceeds the context of {self.lm.longest}"
             )
-        request = requested(prompt, sampling, asyncio.get_running_loop().create_future(), begun)
+        request = new_request(prompt, sampling, asyncio.get_running_loop().create_future(), begun)
         if not request.left:
             return request.group()
         self.waiting.append(request)
@@ -114,7 +117,7 @@ class NativeSampler:
         while self.busy:
             try:
                 await asyncio.get_running_loop().run_in_executor(self.thread, self._work)
-            except Exception as error:  # whoever waits gets the cause; nobody waits for ever
+            except Exception as error:  # every waiting caller gets the error
                 for item in self.open:
                     if not item.answer.done():
                         item.answer.set_exception(error)
@@ -131,15 +134,15 @@ class NativeSampler:
     # --- on the engine's thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """As long as there is something to do; whoever waits is told meanwhile."""
+        """Step until nothing is left to do; send results to waiting callers between the steps."""
         while self.busy:
             for answer, result in self._step():
-                with suppress(RuntimeError):  # its loop is closed, and nobody waits
+                with suppress(RuntimeError):  # the caller's event loop is closed
                     answer.get_loop().call_soon_threadsafe(settle, answer, result)
 
     @torch.inference_mode()
     def _step(self) -> list[Told]:
-        """New weights, or one token for every running row and the first one for those that find room now."""
+        """Do one step: release groups, or load weights, or draw one token for every row, new rows included."""
         self._abort()
         return self._release() or self._publish() or self._draw()
 
@@ -147,11 +150,11 @@ class NativeSampler:
         self._vacate([slot for slot, row in enumerate(self.rows) if row.request.aborted])
 
     def _release(self) -> list[Told]:
-        """Groups that are handed over leave, wherever they are, with what has been drawn of them."""
+        """Return released groups, running or waiting, with the tokens drawn so far."""
         if not self.releasing:
             return []
         self.releasing = False
-        self.parking.clear()  # who is handed over goes on elsewhere, or under other weights
+        self.parking.clear()  # released groups continue in another sampler or under other weights
         running = {row.request: None for row in self.rows}
         leaving = [request for request in [*running, *list(self.waiting)] if request.released]
         slots = [slot for slot, row in enumerate(self.rows) if row.request.released]
@@ -164,16 +167,16 @@ class NativeSampler:
         return [(request.answer, request.group()) for request in leaving]
 
     def _publish(self) -> list[Told]:
-        """Every publish whose turn it is; one that drains waits for running rows, and holds up those behind it."""
-        told: list[Told] = []
+        """Load every publish that is due; mode "drain" waits for running rows and delays later publishes."""
+        results: list[Told] = []
         while self.publishing and not (self.publishing[0].mode == "drain" and self.rows):
             publish = self.publishing.popleft()
             if not publish.answer.cancelled():
-                told.append((publish.answer, self._load(publish)))
-        return told
+                results.append((publish.answer, self._load(publish)))
+        return results
 
     def _load(self, publish: Publish) -> Loaded:
-        still = time.perf_counter()
+        start = time.perf_counter()
         thrown = self._restart() if publish.mode == "restart" else 0
         if self.rebuilds or publish.mode != "keep":
             self.parking.clear()
@@ -184,54 +187,51 @@ class NativeSampler:
         if self.rows and self.rebuilds:
             self._read_again(range(len(self.rows)))
         rebuilt = time.perf_counter()
-        return Loaded(found, wait=still - publish.called, load=loaded - still, rebuild=rebuilt - loaded, thrown=thrown)
+        return Loaded(found, wait=start - publish.called, load=loaded - start, rebuild=rebuilt - loaded, thrown=thrown)
 
     def _restart(self) -> int:
-        """Send running requests back to the head of the queue, in their order; returns how many tokens that costs."""
+        """Send running requests back to the head of the queue, in order; return the number of lost tokens."""
         thrown = sum(row.tokens for row in self.rows)
         self.waiting.extendleft(reversed(dict.fromkeys(row.request for row in self.rows)))
         self.rows.clear()
         return thrown + sum(request.forget() for request in list(self.waiting))
 
     def _read_again(self, slots: Sequence[int]) -> None:
-        """The prefixes of running rows, under the weights as they are."""
-        reads = prefixes({slot: self.rows[slot] for slot in slots}, recurrent=self.decoder.slots.recurrent)
+        """Read the prefixes of running rows with the current weights."""
+        reads = prefix_reads({slot: self.rows[slot] for slot in slots}, recurrent=self.decoder.slots.recurrent)
         if not reads:
             return
         self.decoder.fill(self.tape.ids_SL, reads)
         if self.lm.device.type == "cuda":
-            torch.cuda.synchronize(self.lm.device)  # so that the time this takes is seen
+            torch.cuda.synchronize(self.lm.device)  # so that `_load` measures the whole rebuild
 
     def _admit(self) -> list[Read]:
-        """Seat waiting groups in free slots, behind the running rows; returns what has to be read for them.
-
-        Reading for several at a time costs hardly more than for one, so slots gather before they are filled.
-        """
+        """Seat waiting groups behind the running rows if enough slots are free; return the reads they need."""
         free = self.count - len(self.rows)
         if not self.waiting or free < self.count // GATHERED:
             return []
-        come = arriving(self.waiting, self.publishing, self.parking, free=free, room=PASS_TOKENS)
-        stop = len(self.rows) + come.rows
-        self._copy(self.parking.give_way(stop, come.places(stop)))
-        self._read_again([slot for request in come.requests for slot in self._go_on(request)])
+        admitted = admit(self.waiting, self.publishing, self.parking, free=free, room=PASS_TOKENS)
+        stop = len(self.rows) + admitted.rows
+        self._copy(self.parking.make_room(stop, admitted.places(stop)))
+        self._read_again([slot for request in admitted.requests for slot in self._resume(request)])
         reads = list[Read]()
-        for same in come.fresh:
+        for same in admitted.fresh:
             slots = [slot for request, members in same for slot in self._seat(request, members)]
             reads.append(Read(slots, 0, len(same[0][0].prompt.tokens)))
-        for request, known in come.going:
+        for request, known in admitted.resumed:
             reads.append(Read(self._seat(request, [0]), known, len(request.prompt.tokens)))
         return reads
 
     def _seat(self, request: Request, members: Sequence[int]) -> Sequence[int]:
-        """In the first slots that are free, with their prompt; returns which."""
+        """Put members of a request with their prompt into the first free slots; return these slots."""
         start, length = len(self.rows), len(request.prompt.tokens)
         dtype = torch.promote_types(self.lm.head.weight.dtype, torch.float32)
         self.tape.seat(start, request.prompt, members, request.sampling, dtype)
         self.rows += [Row(request, index, length) for index in members]
         return range(start, len(self.rows))
 
-    def _go_on(self, request: Request) -> Sequence[int]:
-        """Seat the members that were handed over to here as if they had been running all the time."""
+    def _resume(self, request: Request) -> Sequence[int]:
+        """Seat members that another call has begun, as if they had been running all the time; return their slots."""
         begun, request.begun = request.begun, {}
         slots = self._seat(request, list(begun)) if begun else ()
         for slot, rollout in zip(slots, begun.values(), strict=True):
@@ -241,7 +241,7 @@ class NativeSampler:
         return slots
 
     def _draw(self) -> list[Told]:
-        """One pass for the next token of every running row and the first one of those that come in now."""
+        """Draw the next token of every running row and the first one of each new row, in one pass."""
         reads = self._admit()
         if not self.rows:
             return []
@@ -254,7 +254,7 @@ class NativeSampler:
         return self._emit(logits_NV)
 
     def _emit(self, logits_NV: Tensor) -> list[Told]:
-        """Draw the next token of every row, write it to the tape, and collect what has ended."""
+        """Draw the next token of every row and write it to the tape; return the groups that are complete."""
         tape, rows, n = self.tape, self.rows, len(self.rows)
         next_N = tape.last_S[:n] + 1
         t_N = next_N - tape.prompt_S[:n]
@@ -291,20 +291,20 @@ class NativeSampler:
         return self._end(ended, stopped_N.tolist()) if ended else []
 
     def _end(self, ended: list[int], stopped: list[bool]) -> list[Told]:
-        """Read finished rows off the tape, and tell of groups that are complete."""
-        told, parked = list[Told](), dict[int, tuple[Lineage, Ints]]()
+        """Remove finished rows, park those that may continue, and return the groups that are complete."""
+        results, parked = list[Told](), dict[int, tuple[Lineage, Ints]]()
         read = self._read({slot: "eos" if stopped[slot] else "length" for slot in ended})
         for slot, (row, rollout) in zip(ended, read, strict=True):
             row.request.done[row.index] = rollout
             if row.request.sampling.park and not self.decoder.slots.recurrent:
                 parked[slot] = row.lineage, np.concatenate([rollout.prompt.tokens, rollout.tokens[:-1]])
             if not row.request.left:
-                told.append((row.request.answer, row.request.group()))
+                results.append((row.request.answer, row.request.group()))
         self._vacate(ended, parked)
-        return told
+        return results
 
     def _read(self, finishes: Mapping[int, Finish]) -> Iterator[tuple[Row, Rollout]]:
-        """The rows in these slots, which end so."""
+        """Yield the rows in these slots and their rollouts, with the given finish reasons."""
         rows = [self.rows[slot] for slot in finishes]
         columns = self.tape.read(list(finishes), max((row.tokens for row in rows), default=0))
         for at, (row, finish) in enumerate(zip(rows, finishes.values(), strict=True)):
@@ -318,7 +318,7 @@ class NativeSampler:
             )
 
     def _vacate(self, ended: list[int], parked: Mapping[int, tuple[Lineage, Ints]] | None = None) -> None:
-        """Rows leave; some of those that stay move, so that the first slots are filled again, and some are parked."""
+        """Remove rows: others move so that the first slots are filled again, and `parked` ones are parked."""
         if not ended:
             return
         order = filled(ended, [row.length for row in self.rows])
@@ -329,7 +329,7 @@ class NativeSampler:
         self.rows = [self.rows[slot] for slot in order]
 
     def _copy(self, moves: Sequence[Move]) -> None:
-        """What is known of sequences, from slot to slot, all at once."""
+        """Copy cached sequences between slots, all moves at once."""
         if moves:
             self.decoder.slots.copy(*self._pairs(moves), length=max(move.length for move in moves))
 
