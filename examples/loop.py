@@ -1,13 +1,13 @@
-"""The whole method in one file, one step after the other: roll out, score, learn.
+"""On-policy distillation in one file, strictly in sequence: rollout, scoring, learning.
 
-Nothing is batched, cached or overlapped: every token costs a full forward pass, every loss is taken over the whole
-vocabulary's log-softmax. That makes it slow, readable, and an oracle: with the same seeds the real pipeline must give
-the same losses and the same weights (tests/runs/test_oracle.py). Of Slipstream it borrows the prompts, the counter-based
-random numbers and the estimator; everything else is written out here.
+Nothing is batched, cached or overlapped. Every token needs a full forward pass, and every loss the log-softmax over the
+whole vocabulary. This is slow but readable, and serves as an oracle: with the same seeds the real pipeline must give
+the same losses and weights (tests/runs/test_oracle.py). Slipstream provides only the built-in models, the prompts, the
+counter-based random numbers and the estimator.
 
     python examples/loop.py --updates 10
 
-Shapes: T response tokens, M draws at every position, V vocabulary.
+Shapes: T response tokens, M draws (tokens sampled at the same position), V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from slipstream.records import Prompt, derive_seed
 @dataclass
 class Sample:
     ids: Tensor
-    """Prompt and response."""
+    """Token ids of prompt and response."""
     start: int
-    """Where the response begins."""
+    """Index of the first response token."""
     actions_TM: Tensor
     behavior_TM: Tensor
 
 
 @torch.no_grad()
 def roll_out(model: torch.nn.Module, prompt: Prompt, *, max_tokens: int, m: int, eos: int) -> Sample:
-    """Draw M tokens at every position from the student; the first of them is the one that is emitted."""
+    """Sample M tokens from the student at every position; the first one is emitted."""
     ids = torch.tensor(prompt.tokens, dtype=torch.int64)
     seed, start = torch.tensor([derive_seed(prompt.seed, 0)]), len(ids)
     actions, behavior = [], []
@@ -58,7 +58,7 @@ def roll_out(model: torch.nn.Module, prompt: Prompt, *, max_tokens: int, m: int,
 
 
 def logp_of_actions(model: torch.nn.Module, sample: Sample) -> Tensor:
-    """Log-probs [T, M] that a model gives to the drawn actions; row t is the prediction of response token t."""
+    """Return a model's log-probs [T, M] of the draws; row t is the prediction of response token t."""
     logp_TV = model(sample.ids[None]).logits[0, sample.start - 1 : -1].log_softmax(-1)
     return logp_TV.gather(1, sample.actions_TM)
 
@@ -66,7 +66,7 @@ def logp_of_actions(model: torch.nn.Module, sample: Sample) -> Tensor:
 def update(
     student: torch.nn.Module, teacher: torch.nn.Module, optimizer: torch.optim.Optimizer, samples: list[Sample]
 ) -> float:
-    """One step on the mean over all response tokens of the batch."""
+    """Make one optimizer step on the mean loss over all response tokens of the batch, and return this loss."""
     n_tokens = sum(len(sample.actions_TM) for sample in samples)
     total = 0.0
     for sample in samples:
@@ -94,7 +94,7 @@ def train(
     lr: float,
     eos: int,
 ) -> list[float]:
-    """Synchronous on-policy distillation; returns the loss of every update."""
+    """Run synchronous on-policy distillation, and return the loss of every update."""
     optimizer = torch.optim.AdamW(student.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for step in range(updates):

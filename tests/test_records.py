@@ -188,8 +188,8 @@ def test_masked_rows_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("turn", "named"),
     [
-        ([0, 0, -1, 1], "a trained token is of no turn: turn is -1 where nothing was sampled"),
-        ([1, 1, 0, 0], "turn falls: calls are numbered in their order"),
+        ([0, 0, -1, 1], "turn is -1 at a trained token, which means that the token was not sampled"),
+        ([1, 1, 0, 0], "turn decreases: calls must be numbered in their order"),
     ],
 )
 def test_turns_number_the_calls_that_sampled(turn: list[int], named: str) -> None:

@@ -1,6 +1,6 @@
-"""Slipstream: on-policy distillation with rollout, scoring and learning overlapped, and staleness under control.
+"""Slipstream: on-policy distillation with overlapped rollout, scoring and learning, and with bounded staleness.
 
-What scripts and notebooks call is here (docs/python.md), and is imported when it is first asked for.
+Scripts and notebooks use the names below (docs/python.md). Each is imported at its first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The console of every command: it shows all text, and lets none of it reach the terminal as a command."""
+"""Console of all commands, which prints control characters in text as escape sequences."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.errors import printable
 
 
 class Screen(Console):
-    """Models, endpoints, data and configs may say anything. Styles and cursor movements are ours."""
+    """Console that escapes untrusted text (of models, endpoints, data, configs) but keeps its own control codes."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -1,28 +1,28 @@
-"""What can go wrong, as one tree.
+"""All exceptions of this package, as one tree.
 
-SlipstreamError         a run cannot start or go on; the command line prints one line and exits with 2
-├── ConfigError         the configuration is wrong: names the field and what to write instead
-├── DataError           a file or a row is wrong: names the file, the line and what is expected
-├── ModelError          a model or tokenizer cannot be used: names it and why
-├── RunDirError         the run directory is missing, already holds a run, was changed, or cannot be written
-├── EngineError         an engine failed, again and again: names it and the cause
-│   ├── WorkerDied      the process of an engine is gone, or hangs
-│   │   └── AllDied     and so are those of all others: none can be started again from where they were
-│   ├── LearnerDied     and it was the learner's: the run can go back to its last checkpoint
-│   └── RecordsLost     records that a call was to take with it are gone with the machine on which they lay
-├── SandboxError        a program of a model's could not be run, by no fault of its own: names the sandbox and the cause
-├── Stalled             nothing has moved for too long: says who waits for whom
-├── NonFiniteError      a loss, gradient, logit or score is NaN or infinite
-└── Unhealthy           the run's own metrics say that going on is no use: names the finding and what to do
+SlipstreamError         a run cannot start or continue; the command line prints one line and exits with code 2.
+├── ConfigError         the configuration is wrong: the message names the field and what to write instead.
+├── DataError           a file or a row is wrong: the message names the file, the line and what is expected.
+├── ModelError          a model or tokenizer cannot be used: the message names the model and the reason.
+├── RunDirError         the run directory is missing, already holds a run, was changed, or cannot be written.
+├── EngineError         an engine failed repeatedly: the message names the engine and the cause.
+│   ├── WorkerDied      the process of an engine has ended or hangs.
+│   │   └── AllDied     the processes of all engines have ended, and none can restart from its last state.
+│   ├── LearnerDied     the learner's process has ended: the run can restart from its last checkpoint.
+│   └── RecordsLost     records needed by a call were stored on a machine that is no longer available.
+├── SandboxError        a sandbox could not run a model's program: the message names the sandbox and the cause.
+├── Stalled             the pipeline has made no progress for too long: the message names which part waits for which.
+├── NonFiniteError      a loss, gradient, logit or score is NaN or infinite.
+└── Unhealthy           the run's metrics show that it should stop: the message names the finding and what to do.
 
-EndpointError           an endpoint gave no answer, or a wrong one: the call may be tried again, and is
-EnvironmentFailed       an environment hung, crashed or raised: its episode is tried again, and then left out
-└── Suspected           its process ended with other environments in it: its episode is tried again alone, uncharged
-NoContext               of one response there is nothing for a teacher to see: it is not scored, and others are
-Terminated              not an error: the run was told to stop by SIGTERM, as KeyboardInterrupt tells by Ctrl-C
-└── HungUp              by SIGHUP: its terminal was closed
+EndpointError           an endpoint gave no answer or a wrong one: the call is retried.
+EnvironmentFailed       an environment hung, crashed or raised: its episode is retried, and finally left out.
+└── Suspected           a process ended with several environments in it: each episode gets an extra attempt, alone.
+NoContext               a teacher's context cannot be built for one response: only that response is not scored.
+Terminated              not an error: SIGTERM stops the run, as Ctrl-C does by KeyboardInterrupt.
+└── HungUp              SIGHUP stops the run: its terminal was closed.
 
-Anything else that is raised is a defect of ours and keeps its traceback.
+Any other exception is a defect of this package and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from collections.abc import Iterable
 from unicodedata import category
 
 COMMANDS = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Categories of characters that are not shown as they are."""
+"""Unicode categories of characters that are printed as escape sequences."""
 
 
 class SlipstreamError(Exception):
@@ -88,7 +88,7 @@ class NonFiniteError(SlipstreamError):
 
 
 class Unhealthy(SlipstreamError):
-    """`harmful`: the weights may be worse for it."""
+    """The run's metrics show that it should stop. `harmful`: the updates so far may have made the weights worse."""
 
     def __init__(self, message: str, *, harmful: bool = False) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ class Unhealthy(SlipstreamError):
 
 
 class EndpointError(Exception):
-    """Names the endpoint and what was wrong; `status` is that of its answer, if it has given one."""
+    """Failure of an endpoint. `status` is the HTTP status of its answer, 0 if there was no answer."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -104,10 +104,10 @@ class EndpointError(Exception):
 
 
 class EnvironmentFailed(Exception):
-    """`cause` is a word to count by: timeout, crash or error."""
+    """Failure of an environment. `cause` is timeout, crash or error; failures are counted by it."""
 
     def __init__(self, cause: str, message: str) -> None:
-        super().__init__(cause, message)  # both, as it is pickled
+        super().__init__(cause, message)  # unpickling calls the constructor with both arguments
         self.cause, self.message = cause, message
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class EnvironmentFailed(Exception):
 
 
 class Suspected(EnvironmentFailed):
-    """Any environment of the process may have ended it; `acting`: this one was at work then."""
+    """A process ended, and any environment in it may be the cause. `acting`: this one was running a call."""
 
     def __init__(self, message: str, *, acting: bool) -> None:
         super().__init__("crash", message)
@@ -135,19 +135,19 @@ class HungUp(Terminated):
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong in a library, short enough for a line of ours."""
+    """Return the first line of an exception's message, or the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def printable(text: str) -> str:
-    """Show what a terminal would obey (control characters, escapes) or use to reorder text (bidirectional marks)."""
+    """Replace control characters and bidirectional marks by escape sequences, so that no terminal obeys them."""
     if text.isprintable():
         return text
     return "".join(repr(c)[1:-1] if category(c) in COMMANDS and c not in "\n\t" else c for c in text)
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """`did you mean 'lr'?` for a near miss or spelled-out initials, else the list of what there is."""
+    """Return `did you mean 'lr'?` for a similar name or for spelled-out initials, else the list of known names."""
     known = sorted(choices)
     initials = "".join(word[:1] for word in name.split("_"))
     near = [initials] if initials in known else difflib.get_close_matches(name, known, n=1)

@@ -1,4 +1,4 @@
-"""What Linux does for a process, where this is Linux: its name, its parent's death, the orphans below it."""
+"""Linux process settings (prctl): name, signal on the parent's death, adoption of orphans. No effect elsewhere."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
 def be_called(name: str) -> None:
-    """By ps and top."""
+    """Set the name of this process in ps and top."""
     _prctl(PR_SET_NAME, name.encode())
 
 
 def adopt_orphans() -> None:
-    """Whatever loses its parent below this process becomes a child of it."""
+    """Make this process the new parent of descendants that lose theirs."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent() -> None:
-    """Of a parent that has died already, nobody hears."""
+    """Kill this process when its parent dies. A parent that has died before this call has no effect."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wake_with_parent() -> None:
-    """Who looks after itself when its parent is gone must not be stopped then."""
+    """Send SIGCONT on the parent's death, so that a stopped child can clean up."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
 def let_go_of_terminal() -> None:
-    """One that was closed takes no more text; files and pipes still do."""
+    """Redirect standard output and error to /dev/null if their terminal was closed; keep files and pipes."""
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

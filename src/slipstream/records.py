@@ -1,10 +1,10 @@
-"""The four records that travel, Prompt → Rollout → Scored → Batch, and the handles that carry them.
+"""The pipeline's four records, Prompt → Rollout → Scored → Batch, and the handles that carry them.
 
-Numpy only. What every token has, has T rows; what only trained tokens have (draws, what a teacher says), has N, as
-many as there are, in their order. A row describes the prediction *of* its token: nothing is ever shifted again. A
-record that breaks this cannot be built.
+The module uses numpy only. Arrays of all tokens have T rows; arrays of trained tokens have N rows, in token order.
+Draws are tokens sampled at one position; the first draw is the emitted token. A row describes the prediction *of* its
+token, so no array is ever shifted. A record with wrong shapes or shifted rows raises ValueError.
 
-Shapes: T tokens after the prompt, N trained ones, M cached actions, K teacher's top-k, D teacher's hidden size.
+Shapes: T tokens after the prompt, N trained tokens, M cached actions, K teacher's top-k, D teacher's hidden size.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from numpy.typing import NDArray
 Ints = NDArray[np.integer[Any]]
 Floats = NDArray[np.floating[Any]]
 Finish = Literal["eos", "length", "turns", "time", "error", "released"]
-"""How a response ended: by itself, or by a limit; `released` has not, and can be gone on with where it stands."""
+"""Reason why a response ended. A `released` response was interrupted, and its sampling can be continued."""
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from what identifies a draw: the same on every machine and in every process."""
+    """Return a 63-bit seed for these parts; every machine and process derives the same one."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def is_json(value: Any) -> bool:
-    """Whether JSON gives back what it was given: no dates, no bytes, no tuples."""
+    """Return whether a value survives a round trip through JSON; dates, bytes and tuples do not."""
     match value:
         case dict():
             return all(isinstance(key, str) and is_json(below) for key, below in value.items())
@@ -43,18 +43,17 @@ def is_json(value: Any) -> bool:
 
 
 def _rows_of(array: NDArray[Any], n: int) -> bool:
-    """[n, at least one]"""
     return array.ndim == 2 and array.shape[0] == n and array.shape[1] > 0
 
 
 def _same(a: Floats, b: Floats) -> bool:
-    """NaN is NaN."""
+    """Compare two arrays; NaN equals NaN."""
     return np.array_equal(a, b) or np.array_equal(a, b, equal_nan=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """What the student is asked. `number` is its place in the order of submission, `seed` follows from it."""
+    """One prompt for the student. `number` is the position in the order of submission; `seed` is derived from it."""
 
     id: str
     number: int
@@ -62,18 +61,18 @@ class Prompt:
     data_source: str = "default"
     ground_truth: Any = None
     teacher: str = ""
-    """Name of the teacher that will score the answers; none without teachers."""
+    """Name of the teacher that will score the responses; empty for a run without teachers."""
     seed: int = 0
     offset: int = 0
-    """Tokens of the response that earlier calls drew, and that are among `tokens` now: draws go on from there."""
+    """Number of response tokens that earlier calls sampled and that `tokens` now includes; sampling continues there."""
     first: int = 0
-    """Index of the first response in its group; one that is continued keeps its own."""
+    """Index in the group of the first response to sample; a continued response keeps its index."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """The other columns of its row, but for what JSON does not hold."""
+    """All other columns of the data row, without values that JSON cannot represent."""
     asked: Any = None
-    """What it was before it was tokens, text or messages, where agents are told."""
+    """Prompt as text or messages, for agents; None if the run has no agent."""
     place: str = ""
-    """File and line of its row, where they are known."""
+    """File and line of the data row; empty if unknown."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) == 0:
@@ -82,12 +81,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept:
-    """The ids that top-p, top-k and min-p left of the vocabulary, of each trained token: what could have been drawn."""
+    """Sampling support: for each trained token, the ids that top-p, top-k and min-p left to sample from."""
 
     ids: Ints
-    """Of all of them, one behind the other."""
+    """Ids of all trained tokens, concatenated."""
     sizes: Ints
-    """How many ids each has, [N]."""
+    """Number of ids of each trained token, [N]."""
 
     def rows(self) -> list[Ints]:
         return np.split(self.ids, np.cumsum(self.sizes)[:-1])
@@ -99,17 +98,18 @@ def kept_of(rows: Sequence[Ints]) -> Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rollout:
-    """A lineage: everything after one prompt, sampled or observed, with where every sampled token came from.
+    """A lineage: all tokens after one prompt, sampled or observed, with the origin of every sampled token.
 
-    `loss_mask` is true where a token was sampled and is trained, once: the first lineage of an episode that holds a
-    token trains it. There `versions` is what drew it, `logp` its behaviour log-prob, under the processed distribution
-    that drew it, as the engine computed it then, and `turn` the number of its call. `actions` and `action_logp` have a
-    row for each of these tokens and for no other: M i.i.d. draws of that same distribution, the emitted token first,
-    which are the cache that the teacher scores; `kept` says what else could have been drawn, where it was asked for
-    (None: everything, or nobody knows). Elsewhere `versions` and, off every turn, `turn` are written as −1 and
-    `logp` as 0, and whatever stands there is nobody's; tokens are ids everywhere.
+    `loss_mask` is true where a token was sampled and is trained. If several lineages of an episode share a token, only
+    the first trains it. For trained tokens, `versions` is the version of the sampling weights, and `turn` the number of
+    the sampling call. Their `logp` is the behaviour log-prob: the engine's, under the processed distribution (after
+    temperature, top-p and so on). `actions` and `action_logp` have one row per trained token: M i.i.d. draws from that
+    distribution, the emitted token first. They are the cache that the teacher scores. `kept` is the sampling support;
+    None means the whole vocabulary, or unknown.
 
-    `index` tells the rows of a group apart, `episode` and `branch` which of them are of one episode.
+    For other tokens `versions` is −1 and `logp` is 0, and `turn` is −1 outside of every turn. Do not use these values.
+
+    `index` identifies a row of a group. `episode` and `branch` identify the rows of one episode.
     """
 
     prompt: Prompt
@@ -124,13 +124,13 @@ class Rollout:
     actions: Ints
     action_logp: Floats
     best_ids: Ints | None = None
-    """The ids that the policy which drew found likeliest at each trained position, and their log-probs."""
+    """Most likely ids under the sampling policy at each trained position, [N, K], and log-probs; None: unrecorded."""
     best_logp: Floats | None = None
     finish: Finish
     kept: Kept | None = None
     rewards: dict[str, float] = field(default_factory=dict)
     outcome: dict[str, float] = field(default_factory=dict)
-    """Of an episode in an environment: what that says of it (`reward`, `reward/NAME`), and what was counted."""
+    """Rewards and counts that an episode's environment reports (`reward`, `reward/NAME`); empty without environment."""
 
     def __post_init__(self) -> None:
         if fault := self._fault() or (self.kept and self._fault_of_kept(self.kept)):
@@ -174,9 +174,9 @@ class Rollout:
                 return "best_logp is not logp on the emitted token (a shifted row?)"
         turns = self.turn[trained]
         if n and turns.min() < 0:
-            return "a trained token is of no turn: turn is -1 where nothing was sampled"
+            return "turn is -1 at a trained token, which means that the token was not sampled"
         if (turns[1:] < turns[:-1]).any():
-            return "turn falls: calls are numbered in their order"
+            return "turn decreases: calls must be numbered in their order"
         for name, reward in self.rewards.items():
             if not math.isfinite(reward):
                 return f"reward {name!r} is {reward}: a reward must be a finite number"
@@ -185,12 +185,12 @@ class Rollout:
     def _fault_of_kept(self, kept: Kept) -> str | None:
         n = self.trained_tokens
         if kept.sizes.shape != (n,):
-            return f"kept.sizes has shape {kept.sizes.shape}, {n} tokens are trained"
+            return f"kept.sizes has shape {kept.sizes.shape}, must be ({n},), an entry for each trained token"
         if kept.ids.shape != (kept.sizes.sum(),):
-            return "kept.ids are not as many as kept.sizes say"
+            return f"kept.ids has shape {kept.ids.shape}, must be ({kept.sizes.sum()},), the sum of kept.sizes"
         row = np.arange(n) << 32
         if not np.isin(row[:, None] + self.actions, np.repeat(row, kept.sizes) + kept.ids).all():
-            return "actions holds ids that are not in kept: they could not be drawn"
+            return "actions holds ids that are not in kept, so that no sampler could draw them"
         return None
 
     @property
@@ -199,18 +199,18 @@ class Rollout:
 
 
 TOKENS = ("tokens", "versions", "logp", "turn", "loss_mask")
-"""Arrays of a rollout with a row for every token."""
+"""Arrays of a rollout with one row per token."""
 TRAINED = ("actions", "action_logp", "best_ids", "best_logp")
-"""Those with a row for every trained one."""
+"""Arrays of a rollout with one row per trained token."""
 
 
 def continued(begun: Rollout, rest: Rollout) -> Rollout:
-    """One call's response that was made in two parts, without a word of the cut."""
+    """Join the two parts of an interrupted response into one rollout; no record of the interruption remains."""
     return replace(begun, finish=rest.finish, **_ends(TOKENS + TRAINED, (begun, rest)), kept=_all_kept((begun, rest)))
 
 
 def lineage(prompt: Prompt, index: int, parts: Sequence[Rollout | Ints], **rest: Any) -> Rollout:
-    """An episode: responses, each sampled in one call, and the tokens that were seen between them."""
+    """Build an episode from responses, each sampled in one call, and the observed tokens between them."""
     said = [part for part in parts if isinstance(part, Rollout)]
     calls = count()
     turn = [np.full(len(part.tokens), next(calls)) if isinstance(part, Rollout) else -_ones(part) for part in parts]
@@ -231,7 +231,7 @@ def _ones(ids: Ints) -> Ints:
 
 
 def _ends(names: Iterable[str], parts: Sequence[Rollout]) -> dict[str, Any]:
-    """These arrays of them, end to end, but for those that they do not have."""
+    """Concatenate the named arrays of all parts; leave out arrays that are None."""
     return {
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in names
@@ -247,7 +247,7 @@ def _all_kept(parts: Sequence[Rollout]) -> Kept | None:
 
 
 def said_and_seen(rollout: Rollout) -> list[tuple[bool, Ints]]:
-    """What was said, turn by turn, and what was seen between: whether it was said, and its tokens."""
+    """Split a rollout into sampled turns and the observations between them: (sampled?, tokens) each."""
     edges = np.flatnonzero(np.diff(rollout.turn)) + 1
     return [
         (bool(turn[0] >= 0), tokens)
@@ -256,7 +256,7 @@ def said_and_seen(rollout: Rollout) -> list[tuple[bool, Ints]]:
 
 
 def parts_of(rollout: Rollout) -> list[Rollout | Ints]:
-    """What `lineage` was given: every response, as its call returned it, and the tokens that were seen between."""
+    """Invert `lineage`: return every response as its call returned it, and the observed tokens between them."""
     edges = [0, *(np.flatnonzero(np.diff(rollout.turn)) + 1), len(rollout.tokens)]
     return [
         _part(rollout, start, stop) if rollout.turn[start] >= 0 else rollout.tokens[start:stop]
@@ -284,7 +284,7 @@ def one_turn(
     best_logp: Floats | None = None,
     kept: Kept | None = None,
 ) -> Rollout:
-    """A response that was sampled in one call, all of it: an episode of its own."""
+    """Build an episode of one response, sampled in one call."""
     return Rollout(
         prompt=prompt,
         index=index,
@@ -305,34 +305,33 @@ def one_turn(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scored:
-    """A rollout with its teacher's answer in one cache at most: sampled, student_topk, teacher_topk or hidden.
+    """A rollout and the teacher's scores in at most one cache: sampled, student_topk, teacher_topk or hidden.
 
-    Every field of the teacher has a row for each trained token, and for no other. Where there is no teacher, a rollout
-    with nothing to it.
+    Every teacher field has one row per trained token. Without a teacher all teacher fields are None.
     """
 
     rollout: Rollout
     teacher: str = ""
     teacher_version: int = 0
-    """The update after which the weights that scored were made; 0 of a teacher that does not move."""
+    """Number of the update that made the scoring weights; 0 for a fixed teacher."""
     context_id: str = "prefix"
-    """Names what the teacher saw before the response."""
+    """Name of the context that the teacher read before the response; `prefix` means the student's prompt."""
     context: Ints | None = None
-    """The tokens of that, where it is not the student's prompt."""
+    """Tokens of the teacher's context; None if the teacher read the student's prompt."""
     supervision_kl: Floats | None = None
-    """KL(what the teacher says now ‖ what it said when the response was scored first) at every trained position, NaN
-    where the latter cannot be had any more; None where neither weights nor context have moved."""
+    """KL(teacher now ‖ teacher at the first scoring) at every trained position, [N]; NaN where the first is lost.
+    None: neither the teacher's weights nor its context changed."""
     teacher_logp: Floats | None = None
     teacher_action_logp: Floats | None = None
     teacher_best_logp: Floats | None = None
-    """Of the rollout's `best_ids`."""
+    """Teacher log-probs of the rollout's `best_ids`, [N, K]."""
     teacher_ids: Ints | None = None
     teacher_topk_logp: Floats | None = None
     teacher_hidden: Floats | Ints | None = None
 
     @property
     def seen(self) -> Ints:
-        """What the teacher saw before the response."""
+        """Tokens that the teacher read before the response."""
         return self.rollout.prompt.tokens if self.context is None else self.context
 
     def __post_init__(self) -> None:
@@ -347,8 +346,8 @@ class Scored:
             return "holds more than one teacher cache"
         if self.teacher_logp is None:
             if self.teacher:
-                return f"teacher {self.teacher} left no log-prob of the emitted token"
-            return "holds a teacher cache and no teacher_logp" if held else None
+                return f"teacher_logp is missing, and teacher {self.teacher} has scored"
+            return "teacher_logp is missing, and a teacher cache is set" if held else None
         for name in ("teacher_logp", "supervision_kl"):
             if (rows := getattr(self, name)) is not None and rows.shape != (n,):
                 return f"{name} has shape {rows.shape}, not ({n},)"
@@ -359,7 +358,7 @@ class Scored:
                 return "teacher_action_logp[:, 0] is not teacher_logp (a shifted row?)"
         if self.teacher_best_logp is not None:
             if rollout.best_ids is None:
-                return "teacher_best_logp is of best_ids, and there are none"
+                return "teacher_best_logp needs best_ids, which are missing"
             if self.teacher_best_logp.shape != rollout.best_ids.shape:
                 return "teacher_best_logp and best_ids differ in shape"
         if (self.teacher_ids is None) != (self.teacher_topk_logp is None):
@@ -379,17 +378,17 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Said:
-    """What a teacher says of a text, as numbers that the coordinator can read."""
+    """A teacher's scores of one text, in the form that the coordinator reads."""
 
     logps: Floats
-    """All log-probs that its cache holds, [N, X]; those of the emitted tokens come first."""
+    """All log-probs of the teacher's cache, [N, X]; the emitted token is in column 0."""
     cause: str = ""
-    """Why there are none."""
+    """Reason why scoring failed; empty if it succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """What was tried at a prompt so far, as much of it as its teacher is shown: texts, and their rewards."""
+    """Earlier responses to a prompt (text and reward) that its teacher's context may include."""
 
     best: str = ""
     best_reward: float | None = None
@@ -399,7 +398,7 @@ class Attempts:
 
 @dataclass(frozen=True, slots=True)
 class Ungraded:
-    """Why an answer has no reward: a cause to count by, and a line for a person."""
+    """Reason why a response has no reward: a cause for the counters, and a line of text for people."""
 
     cause: str
     """timeout, crash, error, nan or type."""
@@ -408,7 +407,7 @@ class Ungraded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What the coordinator sees of one sample: small, and enough to admit, order, route and account for it."""
+    """Summary of one sample, from which the coordinator admits, orders, routes and counts the sample."""
 
     prompt: str
     number: int
@@ -418,37 +417,36 @@ class Header:
     prompt_tokens: int
     tokens: int
     versions: tuple[tuple[int, int], ...]
-    """Runs of (version, trained tokens), in the order of the response."""
+    """Pairs (version, number of trained tokens), run-length encoded in the order of the response."""
     finish: Finish
     rewards: dict[str, float] = field(default_factory=dict)
     outcome: dict[str, float] = field(default_factory=dict)
     ungraded: Ungraded | None = None
-    """Why it has no rewards, where it was to have some: nothing can be learned from it."""
+    """Reason why grading failed; such a sample is not trained. None: graded, or no rewards are configured."""
     teacher: str = ""
-    """Who will score it, or has."""
+    """Name of the teacher that scores or has scored the sample; empty without teacher."""
     teacher_version: int = 0
-    """Of the weights that scored it."""
+    """Version of the teacher's weights that scored the sample; 0 for a fixed teacher."""
     said: str = ""
-    """Of a response that was just rolled out, where attempts are remembered: its text."""
+    """Text of a new response, for runs that remember attempts; otherwise empty."""
     attempts: Attempts | None = None
-    """What its teacher is shown, or was."""
+    """Earlier attempts that the teacher's context includes; None if it includes none."""
     moved: float | None = None
-    """Of one that was relabelled: how far its supervision has moved, the mean of `supervision_kl`, 0 if it has not."""
+    """Mean of `supervision_kl` after scoring again; 0 if the teacher is unchanged, None if scored only once."""
     aligned: float = 1.0
-    """The share of its trained positions of which that is known."""
+    """Share of trained positions for which `supervision_kl` is known."""
     spans: tuple[tuple[str, float, float], ...] = ()
-    """Of an episode in a group that was just rolled out: its turns and steps, each with the seconds before the end of
-    the group at which it began, and how many it took."""
+    """Turns and steps of a new episode: (name, seconds from its start to the end of the group's rollout, duration)."""
     greedy_tokens: int = 0
-    """On one member of a group that was just rolled out: tokens of the greedy answer that was drawn beside it."""
+    """Number of tokens of the group's additional greedy response; set on one member of the group, else 0."""
     cause: str = ""
-    """Why a member failed, where its engine says."""
+    """Reason why this member failed; empty if it succeeded or its engine gave no reason."""
     gap: float = 0.0
-    """Log-prob by what drew it less log-prob by its teacher, summed over trained tokens: on average not below 0."""
+    """Behaviour log-prob minus teacher log-prob, summed over trained tokens; the expected value is at least 0."""
     floored: int = 0
-    """Trained tokens of which the teacher's log-prob was raised to the floor of `engines/score_checks`."""
+    """Number of trained tokens whose teacher log-prob was raised to the floor."""
     differs: float = 0.0
-    """Of a response that was scored before: how far the two answers are apart, as root mean square."""
+    """Root mean square difference between the last two scores of this response; 0 if it was scored only once."""
 
     @property
     def oldest(self) -> int:
@@ -461,7 +459,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """`body` is the record itself, or a reference to it where engines live in other processes."""
+    """A header and a record: `body` is the record, or a reference to the record if engines run in other processes."""
 
     header: Header
     body: Any
@@ -471,24 +469,24 @@ Group = Sequence[Handle]
 
 
 def handed_over(rollouts: Iterable[Rollout]) -> list[Handle]:
-    """What there is of a group that is to be gone on with: every header says so, whatever of it is complete."""
+    """Return handles for a group that will be continued; every header has `finish="released"`, even complete ones."""
     return [Handle(replace(header_of(rollout), finish="released"), rollout) for rollout in rollouts]
 
 
 def unfinished(group: Group) -> bool:
-    """Whether it was handed over; one of which nothing was drawn yet has no members."""
+    """Return whether a group still has to be continued; a group without any sampled token has no members."""
     return not group or any(handle.header.finish == "released" for handle in group)
 
 
 def graded(handle: Handle) -> Rollout:
-    """The rollout, scored or not, with its rewards: those are found out where there may be no more than its header."""
+    """Return the rollout of a handle with the rewards of its header; graders may write only to the header."""
     rollout: Rollout = handle.body.rollout if isinstance(handle.body, Scored) else handle.body
     return replace(rollout, rewards=handle.header.rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one update, in the order in which they are consumed. Packing is the learner's own business."""
+    """The groups of one update, in the order in which they are consumed. The learner packs them into rows."""
 
     groups: tuple[Group, ...]
     update: int
@@ -502,7 +500,7 @@ class Batch:
         return [handle.header for handle in self.handles]
 
     def parts(self, number: int) -> list[Batch]:
-        """Cut into so many of nearly equal size, none of them empty."""
+        """Split into at most `number` batches of nearly equal size, none of them empty."""
         size, more = divmod(len(self.groups), number)
         edges = [i * size + min(i, more) for i in range(number + 1)]
         cuts = [self.groups[a:b] for a, b in pairwise(edges)]
@@ -511,7 +509,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The denominators of a step, over all its groups; losses are sums divided by these. A sequence is an episode."""
+    """Denominators of a step over all its groups: losses are sums divided by these. A sequence is an episode."""
 
     n_tokens: int = 0
     n_sequences: int = 0
@@ -521,7 +519,7 @@ class Counts:
 
 
 ONE = Counts(1, 1)
-"""Divides nothing."""
+"""Denominators of 1: losses remain sums."""
 
 
 def total(counts: Iterable[Counts]) -> Counts:
@@ -529,14 +527,14 @@ def total(counts: Iterable[Counts]) -> Counts:
 
 
 def counts_of(group: Group, left: Sequence[int] | None = None) -> Counts:
-    """Of its trained tokens, or of so many as are left of each member, and of the episodes that have any."""
+    """Count trained tokens and the episodes that have any; `left` replaces the members' token counts."""
     tokens = [handle.header.trained_tokens for handle in group] if left is None else left
     episodes = {handle.header.episode for handle, count in zip(group, tokens, strict=True) if count}
     return Counts(n_tokens=sum(tokens), n_sequences=len(episodes))
 
 
 def version_runs(versions: Ints, mask: NDArray[np.bool_]) -> tuple[tuple[int, int], ...]:
-    """Run-length code of the versions of the trained tokens; the first version, zero times, where none is trained."""
+    """Run-length encode the versions of the trained tokens; without any, return the first version with count 0."""
     kept = versions[mask]
     if len(kept) == 0:
         return ((int(versions[0]), 0),)

@@ -1,4 +1,4 @@
-"""What the loss of one token may depend on besides that token, and so where a batch may be cut (invariant 5)."""
+"""Scope of a loss: which tokens the loss of one token depends on, and so where a batch may be split (invariant 5)."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_an_answer_that_no_checkpoint_holds_is_named_and_other_columns_are_left_
     assert row.meta == {"when": when, "level": 3}, "teachers may be chosen by it"
     assert Prompts([row], [np.array([1])], seed=0, shuffle=False).at(0).meta == {"level": 3}
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "a"], "answer": [None, when]}), path)
-    with pytest.raises(DataError, match=re.escape(f"{path}:2: the answer is of type datetime, which no checkpoint")):
+    with pytest.raises(DataError, match=re.escape(f"{path}:2: the answer is of type datetime, which cannot be stored")):
         load_rows(str(path))
 
 
@@ -372,7 +372,7 @@ def test_a_token_that_the_model_has_no_embedding_for_is_named() -> None:
     rows = [Row("first", "a"), Row("second", "z")]
     tokens = [np.array([1, 2]), np.array([3, 40])]
     check_ids(rows, tokens, "tiny", 41)
-    with pytest.raises(ModelError, match="^second: token 40 of its prompt is beyond the 40 embeddings of tiny: "):
+    with pytest.raises(ModelError, match="^second: token 40 of the prompt is beyond the 40 embeddings of tiny: "):
         check_ids(rows, tokens, "tiny", 40)
 
 
@@ -571,10 +571,10 @@ def test_a_reward_of_ones_own_gets_what_it_asks_for(tmp_path: Path) -> None:
 
 
 BAD_RETURNS: dict[str, tuple[str, str, str]] = {
-    "nothing": ("None", "type", "returned None, which is no number"),
-    "text": ("'1.0'", "type", "returned str '1.0', which is no number"),
+    "nothing": ("None", "type", "returned None, which is not a number"),
+    "text": ("'1.0'", "type", "returned str '1.0', which is not a number"),
     "no number by name": ("{}", "type", "returned no number"),
-    "text by name": ("{'a': 1, 'b': 'x'}", "type", "returned for 'b' str 'x', which is no number"),
+    "text by name": ("{'a': 1, 'b': 'x'}", "type", "returned for 'b' str 'x', which is not a number"),
     "a name of two words": ("{'a b': 1}", "type", "returned a number under the name 'a b': a name is one word"),
     "not a number": ("math.nan", "nan", "returned nan"),
     "infinite by name": ("{'a': math.inf}", "nan", "returned inf for 'a'"),
@@ -595,18 +595,18 @@ BAD_FILES: dict[str, tuple[str, str, str]] = {
     "no module": ("none.at_all:score", "", "there is no module 'none.at_all' here or among what is installed"),
     "no function": ("./own.py:skore", "def score(text): pass", "no function 'skore' in it; did you mean 'score'?"),
     "nothing in it": ("./own.py:score", "", "no function 'score' in it; it has none"),
-    "a number": ("./own.py:score", "score = 1", "score is int 1, and no function"),
+    "a number": ("./own.py:score", "score = 1", "score is int 1, not a function"),
     "asks too much": (
         "own:score",
         "def score(text, answer): pass",
-        "nothing is known for its parameter 'answer'; known: text, messages, tokens, prompt, ground_truth, meta, "
+        "no value is available for its parameter 'answer'; known: text, messages, tokens, prompt, ground_truth, meta, "
         "data_source, finish, outcome, sandbox",
     ),
-    "by position": ("own:score", "def score(text, /): pass", "nothing is known for its parameter 'text'; known: "),
+    "by position": ("own:score", "def score(text, /): pass", "no value is available for its parameter 'text'; known: "),
     "nowhere to run": (
         "own:score",
         "async def score(text, sandbox): pass",
-        'it asks for a sandbox: write task.sandbox = "bubblewrap"',
+        'the function asks for a sandbox: write task.sandbox = "bubblewrap"',
     ),
     "imports nothing": (
         "./own.py:score",

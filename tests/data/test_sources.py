@@ -295,7 +295,7 @@ BAD: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         f":1: {EXPECTED}; found 'question', 'answer': if 'question' is the prompt, write data.prompt = \"question\"",
     ),
     "another layout later": ("a.jsonl", lines(MATH, {"prompt": "a"}), {}, ":2: expected 'question'; found 'prompt'"),
-    "no mark": ("a.jsonl", lines(MATH, {**MATH, "answer": "7"}), {}, ":2: no #### before the answer, as in other rows"),
+    "no mark": ("a.jsonl", lines(MATH, {**MATH, "answer": "7"}), {}, ":2: no #### before the answer, unlike"),
     "ragged csv": ("a.csv", b"prompt,answer\na,1\nb\n", {}, ":3: has 1 cells, and the header 2"),
     "csv with too many cells": ("a.csv", b'prompt,answer\n"a\nb",1\nc,2,3\n', {}, ":4: has 3 cells, and the header 2"),
     "csv with an open quote": ("a.csv", b'prompt,answer\na,1\n"b,2\n', {}, ":3: not CSV: unexpected end of data"),
@@ -410,7 +410,7 @@ ANSWERS: list[tuple[str, Any, str]] = [
     ("math", 0.5, ""),
     ("math", "7", ""),
     ("exact", 0.5, 'may be written in several ways: make it text, or write "math"'),
-    ("exact", None, "there is none"),
+    ("exact", None, "an answer is None"),
     ("exact", " ", "it is blank"),
     ("exact", True, 'may be written in several ways: make it text, "yes" or "true"'),
     ("math", False, "may be written in several ways"),
@@ -419,7 +419,7 @@ ANSWERS: list[tuple[str, Any, str]] = [
     ("exact", {"value": 7}, "it is {'value': 7}, where text or a number is expected"),
     ("exact", [["7"]], "it is ['7'], where text or a number is expected"),
     ("exact", [], "the list is empty"),
-    ("exact", ["7", None], "there is none"),
+    ("exact", ["7", None], "an answer is None"),
     ("math", b"7", "it is b'7'"),
 ]
 

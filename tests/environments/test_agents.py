@@ -213,7 +213,7 @@ def test_what_an_agent_is_told_and_what_it_is_not(tmp_path: Path, monkeypatch: p
 FAILS = {
     "silent": ("error", "failed/error", "the agent got no answer: it ended before"),
     "fails": ("error", "failed/error", "the agent failed: exit status 1: no such thing"),
-    "lies": ("error", "failed/error", "reward.json: returned str 'much', which is no number"),
+    "lies": ("error", "failed/error", "reward.json: returned str 'much', which is not a number"),
     "links": ("error", "failed/error", "reward.json: [Errno 40] Too many levels of symbolic links"),
 }
 

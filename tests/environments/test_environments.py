@@ -260,30 +260,30 @@ def test_an_environment_that_takes_replies_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        ("class A: pass", "it has no tools: write a public method for each, with types and a docstring"),
-        ("class A:\n    def f(self, x: int): pass", "its tool 'f' has no docstring"),
-        ("class A:\n    def f(self, x):\n        '''F.'''", "its tool 'f' has a parameter 'x' without a type"),
+        ("class A: pass", "the class has no tools: write a public method for each, with types and a docstring"),
+        ("class A:\n    def f(self, x: int): pass", "the tool 'f' has no docstring"),
+        ("class A:\n    def f(self, x):\n        '''F.'''", "the tool 'f' has a parameter 'x' without a type"),
         (
             "class A:\n    def f(self, *x: int):\n        '''F.'''",
-            "its tool 'f' has a parameter *x: int, which no call",
+            "the tool 'f' has a parameter *x: int, which a call cannot pass by name",
         ),
         (
             "class A:\n    def f(self, x: 'Y'):\n        '''F.'''",
-            "the types of its tool 'f' cannot be read: name 'Y'",
+            "the types of the tool 'f' cannot be read: name 'Y'",
         ),
-        ("import io\nclass A:\n    def f(self, x: io.BytesIO):\n        '''F.'''", "its tool 'f' has a type that JSON"),
+        ("import io\nclass A:\n    def f(self, x: io.BytesIO):\n        '''F.'''", "the tool 'f' has a type that JSON"),
         (
             "class A:\n    def start(self, where): pass\n    def step(self, reply): pass",
-            "nothing is known for its param",
+            "no value is available for its param",
         ),
-        ("A = 3", "A is int 3, and no class"),
+        ("A = 3", "A is int 3, not a class"),
         (
             "class A:\n    tools = [A for A in (len,)]\n    def step(self, reply): pass",
-            "its attribute tools is no list",
+            "the attribute tools is not a list",
         ),
         ("class B: pass", "no class 'A' in it; known: B"),
         ("import nowhere", "cannot be imported: ModuleNotFoundError: No module named 'nowhere'"),
-        ("import os\nos._exit(4)", "its process ends as it is imported (exit status 4)"),
+        ("import os\nos._exit(4)", "its process ends during the import (exit status 4)"),
     ],
 )
 def test_a_class_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, source: str, line: str) -> None:
@@ -297,24 +297,24 @@ def test_a_class_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, source:
 @pytest.mark.parametrize(
     ("lines", "line"),
     [
-        ("def f(self, _x: int): 'F.'", "its tool 'f' has a parameter '_x': begin it with a letter"),
-        ("@staticmethod\n    def f(x: int): 'F.'", "its method 'f' is a staticmethod: write one with self, or begin"),
+        ("def f(self, _x: int): 'F.'", "the tool 'f' has a parameter '_x': begin the name with a letter"),
+        ("@staticmethod\n    def f(x: int): 'F.'", "the method 'f' is a staticmethod: write one with self, or begin"),
         (
             "@classmethod\n    def f(cls, x: int): 'F.'",
-            "its method 'f' is a classmethod: write one with self, or begin",
+            "the method 'f' is a classmethod: write one with self, or begin",
         ),
-        ("@staticmethod\n    def step(reply): pass", "its method 'step' is a staticmethod: write one with self"),
+        ("@staticmethod\n    def step(reply): pass", "the method 'step' is a staticmethod: write one with self"),
         (
             "def step(self, reply) -> bool: pass",
-            "its method 'step' returns bool, by its annotation: return a text, a list",
+            "the method 'step' is annotated to return bool: return a text, a list",
         ),
         (
             "def step(self, reply) -> int | None: pass",
-            "its method 'step' returns int, by its annotation: return a text",
+            "the method 'step' is annotated to return int: return a text",
         ),
-        ("async def step(self, reply) -> 'dict[str, str]': pass", "its method 'step' returns dict, by its annotation"),
-        ("def f(self) -> bytes: 'F.'", "its method 'f' returns bytes, by its annotation: return a text, or what JSON"),
-        ("def f(self) -> set[str]: 'F.'", "its method 'f' returns set, by its annotation"),
+        ("async def step(self, reply) -> 'dict[str, str]': pass", "the method 'step' is annotated to return dict"),
+        ("def f(self) -> bytes: 'F.'", "the method 'f' is annotated to return bytes: return a text, or what JSON"),
+        ("def f(self) -> set[str]: 'F.'", "the method 'f' is annotated to return set"),
     ],
 )
 def test_methods_that_cannot_work_are_refused_before_anything_starts(tmp_path: Path, lines: str, line: str) -> None:
@@ -374,7 +374,7 @@ STEPS = {
     "[{'content': 'x'}]": "Odd.step returned the message dict {'content': 'x'}: write {'role': 'tool', 'content'",
     "Step({'role': 'tool', 'content': 'x'})": "Odd.step returned the message str 'role': write {'role': ",
     "Step('x')": "Odd.step returned the message str 'x': write {'role': 'tool', 'content': text}",
-    "[]": "Odd.step returned no message for the student, and does not say that the episode is done",
+    "[]": "Odd.step returned no message for the student: add one, or set done=True",
 }
 
 
@@ -405,7 +405,7 @@ def test_what_an_environment_must_not_return_is_its_failure_and_names_class_and_
 
     async def all_of_them(made: Hosts) -> None:
         for text, line in STEPS.items():
-            await main(made, {Reply(text): line}, "Odd.close returned str 'much', which is no number")
+            await main(made, {Reply(text): line}, "Odd.close returned str 'much', which is not a number")
 
     with hosts(written(tmp_path, source, "Odd")) as made:
         asyncio.run(all_of_them(made))
@@ -512,7 +512,7 @@ def test_a_host_that_is_killed_while_it_starts_is_started_once_more(tmp_path: Pa
     assert starts.read_text() == "xx"
     starts.write_text("")
     spec = written(tmp_path, KILLED.format(starts=str(starts), times=2), "A")
-    with pytest.raises(ConfigError, match=r"its process ends as it is imported \(killed by SIGKILL\)"):
+    with pytest.raises(ConfigError, match=r"its process ends during the import \(killed by SIGKILL\)"):
         schemas(Wanted(spec, None, 200))
     assert starts.read_text() == "xx"
 

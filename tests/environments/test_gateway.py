@@ -780,7 +780,7 @@ def test_who_is_handed_over_goes_on_here_and_begins_again_elsewhere(
 
 
 WRONG_REWARDS: dict[str, tuple[Any, str]] = {
-    "text": ("much", "returned str 'much', which is no number"),
+    "text": ("much", "returned str 'much', which is not a number"),
     "too much": (1e30, "returned 1e+30, which is larger than 1e+06"),
     "too little": ({"a": -2e6}, "returned -2e+06 for 'a', which is larger than 1e+06"),
     "a path": ({"../a": 1}, "returned rewards by the names '../a': write up to 32 plain words"),
@@ -788,7 +788,7 @@ WRONG_REWARDS: dict[str, tuple[Any, str]] = {
     "a long name": ({"a" * 65: 1}, "write up to 32 plain words"),
     "a control character": ({"a\x1b[2J": 1}, "write up to 32 plain words"),
     "many": ({f"a{n}": 1 for n in range(33)}, "write up to 32 plain words"),
-    "a list": ([1], "which is no number"),
+    "a list": ([1], "which is not a number"),
 }
 
 

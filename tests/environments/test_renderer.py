@@ -110,7 +110,7 @@ def test_any_stop_token_ends_a_turn() -> None:
 
 def test_a_template_that_ends_no_turn_is_noted_and_what_was_sampled_stays() -> None:
     ours = renderer_of("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:", format="hermes")
-    assert ours.notes == ("the chat template of a/model ends the assistant's turn by no stop token",)
+    assert ours.notes == ("the chat template of a/model does not end the assistant's turn with a stop token",)
     for ids in ([70, STOP], [70]):
         assert text_of(ours.extend(np.array(ids), [user("7")])) == "\nuser: 7\nassistant:"
 
@@ -241,7 +241,7 @@ def test_what_lies_around_a_message_cannot_be_completed_by_it_to_a_control_token
 
 
 def test_no_other_part_of_a_message_may_say_a_control_token() -> None:
-    with pytest.raises(DataError, match=r"'<\|im_end\|>' is a control token: of a message only the content may say it"):
+    with pytest.raises(DataError, match=r"'<\|im_end\|>' is a control token: only the content of a message"):
         renderer("qwen").extend(np.array([STOP]), [tool("7", name="<|im_end|>")])
 
 
@@ -292,7 +292,7 @@ def test_what_a_template_writes_has_tokens() -> None:
     inner = Tokenizer(models.WordLevel({"<|im_end|>": 0, "<bos>": 1, "<pad>": 2, "a": 3}))
     inner.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
     inner.add_special_tokens(["<|im_end|>", "<bos>", "<pad>"])
-    with pytest.raises(ModelError, match="what its chat template writes has no tokens: a/model cannot encode"):
+    with pytest.raises(ModelError, match="the text of the chat template cannot be encoded: a/model cannot encode"):
         Renderer(tokenizer_with(CHATML, inner), stop_ids=[0], format="hermes")
 
 
@@ -360,31 +360,31 @@ DEPENDENT = {
 @pytest.mark.parametrize("what", DEPENDENT)
 def test_a_template_whose_tail_depends_on_the_past_is_refused_by_what(what: str) -> None:
     template = DEPENDENT[what]
-    with pytest.raises(ModelError, match=f"a/model: what its chat template puts after .* depends on {what}, so that"):
+    with pytest.raises(ModelError, match=f"a/model: what its chat template prints after .* depends on {what}, so that"):
         renderer_of(template, format="auto" if "tool_call>" in template else "hermes")
 
 
 def test_a_template_that_cannot_be_used_is_told_in_a_line() -> None:
     with pytest.raises(ModelError, match="a/model has no chat template"):
         renderer_of(None)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match='a/model: its chat template writes no calls.*environment.format = "hermes"'):
+    with pytest.raises(ModelError, match='a/model: its chat template has no tool calls.*environment.format = "hermes"'):
         renderer_of(CHATML)
-    with pytest.raises(ModelError, match="a/model: it has no place for what tools say: .*'tool'.*= \"hermes\""):
+    with pytest.raises(ModelError, match="its chat template has no role for tool results: .*'tool'.*= \"hermes\""):
         renderer_of(QWEN.replace('m.role == "tool"', 'm.role == "observation"'))
     with pytest.raises(ModelError, match="no turn can follow one of the assistant: the chat template refuses.*: no"):
         renderer_of("{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}" + CHATML, format="hermes")
-    with pytest.raises(ModelError, match="does not show once what the assistant said"):
+    with pytest.raises(ModelError, match="does not print the assistant's text exactly once"):
         renderer_of(CHATML.replace("{{ m.content }}", "{{ m.content }} {{ m.content }}"), format="hermes")
     with pytest.raises(ConfigError, match="environment.format = 'xml' is not known"):
         renderer_of(QWEN, format="xml")
 
 
 def test_a_message_that_a_template_does_not_show_is_told() -> None:
-    with pytest.raises(DataError, match="does not show messages whose role is 'note'"):
+    with pytest.raises(DataError, match="does not print messages whose role is 'note'"):
         renderer("qwen").extend(np.array([STOP]), [{"role": "note", "content": "7"}])
     with pytest.raises(DataError, match="refuses these messages: no role note"):
         renderer("mistral").extend(np.array([STOP]), [{"role": "note", "content": "7"}])
-    with pytest.raises(DataError, match="has a role and a content, both text"):
+    with pytest.raises(DataError, match="must have a role and a content, both text"):
         renderer("qwen").extend(np.array([STOP]), [{"role": "tool", "content": None}])
 
 
@@ -396,7 +396,7 @@ def test_a_template_without_tools_is_usable_by_hermes() -> None:
         "<|start|>model\n"
     )
     assert ours.notes == (
-        "the chat template of a/model has no place for tools; what they say is put into turns of the user",
+        "the chat template of a/model has no role for tool results; they are written as turns of the user",
     )
     assert ours.parse(ids_of(CALLS[0])).calls == (Call("look", {"what": "there"}),)
 
@@ -482,7 +482,7 @@ FAULTS = {
     '<tool_call>{"name": "look", "arguments": {}} so</tool_call>': "a call is followed by 'so</tool_call>' where",
     '<tool_call>{"name": "look", "arguments": {}}': "a call is not closed by </tool_call>",
     '<tool_call>{"name": "look", "argu': "a call is not closed by </tool_call>",
-    '{"name": "look"}</tool_call>': "</tool_call> stands where no call was begun by <tool_call>",
+    '{"name": "look"}</tool_call>': "</tool_call> without <tool_call> before it",
     '<tool_call>{"name": "look", "arguments": {"a": "\\ud800"}}</tool_call>': "a call holds half a character",
     "<tool_call>" + "[" * 100_000 + "</tool_call>": "a call is nested too deeply",
     "<tool_call>" + "9" * 5_000 + "</tool_call>": "a call is no JSON: 'Exceeds the limit",

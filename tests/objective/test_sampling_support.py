@@ -143,10 +143,10 @@ def test_a_support_is_cut_where_its_tables_would_grow(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("ids", "sizes", "said"),
     [
-        ([5, 6, 5], [2], r"kept.sizes has shape \(1,\), 2 tokens are trained"),
-        ([5, 6, 5], [2, 2], "kept.ids are not as many as kept.sizes say"),
-        ([5, 6, 5], [2, 1], "actions holds ids that are not in kept: they could not be drawn"),
-        ([5, 6], [2, 0], "actions holds ids that are not in kept: they could not be drawn"),
+        ([5, 6, 5], [2], r"kept.sizes has shape \(1,\), must be \(2,\), an entry for each trained token"),
+        ([5, 6, 5], [2, 2], r"kept.ids has shape \(3,\), must be \(4,\), the sum of kept.sizes"),
+        ([5, 6, 5], [2, 1], "actions holds ids that are not in kept, so that no sampler could draw them"),
+        ([5, 6], [2, 0], "actions holds ids that are not in kept, so that no sampler could draw them"),
     ],
 )
 def test_what_was_drawn_is_among_what_could_be(ids: list[int], sizes: list[int], said: str) -> None:

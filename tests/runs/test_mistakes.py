@@ -164,7 +164,7 @@ CONFIG = table("""
 --updates 100000000000000000000000 | run.toml: updates: input should be less than or equal to 1000000000, got 1000000
 --seed -1 | run.toml: seed: input should be greater than or equal to 0, got -1
 --eval.every 1 --eval.n 65000000 | run.toml: eval.n = 65000000 needs sampler.slots of at least 65000000
---task.reward ./constant.py:score | task.reward = './constant.py:score': it asks for nothing, so every answer would
+--task.reward ./constant.py:score | task.reward = './constant.py:score': no parameter is known, so all responses would
 --data.train pipe.jsonl | pipe.jsonl: is a pipe or a device, where a file is expected
 --runtime.kind slurm | run.toml: runtime.kind: input should be 'local', 'ray' or 'inline', got 'slurm'
 --student '' | '' names no model: write an HF directory or a hub name

@@ -80,7 +80,7 @@ def test_memory_of_a_process_has_a_bound_everywhere(kind: str) -> None:
 def test_what_no_system_would_start_is_refused_before(kind: str) -> None:
     with pytest.raises(ValueError, match="argv is empty"):
         with_one(kind, lambda sandbox: sandbox.run([]))
-    with pytest.raises(ValueError, match=re.escape("files: '../x' is no path below the working directory")):
+    with pytest.raises(ValueError, match=re.escape("files: '../x' is not a path below the working directory")):
         with_one(kind, lambda sandbox: sandbox.run(["true"], files={"../x": ""}))
     assert with_one(kind, lambda sandbox: sandbox.run(["echo", "a\0"])).code == 126
 
@@ -238,8 +238,8 @@ def test_what_passes_is_tried_again(fake: FakeSandboxFusion) -> None:
         (["busy"] * 4, "answers 429: Too Many Requests", 4),
         (["cut"] * 4, "cannot be reached: RemoteProtocolError", 4),
         (["refused"], 'answers 422: {"detail": "language"}', 1),
-        (["not json"], "answers what SandboxFusion does not: <html>", 1),
-        (["other"], "answers what SandboxFusion does not: ", 1),
+        (["not json"], "gives no SandboxFusion answer: <html>", 1),
+        (["other"], "gives no SandboxFusion answer: ", 1),
         (["sandbox"], "ran nothing: SandboxError: no room", 1),
     ],
 )
@@ -275,7 +275,7 @@ def test_a_server_of_no_sandbox_runs_nothing() -> None:
 
 
 def test_a_server_keeps_no_session(fake: FakeSandboxFusion) -> None:
-    with pytest.raises(ConfigError, match="it keeps nothing between calls"):
+    with pytest.raises(ConfigError, match="a server has no sessions"):
         with_one(fake.url, lambda sandbox: sandbox.session())
 
 

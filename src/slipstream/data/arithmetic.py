@@ -1,9 +1,8 @@
-"""The built-in task: copy the digits of a chain and keep a running sum modulo ten.
+"""The built-in task `arithmetic`: copy the digits of a chain and keep a running sum modulo ten.
 
-``C3D8E5=`` is answered by ``C33D81E56``: every letter is followed by its digit and by the sum so far
-(3, then 3 + 8 = 11 -> 1, then 1 + 5 = 6).  One wrong sum spoils all that follow, so a student that is
-right most of the time per token is still wrong on most problems: there is something to distil.  Chain
-lengths are heavy-tailed, as the lengths of real rollouts are.
+The answer to ``C3D8E5=`` is ``C33D81E56``: every letter is followed by its digit and by the sum so far
+(3, then 3 + 8 = 11 -> 1, then 1 + 5 = 6). One wrong sum makes all later sums wrong. A student with a high accuracy
+per token therefore still fails most problems. Chain lengths are heavy-tailed, as the lengths of real rollouts are.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SPLITS = ("train", "eval")
 
 
 def problem(rng: random.Random) -> tuple[str, str]:
-    """Draw one prompt and its answer.  Letters never repeat within a chain, as it is shorter than 26."""
+    """Draw one prompt and its answer. Letters never repeat within a chain, since chains are shorter than 26."""
     length = min(LONGEST, SHORTEST + int(rng.expovariate(1 / MEAN_EXTRA)))
     start = rng.randrange(26)
     prompt, answer, total = "", "", 0
@@ -33,21 +32,21 @@ def problem(rng: random.Random) -> tuple[str, str]:
 
 
 def split_of(prompt: str) -> str:
-    """The only split a prompt may appear in; one in ten is held out for evaluation."""
+    """Return the split to which a prompt belongs; one prompt in ten is held out for evaluation."""
     return "eval" if zlib.crc32(prompt.encode()) % 10 == 0 else "train"
 
 
 def problems(split: str, count: int) -> Iterator[tuple[str, str]]:
-    """The first ``count`` problems of a split: always the same ones, and none that the other split has.
+    """Yield the first ``count`` problems of a split. They are always the same, and the splits share none.
 
-    Separate seeds alone would not keep the splits apart, because short chains are few enough to be
-    drawn twice; so each problem is redrawn until its prompt belongs to the split.
+    Different seeds would not separate the splits, since short chains are often drawn twice. Each problem is therefore
+    drawn again until its prompt belongs to the split.
     """
     return (numbered(split, index) for index in range(count))
 
 
 def numbered(split: str, index: int) -> tuple[str, str]:
-    """One problem of a split, whatever the others are."""
+    """Return problem number ``index`` of a split, independently of all others."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     rng = random.Random(f"{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs

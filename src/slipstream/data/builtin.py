@@ -1,4 +1,4 @@
-"""The tasks behind `builtin:` names in `[data]`, as numbered problems."""
+"""Built-in tasks: the data sets with `builtin:` names in `[data]`, as numbered problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.errors import DataError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A row of a task, before it has a name."""
+    """A row of a built-in task, without an id."""
 
     prompt: str | list[dict[str, Any]]
     answer: str
@@ -34,7 +34,7 @@ TASKS: dict[str, Callable[[str, int], Problem]] = {
     "arithmetic": _arithmetic,
     **{task: partial(_hidden, task) for task in hidden.TASKS},
 }
-"""Problem number i of a split, for every i."""
+"""Tasks by name; each returns problem number i of a split, for every i."""
 
 
 def check(name: str, split: str) -> None:

@@ -1,6 +1,6 @@
-"""Where the prompt and the answer of a row lie: known layouts, recognised by their columns, and what a config says.
+"""Layouts of data rows: the columns of prompt and answer, recognised by their names or set in the config.
 
-A place in a row is a column, or a dotted path into what it holds: `reward_model.ground_truth`, `choices.0.text`.
+A path in a row is a column or a dotted path into its value: `reward_model.ground_truth`, `choices.0.text`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MARK = "####"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The first place that holds something is the prompt, and so with the answer."""
+    """Paths of prompt and answer, in order of preference; the first path that holds a value is used."""
 
     name: str
     prompt: tuple[str, ...]
     answer: tuple[str, ...]
     take: Literal["all", "after mark", "last turn"] = "all"
-    """What of the answer's place is the answer."""
+    """Part of the value at the answer's path that is the answer."""
 
     def __str__(self) -> str:
         taken = f" after {MARK}" if self.take == "after mark" else ""
@@ -43,7 +43,7 @@ GSM8K = Layout("GSM8K", ("question",), ("answer",), take="after mark")
 
 
 def layout_of(rows: Sequence[Any]) -> Layout:
-    """By the columns of the first row, and by what the answers of the first rows look like; ours if it is no other."""
+    """Recognise the layout by the first row's columns and the answers of all given rows; `PLAIN` if no other fits."""
     found = next((row for row in rows if isinstance(row, dict)), {})
     asked, graded = found.keys() & {"prompt", "messages"}, found.keys() & {"ground_truth", "answer"}
     if asked and graded:
@@ -68,7 +68,7 @@ def _column(rows: Iterable[Any]) -> Iterable[Any]:
 
 
 def as_told(layout: Layout, data: DataConfig) -> Layout:
-    """With what a config says in place of what rows look like."""
+    """Replace the paths of a layout by those that the config sets."""
     if data.template is not None:
         layout = replace(layout, prompt=(f"data.template = {data.template!r}",))
     if data.prompt is not None:
@@ -81,7 +81,7 @@ def as_told(layout: Layout, data: DataConfig) -> Layout:
 
 
 def reach(fields: Any, path: str) -> Any:
-    """What lies at a path; a column whose name has dots in it comes first. LookupError if there is none."""
+    """Return the value at a path, or raise LookupError. A column whose own name contains dots has precedence."""
     if isinstance(fields, Mapping) and path in fields:
         return fields[path]
     head, dot, rest = path.partition(".")
@@ -95,7 +95,7 @@ def reach(fields: Any, path: str) -> Any:
 
 
 def first_of(fields: Mapping[str, Any], paths: Iterable[str]) -> Any:
-    """What lies at the first path that holds something; None if none does."""
+    """Return the first value at these paths that exists and is not None; None if there is none."""
     for path in paths:
         try:
             found = reach(fields, path)
@@ -107,7 +107,7 @@ def first_of(fields: Mapping[str, Any], paths: Iterable[str]) -> Any:
 
 
 def told(where: str, fields: Mapping[str, Any], path: str, setting: str) -> Any:
-    """What lies at a path that a setting names, and that every row must have therefore."""
+    """Return the value at the path of a config setting; raise DataError if the row lacks it."""
     try:
         return reach(fields, path)
     except LookupError:
@@ -115,7 +115,7 @@ def told(where: str, fields: Mapping[str, Any], path: str, setting: str) -> Any:
 
 
 def _paths(fields: Mapping[str, Any], before: str = "") -> list[str]:
-    """Columns, and what lies one step into them."""
+    """List all paths of one or two levels."""
     found = []
     for name, value in fields.items():
         inner = _paths(value, f"{name}.") if isinstance(value, Mapping) and not before else [f"{before}{name}"]
@@ -124,7 +124,7 @@ def _paths(fields: Mapping[str, Any], before: str = "") -> list[str]:
 
 
 def filled(where: str, template: str, fields: Mapping[str, Any]) -> str:
-    """A template with the columns of a row in it."""
+    """Fill a template with the values of a row."""
     parts = []
     for text, path, _, _ in Formatter().parse(template):
         parts.append(text)

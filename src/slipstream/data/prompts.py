@@ -1,8 +1,7 @@
-"""Rows of a dataset, and the endless sequence of prompts that a run draws from them.
+"""Rows of a dataset, and the endless sequence of prompts that a run takes from them.
 
-A row becomes a prompt (text, or a list of messages) and, if it has one, an answer. Where these lie is a matter of
-`layouts`; beside them `id`, `data_source` and, beside messages, `tools`, the JSON schemas of what the student may call,
-are read wherever they are.
+A row becomes a prompt (text or a list of messages) and an optional answer; `layouts` finds the columns of both. In
+every layout the columns `id`, `data_source` and `tools` are read. `tools` holds JSON schemas and needs messages.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ Messages = list[dict[str, Any]]
 EXPECTED = "expected 'prompt' (text or a list of messages) or 'messages'"
 NO_MESSAGE = "a message must have 'role' and 'content', both text"
 LIKELY = ("question", "problem", "instruction", "query", "input", "text")
-"""What the column of prompts is called where it is not called prompt."""
+"""Usual names of the prompt column, for the hint in an error message."""
 LOOKED_AT = 8
-"""Rows, to see what they look like."""
+"""Number of rows from which the layout is recognised."""
 DEEPEST = 50
-"""Levels of lists and objects in a row."""
+"""Largest nesting depth of lists and objects in a row."""
 BUILT_IN_ROWS = 20_000
-"""Rows of a built-in task when no limit is given."""
+"""Number of rows of a built-in task without `data.limit`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +43,18 @@ class Row:
     ground_truth: Any = None
     meta: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
-    """What the chat template is told of tools."""
+    """JSON schemas of tools for the chat template; None if the row has none."""
     where: str = field(default="", compare=False)
-    """File and line."""
+    """File and line; empty if unknown."""
 
     @property
     def place(self) -> str:
-        """For a person who has to find it."""
+        """File and line of the row, or its id, for messages."""
         return self.where or self.id
 
 
 def check_there(source: str, split: str) -> None:
-    """Whether a source is there, without a look into it; hub names are for their library to find."""
+    """Raise DataError if a source does not exist. No file is read, and names on the hub are not checked."""
     if source.startswith("builtin:"):
         builtin.check(source.removeprefix("builtin:"), split)
     else:
@@ -63,7 +62,7 @@ def check_there(source: str, split: str) -> None:
 
 
 def check_told(data: DataConfig, *given: str) -> None:
-    """A built-in task has no columns that a config could name."""
+    """Raise ConfigError if a config names columns, but all sources are built-in tasks, which have none."""
     if all(source.startswith("builtin:") for source in given):
         for name in ("prompt", "answer", "template"):
             if getattr(data, name) is not None:
@@ -78,7 +77,7 @@ def load_rows(
     limit: int | None = None,
     say: Callable[[str], object] = str,
 ) -> Sequence[Row]:
-    """All rows of a source, checked one by one; the first bad one is named. What they look like is said."""
+    """Load and check all rows of a source; raise DataError for the first bad row. `say` gets the recognised layout."""
     data = data or DataConfig()
     if source.startswith("builtin:"):
         name = source.removeprefix("builtin:")
@@ -95,7 +94,7 @@ def load_rows(
 
 
 class Problems(Sequence[Row]):
-    """Rows of a built-in task, each made when it is first asked for."""
+    """Rows of a built-in task, each made at its first use."""
 
     def __init__(self, name: str, split: str, size: int) -> None:
         self.name, self.split, self.size = name, split, size
@@ -139,8 +138,8 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
     truth = _answer(where, fields, layout, data)
     if not is_json(truth):
         raise DataError(
-            f"{where}: the answer is of type {type(truth).__name__}, which no checkpoint holds: write it as text, a "
-            "number, or lists and objects of those"
+            f"{where}: the answer is of type {type(truth).__name__}, which cannot be stored as JSON: write it as text, "
+            "a number, or lists and objects of those"
         )
     known = {"data_source", "id", "tools", *layout.prompt, *layout.answer}
     return Row(
@@ -155,14 +154,14 @@ def _row(where: str, fields: Any, layout: Layout, data: DataConfig) -> Row:
 
 
 def fault_of(value: Any, depth: int = 0) -> str:
-    """Why no tokenizer, file or process could take a value; empty if they can."""
+    """Return why a value cannot be stored or tokenized; empty if it can."""
     if isinstance(value, str):
         if "\0" in value:
             return "holds a NUL character"
         try:
             value.encode()
         except UnicodeEncodeError:
-            return "holds half of a surrogate pair, which is no character"
+            return "holds half of a surrogate pair, which is not a character"
     elif isinstance(value, dict | list):
         if depth == DEEPEST:
             return f"is nested deeper than {DEEPEST} levels"
@@ -173,7 +172,7 @@ def fault_of(value: Any, depth: int = 0) -> str:
 
 
 def _prompt(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig) -> Any:
-    """As the row has it."""
+    """Return the prompt column unchecked, or the filled `data.template`."""
     if data.template is not None:
         return filled(where, data.template, fields)
     if data.prompt is not None:
@@ -197,15 +196,17 @@ def _answer(where: str, fields: dict[str, Any], layout: Layout, data: DataConfig
     if layout.take == "after mark" and answer is not None:
         _, mark, answer = str(answer).rpartition(MARK)
         if not mark:
-            raise DataError(f"{where}: no {MARK} before the answer, as in other rows; data.answer names another column")
+            raise DataError(
+                f"{where}: no {MARK} before the answer, unlike other rows; set data.answer to another column"
+            )
         return answer.strip().replace(",", "")
     return answer
 
 
 def _conversation(where: str, messages: list[Any]) -> tuple[Messages, str | None]:
-    """A conversation up to the turn that the student will write, with every field; and what was said there.
+    """Return the messages before the student's turn with all their fields, and the text of the removed last turn.
 
-    A message that calls tools may have no text. Tables have every column in every message: what is None is not there.
+    A message that calls tools may have no text. Fields that are None are dropped, since tables fill every column.
     """
     kept: Messages = []
     for message in messages:
@@ -226,7 +227,7 @@ def _conversation(where: str, messages: list[Any]) -> tuple[Messages, str | None
 
 
 def _joined(content: Any) -> Any:
-    """The text of a content that comes in parts, if they are all text; anything else as it is."""
+    """Join a content whose parts are all text; return any other content unchanged."""
     if not isinstance(content, list) or not content:
         return content
     texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
@@ -240,7 +241,7 @@ def _is_message(message: dict[str, Any]) -> bool:
 
 
 class Ragged(Sequence[Ints]):
-    """Arrays of many lengths, end to end in one."""
+    """Arrays of different lengths, stored in one array."""
 
     def __init__(self, arrays: Iterable[Ints]) -> None:
         each = list(arrays)
@@ -258,7 +259,7 @@ class Ragged(Sequence[Ints]):
 
 
 class Prompts:
-    """Prompt number i of a run, for every i: a pure function of the seed, so a run can begin anywhere."""
+    """Prompt number i of a run, for every i: a pure function of the seed, so a run can resume at any prompt."""
 
     def __init__(
         self,
@@ -271,9 +272,7 @@ class Prompts:
         sources: Sequence[str] = (),
         tells: bool = False,
     ) -> None:
-        """`teachers` names, for each row, the one that scores the answers; `sources` names what updates keep the
-        mixture of, the teachers unless told otherwise. With `tells`, prompts have what they were before they were
-        tokens."""
+        """Set scoring teacher and mixture component of each row. `tells`: prompts keep their text or messages."""
         self.rows, self.tokens = rows, Ragged(tokens)
         self.teachers = list(teachers) or [""] * len(rows)
         self.sources = list(sources) or self.teachers
@@ -285,7 +284,7 @@ class Prompts:
         return self.row(self._index(number), number)
 
     def source(self, number: int) -> str:
-        """Return the source of a prompt: every update has its share of each."""
+        """Return the mixture component of a prompt."""
         return self.sources[self._index(number)]
 
     def _index(self, number: int) -> int:
@@ -313,7 +312,7 @@ class Prompts:
 
 
 def digest(rows: Iterable[Row], tokens: Iterable[Ints], teachers: Iterable[str]) -> str:
-    """Of what is asked and how it is graded, in order: the same rows under another path are the same."""
+    """Hash all rows in order: tokens, teacher, source, answer and metadata. Paths and ids are not included."""
     found = hashlib.sha256()
     for row, ids, teacher in zip(rows, tokens, teachers, strict=True):
         found.update(repr((len(ids), teacher, row.data_source, row.ground_truth, row.meta)).encode())

@@ -1,6 +1,6 @@
-"""What a source holds, row by row, each with its place: a file, or a dataset that is saved or on the hub.
+"""Readers of data sources: local files, saved datasets, and datasets on the hub. They yield rows with their places.
 
-Files are read as they come, by their ending, and in UTF-8; what cannot be read is told in one line, with its place.
+Files are streamed, must be UTF-8, and are parsed by their extension. Errors are one line that names the place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.errors import DataError, did_you_mean, first_line
 
 Rows = Iterator[tuple[str, Any]]
-"""Where each stands, and what stands there: FILE:LINE, or FILE:ROW where a file has no lines."""
+"""Pairs of place and row; a place is FILE:LINE, or FILE:ROW for formats without lines."""
 
 
 def rows_of(source: str, split: str) -> Rows:
@@ -28,19 +28,19 @@ def rows_of(source: str, split: str) -> Rows:
 
 
 def ending_of(source: str) -> str:
-    """That which says how a file is written, `.jsonl` of `a.jsonl.gz`, too; empty for what is not one file."""
+    """Return the extension that names the format (`.jsonl` for `a.jsonl.gz`); empty if the source is not one file."""
     path = Path(source)
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     return plain.suffix if plain.suffix in READERS else ""
 
 
 def has_splits(source: str) -> bool:
-    """Whether it may have; a file has none, and neither has a table that was saved alone."""
+    """Return whether a source may have splits. Files and single saved tables have none."""
     return not ending_of(source) and not (Path(source) / "state.json").exists()
 
 
 def check_there(source: str) -> None:
-    """Whether a source can be there, without a look into it; hub names are for their library to find."""
+    """Raise DataError if a source cannot exist. No content is read, and names on the hub are not looked up."""
     name, _, subset = source.rpartition(":")
     if not source.strip():
         raise DataError(f"{source!r} names no data: write a file ({', '.join(READERS)}) or a HF dataset")
@@ -78,7 +78,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _json(path: Path) -> Rows:
-    """An object on every line; or one list of them."""
+    """Yield objects from a file with one object per line, or with one list of objects."""
     lines = ((number, line) for number, line in _lines(path) if line.strip())
     for number, line in lines:
         if number == 1 and line.lstrip().startswith("["):
@@ -101,7 +101,7 @@ def _parsed(where: str, text: str, expected: str) -> Any:
 
 
 def _csv(path: Path) -> Rows:
-    """With a header; an empty cell holds nothing, and a column without a name, as indices have, is left out."""
+    """Yield the rows of a CSV file with header. Empty cells are None; columns without name are skipped."""
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader((line for _, line in _lines(path)), strict=True)
     names: list[str] = []
@@ -168,7 +168,7 @@ def _hf_dataset(source: str, split: str) -> Rows:
 
 
 def named(source: str) -> tuple[str, str | None]:
-    """A dataset and its subset: `openai/gsm8k:main`. A directory may have a colon in its name."""
+    """Split `openai/gsm8k:main` into dataset and subset; an existing path is never split at a colon."""
     name, colon, subset = source.rpartition(":")
     return (source, None) if not colon or Path(source).exists() else (name, subset)
 
@@ -178,4 +178,4 @@ def _why(error: BaseException) -> str:
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
-"""By the ending of a file's name."""
+"""Readers by file extension."""

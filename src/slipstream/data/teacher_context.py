@@ -1,10 +1,10 @@
-"""What a teacher sees before a response where that is more than the student saw: a template filled in, or what a
-function of the user's own writes.
+"""Teacher contexts: the text that a teacher reads before a response instead of the student's prompt.
 
-It is the whole prefix, special tokens and all: {prompt} is the text of the student's prompt as its chat template made
-it. It goes through the tokenizer once; the tokens of the response stay what they are, behind it.
+A context is a template with placeholders, or the result of a user function. It is the whole prefix with all special
+tokens: {prompt} is the student's prompt as rendered by the chat template. The context is tokenized once. The response's
+tokens follow it unchanged.
 
-A function runs in a process of its own, as rewards do, and is asked for its text by the names of its parameters.
+A user function runs in a separate process, as rewards do. The names of its parameters select the fields that it gets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.rewards.grading import GradingProcess
 def context_of(
     spec: str | None, tokenizer: Tokenizer, *, longest: int | None = None, timeout: float = 30.0
 ) -> TextContext | None:
-    """As `teachers.NAME.context` says it; none where the teacher sees what the student saw."""
+    """Build the context of `teachers.NAME.context`; None (the default) means the student's prompt."""
     if spec is None:
         return None
     if OWN.fullmatch(spec):
@@ -36,7 +36,7 @@ def context_of(
 
 
 def check_function(teacher: str, spec: str, *, graded: bool) -> None:
-    """One that writes a context is there, and asks for what can be had; looked at in a process of its own."""
+    """Raise ConfigError if a context function cannot be loaded or needs unknown values; load it in a child process."""
     process = GradingProcess([spec], timeout=0.0, makes="context")
     try:
         process.ready()
@@ -47,29 +47,28 @@ def check_function(teacher: str, spec: str, *, graded: bool) -> None:
     rewarded = [name for name in process.needs[spec] if name in ("best", "best_reward", "last_reward")]
     if rewarded and not graded:
         raise ConfigError(
-            f"teachers.{teacher}.context = {spec!r} asks for {rewarded[0]!r}, which rewards decide: set task.reward"
+            f"teachers.{teacher}.context = {spec!r} asks for {rewarded[0]!r}, which needs rewards: set task.reward"
         )
 
 
 class TextContext:
-    """A text, made tokens."""
+    """A context of text. Subclasses make the text; this class tokenizes it."""
 
     def __init__(self, tokenizer: Tokenizer, longest: int | None) -> None:
-        self.tokenizer = copy.deepcopy(tokenizer)  # which is not for several threads at a time
+        self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not thread-safe
         self.longest = longest
 
     def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
         tokens = self.before(rollout.prompt, rollout.tokens, attempts)
         length = len(tokens) + len(rollout.tokens)
         if self.longest is not None and length > self.longest:
-            raise NoContext(f"with the response it has {length} tokens, and its longest is {self.longest}")
+            raise NoContext(f"context and response have {length} tokens, and the teacher takes at most {self.longest}")
         return tokens
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Release resources; a template has none."""
 
     def before(self, prompt: Prompt, response: Ints | None = None, attempts: Attempts | None = None) -> Ints:
-        """The teacher's prompt."""
         seen = Seen(
             prompt=str(self.tokenizer.decode(prompt.tokens, skip_special_tokens=False)),
             response="" if response is None else str(self.tokenizer.decode(response, skip_special_tokens=True)),
@@ -114,7 +113,7 @@ class WrittenContext(TextContext):
     def __init__(self, spec: str, tokenizer: Tokenizer, longest: int | None, timeout: float) -> None:
         super().__init__(tokenizer, longest)
         self.spec, self.timeout = spec, timeout
-        self.process = self._process()  # it starts while the model loads
+        self.process = self._process()  # started early, so that it starts while the model loads
 
     def _process(self) -> GradingProcess:
         return GradingProcess([self.spec], self.timeout, makes="context")

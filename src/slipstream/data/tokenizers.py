@@ -1,4 +1,4 @@
-"""From rows to token ids, with the model's own tokenizer and chat template; and whether two tokenizers are the same."""
+"""Encoding of data rows to token ids by the model's tokenizer and chat template, and checks of tokenizers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ TOKENIZERS = (
     "tekken.json",
     "tiktoken.model",
 )
-"""Any of these holds the tokens of a tokenizer."""
+"""File names of vocabularies; a directory without any of these has no tokenizer."""
 Tokenizer = Any
-"""transformers' PreTrainedTokenizerBase; it carries no types of its own."""
+"""PreTrainedTokenizerBase of transformers, which has no type annotations."""
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -40,23 +40,22 @@ def load_tokenizer(name: str) -> Tokenizer:
     path = name if own else model_path(name)
     if Path(path).is_dir() and not any((Path(path) / file).exists() for file in TOKENIZERS):
         raise ModelError(
-            f"{name}: no tokenizer there: expected tokenizer.json; copy that of the model that this one was made from"
+            f"{name}: no tokenizer there: expected tokenizer.json; copy it from the model that this one is based on"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:  # tokenizers raises Exception itself
+    except Exception as error:  # the library raises plain Exception
         raise ModelError(f"{name}: cannot load a tokenizer there: {first_line(error)}") from None
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
-        raise ModelError(f"{name}: its tokenizer knows no tokens but special ones: a file of it is missing, or empty")
-    tokenizer.name_or_path = name  # as it is called in a config
+        raise ModelError(f"{name}: its tokenizer has only special tokens: one of its files is missing or empty")
+    tokenizer.name_or_path = name  # messages must show the name that the config has
     return tokenizer
 
 
 def encode_rows(
     rows: Sequence[Row], tokenizer: Tokenizer, data: DataConfig, tools: Sequence[dict[str, Any]] | None = None
 ) -> list[Ints]:
-    """Plain text as it is; messages through the chat template, ready for the assistant's turn. Rows without tools of
-    their own are given those of an environment, if there is one."""
+    """Encode plain text directly, and messages by the chat template. Rows without own tools get `tools`."""
     text = isinstance(rows[0].prompt, str)
     for row in rows:
         if isinstance(row.prompt, str) != text:
@@ -75,11 +74,11 @@ def encode_rows(
                 "prompts are plain text" if plain else f"the chat template of {tokenizer.name_or_path} does not read it"
             )
             raise ConfigError(f"data.template_args.{name} does nothing: {why}; drop it")
-    # a rendered template already holds its special tokens
+    # the text of a rendered template already includes the special tokens
     encode = partial(tokenizer, add_special_tokens=plain, return_attention_mask=False, verbose=False)
     try:
         ids = encode(texts)["input_ids"]
-    except Exception:  # tokenizers raises Exception itself
+    except Exception:  # the library raises plain Exception
         for row, each in zip(rows, texts, strict=True):
             try:
                 encode(each)
@@ -126,17 +125,17 @@ def check_fits(
 
 
 def check_ids(rows: Sequence[Row | Prompt], tokens: Sequence[Ints], model: str, vocabulary: int) -> None:
-    """A tokenizer may know more tokens than the model has embeddings."""
+    """Raise ModelError for a prompt token without an embedding: a tokenizer may have more tokens than the model."""
     for row, ids in zip(rows, tokens, strict=True):
         if (highest := int(ids.max())) >= vocabulary:
             raise ModelError(
-                f"{place_of(row)}: token {highest} of its prompt is beyond the {vocabulary} embeddings of {model}: the "
-                "tokenizer has more tokens than the model; use the tokenizer that it was trained with"
+                f"{place_of(row)}: token {highest} of the prompt is beyond the {vocabulary} embeddings of {model}: the "
+                "tokenizer has more tokens than the model; use the tokenizer that the model was trained with"
             )
 
 
 def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tuple[str, str]) -> None:
-    """Token ids travel between the two, so every id must mean the same; padded embeddings may differ in size."""
+    """Raise ModelError unless every token id means the same to both models; padded embeddings may differ in size."""
     ours, theirs = ({index: token for token, index in t.get_vocab().items()} for t in (student, teacher))
     for index in sorted(ours.keys() | theirs.keys()):
         if ours.get(index) != theirs.get(index):
@@ -147,7 +146,7 @@ def check_same_vocabulary(student: Tokenizer, teacher: Tokenizer, *, names: tupl
 
 
 def stop_ids(tokenizer: Tokenizer, generation_config: Any) -> set[int]:
-    """The tokens that end a response: the tokenizer's, and those of the model's generation config."""
+    """Return the tokens that end a response, from the tokenizer and from the model's generation config."""
     found = getattr(generation_config, "eos_token_id", None)
     ids = set(found if isinstance(found, list) else [found]) | {tokenizer.eos_token_id}
     ids.discard(None)

@@ -1,8 +1,8 @@
-"""The built-in tasks for tools: what is asked after lies in a table that the student does not see.
+"""Built-in tasks for tool calls. The answer depends on a table that the student cannot see.
 
-`table` asks for the sum of the numbers behind two or three keys, some of them taken off. `lookup` asks which key is
-reached from another by some hops, where the table has the next key of each. Tools read the table
-(`slipstream.environments.builtin`), and without them there is nothing but a guess.
+`table` asks for a sum or difference of the numbers of two or three keys. `lookup` asks which key is reached from a
+start key after some hops; the table holds the next key of every key. Tools read the table
+(`slipstream.environments.builtin`). A student without tools can only guess.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from slipstream.data.arithmetic import SPLITS, split_of
 
 KEYS = 10
-"""Of a table; all other letters are unknown to it."""
+"""Number of letters that are keys of a table."""
 
 
 Problem = tuple[str, str, dict[str, Any]]
@@ -34,7 +34,7 @@ def table(rng: random.Random) -> Problem:
 
 
 def lookup(rng: random.Random) -> Problem:
-    """All keys are on one circle, and no way is long enough to come round."""
+    """Draw a problem whose keys form one cycle. A path is shorter than the cycle, so no key repeats in it."""
     circle = rng.sample(string.ascii_lowercase, KEYS)
     hops = rng.randrange(2, 6)
     after = dict(zip(circle, circle[1:] + circle[:1], strict=True))
@@ -45,7 +45,7 @@ TASKS: dict[str, Callable[[random.Random], Problem]] = {"table": table, "lookup"
 
 
 def numbered(task: str, split: str, index: int) -> Problem:
-    """One problem of a split, whatever the others are; no question about the same table is in both splits."""
+    """Return problem number `index` of a split. No question about the same table is in both splits."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {SPLITS}, not {split!r}")
     rng = random.Random(f"{task}/{split}/{index}")  # a string seed is hashed with SHA-512: stable across runs

@@ -1,10 +1,9 @@
-"""What a student acts upon: an environment, and the tools through which it does.
+"""Interface of environments, in which a student acts by tool calls or by replies.
 
-An environment is a class of the user's own, in one of two forms. Either its public methods are the tools: their types
-are the schema of the arguments, their docstrings the descriptions, and what they return is what the student sees. Or it
-has `step(reply)` and takes every reply itself. Both may have `start`, which is given what it asks for by the names of
-its parameters (`Start` has them all), and `close`, which returns rewards: a number, or several by name. Any of these
-may be `async`.
+An environment is a user class in one of two forms. In the first form its public methods are the tools. Type annotations
+give the schema of the arguments, docstrings the descriptions, and the student sees the return values. In the second
+form `step(reply)` handles every reply. Both forms may have `start`, whose parameters name the fields of `Start` that it
+gets. They may have `close`, which returns a reward or several rewards by name. All of these methods may be `async`.
 """
 
 from __future__ import annotations
@@ -14,51 +13,48 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Message = dict[str, Any]
-"""As chat templates know it: `role` and `content`."""
+"""A message of a chat template: `role` and `content`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Of a tool."""
-
     name: str
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the student said in one turn."""
+    """One parsed turn of the student."""
 
     text: str
-    """Without its calls and special tokens."""
+    """Text without calls and special tokens."""
     calls: tuple[Call, ...] = ()
     faults: tuple[str, ...] = ()
-    """What of it looks like a call and is none: a line each, for the student to read."""
+    """Malformed calls: one line of explanation each, which the student reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What came of a reply."""
+    """Result of a reply."""
 
     messages: tuple[Message, ...] = ()
-    """What the student sees next."""
+    """Messages that the student sees next."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What `start` may ask for."""
+    """Fields that `start` may request by the names of its parameters."""
 
     id: str
-    """Of the prompt."""
     prompt: str
-    """As the student saw it, special tokens and all."""
+    """Prompt as the student saw it, with special tokens."""
     ground_truth: Any
     meta: dict[str, Any]
     """All other columns of the prompt's row."""
     data_source: str
     seed: int
-    """The same for every response to a prompt of the same number."""
+    """Seed; all responses to one prompt get the same one."""
     sandbox: Any
-    """Where code may run (`Sandbox`); none without `environment.sandbox`."""
+    """Sandbox in which code may run (`Sandbox`); None without `environment.sandbox`."""

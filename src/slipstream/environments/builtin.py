@@ -1,4 +1,4 @@
-"""The environments of the built-in tasks for tools. They need no sandbox: a table is all there is."""
+"""Environments of the built-in tool tasks. Their models were trained with the tools' docstrings: do not edit these."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Table:
 
 
 class Lookup:
-    """Every key leads to another."""
+    """Chain of keys: every key names the next one."""
 
     def start(self, meta: dict[str, Any]) -> None:
         self._after: dict[str, str] = meta["table"]

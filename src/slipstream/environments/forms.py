@@ -1,4 +1,4 @@
-"""From a user's class to an environment that takes replies: its tools, their schemas, and what a call returns."""
+"""Adapter from a user class to an environment that handles replies: tools, their schemas, and their results."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ BUILT_IN = {
     "lookup": f"{SHIPPED}.builtin:Lookup",
     "python": f"{SHIPPED}.python:Python",
 }
-"""Environments that ship, by the names that a config has for them."""
+"""Built-in environments by their names in a config."""
 OWN_METHODS = ("start", "step", "close")
-"""Of an environment; every other public method is a tool."""
+"""Methods of the environment interface; every other public method is a tool."""
 OF_STEP = (bool, int, float, dict, bytes, set), "a text, a list of messages, a Step, or None at the end"
 OF_TOOLS = (bytes, set), "a text, or what JSON holds"
-"""What `step` and tools must not return by their annotations, and what they may."""
+"""Return types that `step` and tools must not declare, and a description of the allowed values."""
 Run = Callable[..., Awaitable[Any]]
-"""Calls a method of the user's, wherever that is done, and awaits what it returns."""
+"""Function that calls a user method with these arguments in the right thread, and awaits the result."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates are told of it."""
+        """JSON schema of the tool in the form that chat templates take."""
         given = without_titles(self.arguments.model_json_schema())
         return {
             "type": "function",
@@ -58,7 +58,7 @@ class Tool:
 
 
 def without_titles(schema: Any) -> Any:
-    """pydantic names everything twice."""
+    """Remove the keys that pydantic adds to a JSON schema and chat templates do not need."""
     if isinstance(schema, list):
         return [without_titles(each) for each in schema]
     if not isinstance(schema, dict):
@@ -74,14 +74,14 @@ def without_titles(schema: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of the user's own, looked through."""
+    """An inspected environment class."""
 
     spec: str
     made: type[Any]
     asks: tuple[str, ...]
-    """What its `start` is given."""
+    """Fields of `Start` that the method `start` gets."""
     tools: Mapping[str, Tool]
-    """None of one that takes every reply itself."""
+    """Tools by name; empty for a class with `step`."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -89,13 +89,13 @@ class Kind:
             try:
                 return [plain(schema) for schema in getattr(self.made, "tools", ())]
             except (TypeError, ValueError) as error:
-                why = f"its attribute tools is no list of JSON schemas: {first_line(error)}"
+                why = f"the attribute tools is not a list of JSON schemas: {first_line(error)}"
                 raise ConfigError(f"environment.use = {self.spec!r}: {why}") from None
         return [tool.schema for tool in self.tools.values()]
 
 
 def kind_of(spec: str) -> Kind:
-    """Its file or module is run: for a process in which that may do what it likes."""
+    """Load and inspect an environment class. This runs user code, so call it only in a child process."""
     try:
         made = own(BUILT_IN.get(spec, spec), type)
         start = getattr(made, "start", None)
@@ -107,7 +107,7 @@ def kind_of(spec: str) -> Kind:
         tools = {name: _tool(name, method) for name, method in methods.items() if name not in OWN_METHODS}
         if not steps and not tools:
             raise ConfigError(
-                "it has no tools: write a public method for each, with types and a docstring, or step(reply)"
+                "the class has no tools: write a public method for each, with types and a docstring, or step(reply)"
             )
         return Kind(spec, made, asks, tools)
     except ConfigError as error:
@@ -115,51 +115,51 @@ def kind_of(spec: str) -> Kind:
 
 
 def _methods(made: type[Any], *, tools: bool) -> dict[str, Callable[..., Any]]:
-    """Of the class and those that it is made from, in their written order; `tools`: public ones, too."""
+    """Return the methods of a class and its bases in source order; `tools` includes all public methods."""
     names = dict.fromkeys(name for each in reversed(made.__mro__[:-1]) for name in vars(each))
     mine = [name for name in names if name in OWN_METHODS or (tools and not name.startswith("_"))]
     found = {name: inspect.getattr_static(made, name) for name in mine}
     for name, method in found.items():
         if isinstance(method, staticmethod | classmethod):
             kind = type(method).__name__
-            raise ConfigError(f"its method {name!r} is a {kind}: write one with self, or begin its name with _")
+            raise ConfigError(f"the method {name!r} is a {kind}: write one with self, or begin the name with _")
     return {name: method for name, method in found.items() if inspect.isfunction(method)}
 
 
 def _check_returned(name: str, method: Callable[..., Any], never: tuple[type[Any], ...], write: str) -> None:
-    """ConfigError if the annotation names what such a method must not return."""
+    """Raise ConfigError if a method's annotation declares a return type in `never`."""
     try:
         hint = get_type_hints(method).get("return")
-    except (NameError, AttributeError):  # a name that only type checkers import
+    except (NameError, AttributeError):  # the annotation may use a name that only type checkers import
         return
     for each in get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]:
         if (kind := get_origin(each) or each) in never:
-            raise ConfigError(f"its method {name!r} returns {kind.__name__}, by its annotation: return {write}")
+            raise ConfigError(f"the method {name!r} is annotated to return {kind.__name__}: return {write}")
 
 
 def _tool(name: str, method: Callable[..., Any]) -> Tool:
     description = inspect.getdoc(method)
     if not description:
-        raise ConfigError(f"its tool {name!r} has no docstring, which is all that the student is told of it")
+        raise ConfigError(f"the tool {name!r} has no docstring: write one, which the student reads as its description")
     try:
         hints = get_type_hints(method, include_extras=True)
-    except Exception as error:  # a type that is not there
-        raise ConfigError(f"the types of its tool {name!r} cannot be read: {first_line(error)}") from None
+    except Exception as error:  # annotations are user code
+        raise ConfigError(f"the types of the tool {name!r} cannot be read: {first_line(error)}") from None
     _check_returned(name, method, *OF_TOOLS)
     fields: dict[str, Any] = {}
     for each in list(inspect.signature(method).parameters.values())[1:]:
         if each.kind not in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY):
-            raise ConfigError(f"its tool {name!r} has a parameter {each}, which no call can name")
+            raise ConfigError(f"the tool {name!r} has a parameter {each}, which a call cannot pass by name")
         if each.name.startswith("_"):
-            raise ConfigError(f"its tool {name!r} has a parameter {each.name!r}: begin it with a letter")
+            raise ConfigError(f"the tool {name!r} has a parameter {each.name!r}: begin the name with a letter")
         if each.name not in hints:
-            raise ConfigError(f"its tool {name!r} has a parameter {each.name!r} without a type: write {each.name}: str")
+            raise ConfigError(f"the tool {name!r} has a parameter {each.name!r} without a type: write {each.name}: str")
         fields[each.name] = (hints[each.name], ... if each.default is each.empty else each.default)
     try:
         arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
         arguments.model_json_schema()
     except (PydanticUserError, PydanticSchemaGenerationError, NameError) as error:
-        raise ConfigError(f"its tool {name!r} has a type that JSON does not hold: {first_line(error)}") from None
+        raise ConfigError(f"the tool {name!r} has a type that JSON cannot represent: {first_line(error)}") from None
     return Tool(name, description, arguments)
 
 
@@ -167,10 +167,10 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
 
 
 class Acting:
-    """One environment at work."""
+    """One instance of an environment, for one episode."""
 
     def __init__(self, kind: Kind, run: Run, shown: int) -> None:
-        """`shown` is the most characters of an observation that a student sees."""
+        """`shown`: largest number of characters of an observation that the student sees."""
         self.kind, self.run, self.shown = kind, run, shown
         self.there: Any = None
         self.counts = Counter[str]()
@@ -181,7 +181,7 @@ class Acting:
             await self.run(self.there.start, **{name: getattr(given, name) for name in self.kind.asks})
 
     async def step(self, reply: Reply) -> Step:
-        """A reply without calls ends an episode with tools; one that has only faults is answered here."""
+        """Handle a reply. With tools, a reply without calls ends the episode. Malformed calls are answered here."""
         self.counts["calls"] += len(reply.calls) + len(reply.faults)
         self.counts["invalid"] += len(reply.faults)
         faults = [observation(f"error: {fault}") for fault in reply.faults]
@@ -195,7 +195,7 @@ class Acting:
         return self._told(Step((*[await self._called(call) for call in reply.calls], *faults)))
 
     def _told(self, step: Step) -> Step:
-        """With all that was counted, and no more than a student is to see."""
+        """Add the counters to a step's metrics, and shorten observations that are too long."""
         counted = {name: float(count) for name, count in self.counts.items()}
         own_counts = getattr(self.there, "metrics", None) or {}
         metrics = counted | {f"own/{name}": number(value) for name, value in (own_counts | dict(step.metrics)).items()}
@@ -219,7 +219,7 @@ class Acting:
             returned = await self.run(getattr(self.there, tool.name), **arguments)
         except SandboxError:
             raise
-        except Exception as error:  # whatever a tool raises is for the student to read
+        except Exception as error:  # the student reads the errors of tools
             self.counts["failed"] += 1
             return observation(f"error: {type(error).__name__}: {first_line(error)}", call)
         try:
@@ -229,7 +229,7 @@ class Acting:
         return observation(text, call)
 
     async def close(self) -> dict[str, float]:
-        """Its rewards: `reward`, and `reward/NAME` for what it is made of."""
+        """Close the environment, and return its rewards: `reward`, and `reward/NAME` for each part."""
         if self.there is None or not hasattr(self.there, "close"):
             return {}
         returned = await self.run(self.there.close)
@@ -239,7 +239,7 @@ class Acting:
             raise self._wrong("close", str(error)) from None
 
     def _step_of(self, returned: Any) -> Step:
-        """What `step` may return: a Step, the text or the messages that the student sees next, or None at the end."""
+        """Convert the result of `step`: a Step, text or messages that the student sees next, or None at the end."""
         match returned:
             case Step():
                 step = returned
@@ -256,7 +256,7 @@ class Acting:
                 write = "write {'role': 'tool', 'content': text}"
                 raise self._wrong("step", f"returned the message {brief(message)}: {write}")
         if not step.messages and not step.done:
-            raise self._wrong("step", "returned no message for the student, and does not say that the episode is done")
+            raise self._wrong("step", "returned no message for the student: add one, or set done=True")
         return step
 
     def _wrong(self, method: str, said: str) -> EnvironmentFailed:
@@ -268,12 +268,12 @@ def observation(text: str, of: Call | None = None) -> Message:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: classes of the user's own are known in this process alone."""
+    """Copy a value through JSON: instances of user classes cannot be unpickled in other processes."""
     return json.loads(json.dumps(value))
 
 
 def shortened(text: str, most: int) -> str:
-    """With both of its ends."""
+    """Shorten a text to about `most` characters: keep the beginning and the end."""
     if len(text) <= most:
         return text
     ends = most * 2 // 3, most - most * 2 // 3
@@ -281,12 +281,12 @@ def shortened(text: str, most: int) -> str:
 
 
 def _faults(error: ValidationError) -> str:
-    """One line for a student, who sees no types of ours."""
+    """Format validation errors in one line for the student, without names of internal types."""
     said = [f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()]
     return "; ".join(said)
 
 
 def told_of(kind: Kind, error: BaseException) -> str:
-    """What was raised, and the line of the user's file at which it was."""
+    """Describe an exception in one line, with the line of the user's file that raised it."""
     file = inspect.getsourcefile(kind.made) or file_of(kind.made)
     return told(error, file) if file else f"{type(error).__name__}: {first_line(error)} ({near(file)})"

@@ -1,12 +1,12 @@
-"""The processes in which environments are at work, many of them in each.
+"""Host processes of environments; each host runs many environments.
 
-Environments are the user's code and may hang, crash or run out of memory, so they do not run where engines are. What of
-theirs is `async` runs on the loop of its host, all else in a thread that an environment has for itself. What hangs
-cannot be stopped there: a host with such an environment takes no further one, and is killed when the others have left
-it. A host ends with its parent, however that ends.
+Environments are user code and may hang, crash or run out of memory, so they do not run in engine processes. `async`
+methods run on the host's event loop, all other methods in one thread per environment. A hanging environment cannot be
+stopped alone: its host takes no further environment, and is killed when all others have ended. A host ends with its
+parent, however the parent ends.
 
-When a host ends with several environments in it, all of them are suspects (`Suspected`). One that is placed alone has a
-new host to itself, and nobody else can end that. A few suspects at a time are tried.
+If a host dies with several environments in it, all of them are suspects (`Suspected`). A suspect's episode is retried
+alone in a new host, so that only this environment can end the host. At most `APART` suspects run at a time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from slipstream.sandbox.base import Sandbox
 from slipstream.user_code.process import STARTED, Child, begun
 
 LEAVES = 5.0
-"""Seconds in which an environment that is dropped must leave, before its host takes no further one."""
+"""Seconds in which an abandoned environment must end; if it does not, its host takes no further environment."""
 APART = 4
-"""Suspects that are tried at once, each in a process of its own."""
+"""Largest number of suspects that run at a time, each in its own process."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a host is told before it is anything."""
+    """Settings of a host process."""
 
     spec: str
     sandbox: str | None
@@ -79,7 +79,7 @@ class Host:
         self.here: dict[int, Acting] = {}
         self.threads: dict[int, ThreadPoolExecutor] = {}
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        """What each is at."""
+        """Latest task of each environment."""
 
     async def served(self) -> None:
         loop = asyncio.get_running_loop()
@@ -90,7 +90,7 @@ class Host:
         with suppress(EOFError, OSError):
             while True:
                 loop.call_soon_threadsafe(self._asked, *self.parent.recv())
-        os.killpg(0, signal.SIGKILL)  # whatever is at work here
+        os.killpg(0, signal.SIGKILL)  # the parent has ended: kill this host and all that it started
 
     def _asked(self, call: int, number: int, what: str, *given: Any) -> None:
         work = self._answered(call, number, what, *given, last=self.tasks.get(number))
@@ -98,7 +98,7 @@ class Host:
 
     async def _answered(self, call: int, number: int, what: str, *given: Any, last: asyncio.Task[None] | None) -> None:
         try:
-            if last is not None:  # it may still be at work, and its time is over
+            if last is not None:  # the parent has given up this call, which may still be running
                 last.cancel()
                 await asyncio.wait([last])
             answer = await getattr(self, f"_{what}")(number, *given)
@@ -106,7 +106,7 @@ class Host:
             return
         except EnvironmentFailed as error:
             answer = error
-        except BaseException as error:  # whatever it raises is its own; this one ends, and no other
+        except BaseException as error:  # user code may raise anything; only this environment fails
             answer = EnvironmentFailed("error", f"{what} raised {told_of(self.kind, error)}")
         self.parent.send((call, answer))
 
@@ -119,17 +119,17 @@ class Host:
         return await self.here[number].step(reply)
 
     async def _close(self, number: int) -> dict[str, float]:
-        """In the environment's own thread, behind a step that cannot be cancelled. If it fails, a drop follows."""
+        """Close an environment in its thread, after a running step. If this fails, the parent drops the environment."""
         rewards = await self.here.pop(number).close()
         self._gone(number)
         return rewards
 
     async def _drop(self, number: int) -> None:
-        """It may have opened something."""
+        """Abandon an environment. Close it first, since it may hold open resources."""
         with suppress(Exception):
             if number in self.here:
                 await self.here[number].close()
-        if number in self.threads:  # which may never come back
+        if number in self.threads:  # wait until the thread is idle, which may never happen
             await asyncio.get_running_loop().run_in_executor(self.threads[number], int)
         self._gone(number)
 
@@ -147,11 +147,11 @@ class Host:
         return await found if inspect.isawaitable(found) else found
 
 
-# --- and in its parent ------------------------------------------------------------------------------------------------
+# --- in the parent ----------------------------------------------------------------------------------------------------
 
 
 class NotStarted(ConfigError):
-    """The process of an environment ended, or said nothing, before it was ready."""
+    """The process of an environment ended or timed out before it was ready."""
 
 
 class HostProcess(Child):
@@ -159,27 +159,27 @@ class HostProcess(Child):
         super().__init__("slipstream.environments.hosts", wanted)
         self.wanted = wanted
         self.live = set[int]()
-        """Episodes that are there."""
+        """Numbers of the environments in this process."""
         self.crowd = frozenset[int]()
-        """Those that were there when the process ended."""
+        """Numbers of the environments that were in this process when it ended."""
         self.schemas: list[dict[str, Any]] | None = None
         self.waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any], int]] = {}
-        """By the number of the call, as an answer may come after its call was given up; and the episode that waits."""
+        """Waiting callers by call number: event loop, future and environment. An abandoned call is removed."""
         self.calls = count()
         self.starting, self.lock = threading.Lock(), threading.Lock()
         self.reader = threading.Thread(target=self._hear, daemon=True)
 
     def ready(self) -> list[dict[str, Any]]:
-        """Wait until it is: the schemas of its tools. ConfigError if the environment cannot be had."""
-        with self.starting:  # several may wait, and one hears
+        """Wait until ready, and return the schemas of the tools; ConfigError if the environment is unusable."""
+        with self.starting:  # several threads may wait, but only one may read the connection
             if self.schemas is None:
                 try:
                     if not self.connection.poll(STARTED):
-                        raise NotStarted(f"environment.use: what it imports takes more than {STARTED:.0f} s")
+                        raise NotStarted(f"environment.use: its imports take more than {STARTED:.0f} s")
                     said = self.connection.recv()
                 except (EOFError, OSError):
                     raise NotStarted(
-                        f"environment.use = {self.wanted.spec!r}: its process ends as it is imported ({self.end()})"
+                        f"environment.use = {self.wanted.spec!r}: its process ends during the import ({self.end()})"
                     ) from None
                 if isinstance(said, ConfigError):
                     raise said
@@ -197,7 +197,7 @@ class HostProcess(Child):
             found = await answer
         except OSError:
             self.kill()
-            self.reader.join(LEAVES)  # which notes who was there
+            self.reader.join(LEAVES)  # the reader records which environments were in the process
             raise self._lost(number, acting=False) from None
         finally:
             with self.lock:
@@ -223,7 +223,7 @@ class HostProcess(Child):
         with self.lock:
             loop, waiting, _ = self.waiting.pop(call, (None, None, 0))
         if loop is not None and waiting is not None:
-            with suppress(RuntimeError):  # its loop is closed, and nobody waits
+            with suppress(RuntimeError):  # the caller's event loop is closed
                 loop.call_soon_threadsafe(settle, waiting, answer)
 
     def close(self) -> None:
@@ -239,19 +239,19 @@ def settle(waiting: asyncio.Future[Any], answer: Any) -> None:
 
 
 class Hosts:
-    """Environments of one kind, spread over a few processes."""
+    """Environments of one class, distributed over several host processes."""
 
     def __init__(self, wanted: Wanted, processes: int = 1) -> None:
         self.wanted, self.numbers = wanted, count()
-        self.processes = [HostProcess(wanted) for _ in range(processes)]  # they start while models load
+        self.processes = [HostProcess(wanted) for _ in range(processes)]  # early, so that they start while models load
         self.retired: list[HostProcess] = []
-        """Those that take no further environment, and have some left."""
+        """Hosts that take no further environment and still have some."""
         self.apart: dict[HostProcess, asyncio.Future[None]] = {}
-        """Those that have one suspect each; done when it has left."""
+        """Hosts of one suspect each; the future is done when the suspect has ended."""
         self.leaving: set[asyncio.Task[None]] = set()
 
     def ready(self) -> list[dict[str, Any]]:
-        """Return the schemas of the tools. A process that is killed or stopped while it starts is started once more."""
+        """Return the schemas of the tools. If a process ends or times out while it starts, it is started once more."""
         try:
             return self.processes[0].ready()
         except NotStarted:
@@ -263,7 +263,7 @@ class Hosts:
         return Episode(self, next(self.numbers), alone)
 
     async def host(self, *, alone: bool) -> HostProcess:
-        """The process that has fewest, or wait until there may be one more for a suspect alone."""
+        """Return the host with the fewest environments; with `alone`, start a host as soon as `APART` allows it."""
         for host in [host for host in self.processes if host.ended]:
             self.retire(host)
         if not alone:
@@ -275,7 +275,7 @@ class Hosts:
         return host
 
     def drop(self, host: HostProcess, number: int) -> None:
-        """Nobody waits for it any more."""
+        """Abandon an environment: close it in the background."""
         task = asyncio.get_running_loop().create_task(self._dropped(host, number))
         self.leaving.add(task)
         task.add_done_callback(self.leaving.discard)
@@ -283,7 +283,7 @@ class Hosts:
     async def _dropped(self, host: HostProcess, number: int) -> None:
         try:
             async with asyncio.timeout(LEAVES):
-                if host.schemas is not None:  # else it was never there
+                if host.schemas is not None:  # otherwise the environment never started
                     await host.call(number, "drop")
         except (TimeoutError, EnvironmentFailed):
             self.retire(host)
@@ -291,7 +291,7 @@ class Hosts:
             self.left(host, number)
 
     def left(self, host: HostProcess, number: int) -> None:
-        """One is gone, or will never go; a host that was retired ends with the last."""
+        """Forget an environment that has ended or hangs; end a retired host with its last environment."""
         host.live.discard(number)
         if host in self.retired and not host.live:
             self.retired.remove(host)
@@ -301,7 +301,7 @@ class Hosts:
             host.close()
 
     def retire(self, host: HostProcess) -> None:
-        """Another one takes its place."""
+        """Replace a host, which takes no further environment and ends with the last that it has."""
         if host in self.processes:
             self.processes[self.processes.index(host)] = HostProcess(self.wanted)
             if host.live:
@@ -318,7 +318,7 @@ class Hosts:
 
 @dataclass
 class Episode:
-    """An environment at work in a host."""
+    """One environment in a host, as its episode uses it."""
 
     hosts: Hosts
     number: int
@@ -353,7 +353,7 @@ class Episode:
 
 
 def schemas(wanted: Wanted) -> list[dict[str, Any]]:
-    """Of the tools of an environment; ConfigError if it cannot be had."""
+    """Return the schemas of an environment's tools; ConfigError if the environment is unusable."""
     hosts = Hosts(wanted)
     try:
         return hosts.ready()
@@ -362,5 +362,5 @@ def schemas(wanted: Wanted) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, ConnectionError):  # a parent that is gone, before it asked for anything
+    with suppress(EOFError, ConnectionError):  # the parent may end before its first message
         serve(Connection(int(sys.argv[1])))

@@ -1,21 +1,21 @@
-"""One tool, a Python interpreter that remembers nothing: every call is a program of its own in the sandbox."""
+"""Environment `python`: one tool, a Python interpreter without state. Every call is a new program in the sandbox."""
 
 from __future__ import annotations
 
 from slipstream.sandbox.base import Limits, Ran, Sandbox, run_python
 
 SHOWN = 4000
-"""Characters of each of a program's two outputs that the student sees."""
+"""Largest number of characters of stdout, and of stderr, that the student sees."""
 
 
 class Python:
-    """The same code has the same result: hashes are seeded, there is no network, and no clock is shown."""
+    """Environment whose results are reproducible: fixed hash seed, no network, and no times in its output."""
 
     limits = Limits()
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
-        """How programs ended, by kind, beside the episode's own."""
+        """Number of programs by status, as additional metrics of the episode."""
 
     def start(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -43,7 +43,7 @@ def observation(ran: Ran, limits: Limits) -> str:
 
 
 def shown(text: str) -> str:
-    """Both ends of it: what went wrong is said last."""
+    """Shorten an output to its beginning and its end, where errors usually are."""
     text = text.removesuffix("\n")
     left_out = len(text) - SHOWN
     if left_out <= 0:

@@ -1,7 +1,7 @@
-"""An adapter directory, as PEFT writes it: what it says of itself, read without peft and without a weight.
+"""Reader of adapter directories in PEFT's format. It needs neither peft nor the values of the weights.
 
 adapter_config.json names base, rank and scale; adapter_model.safetensors holds two matrices, A and B, for each layer.
-What would change other layers, or these by anything else than scale · B A, is refused by name.
+An adapter that does more than add scale · B A to linear layers is refused with ModelError.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PART = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha"}
 ANYTHING = {
     *("task_type", "inference_mode", "auto_mapping", "peft_version", "lora_dropout", "runtime_config"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the weights say it themselves
-    *("loftq_config", "eva_config", "megatron_core", "qalora_group_size"),  # of what is refused where it is used
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),  # the names of the weights suffice
+    *("loftq_config", "eva_config", "megatron_core", "qalora_group_size"),  # options of features refused by other keys
 }
-"""Keys that change nothing of what an adapter computes once it is trained."""
+"""Config keys that do not change the output of a trained adapter, whatever their value."""
 NOTHING: tuple[Any, ...] = (None, False, {}, [], "none")
 PLAIN = {"revision": ("main",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva")}
-"""Of other keys, what changes nothing either."""
+"""Values of other config keys that do not change the output of a trained adapter."""
 Shape = tuple[int, ...]
 
 
@@ -38,7 +38,7 @@ class Adapter:
     rank: int
     alpha: float
     layers: Mapping[str, tuple[int, int]]
-    """Inputs and outputs of each layer that has one, by its name in the base."""
+    """Numbers of inputs and outputs of each adapted layer, by the layer's name in the base model."""
 
     @property
     def scale(self) -> float:
@@ -57,30 +57,32 @@ def is_adapter(name: str) -> bool:
 
 
 def base_of(name: str) -> str:
-    """The model that an adapter stands on."""
+    """Return the name of the base model of an adapter."""
     base = _config(Path(name)).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ModelError(f"{name}: {CONFIG} names no base (base_model_name_or_path)")
     if is_adapter(base):
-        raise ModelError(f"{name}: is an adapter of {base}, which is one itself: merge that into its base first")
+        raise ModelError(
+            f"{name}: is an adapter of {base}, which is itself an adapter: merge {base} into its base first"
+        )
     return base
 
 
 def adapter_of(name: str) -> Adapter | None:
-    """Nothing for what is a model."""
+    """Read an adapter directory; return None if `name` is not an adapter but a model."""
     if not is_adapter(name):
         return None
     path, said, base = Path(name), _config(Path(name)), base_of(name)
     rank, alpha = said.get("r"), said.get("lora_alpha")
     if said.get("peft_type") != "LORA":
-        raise ModelError(f"{name}: is an adapter of type {said.get('peft_type')!r}; LORA is what runs here")
+        raise ModelError(f"{name}: is an adapter of type {said.get('peft_type')!r}; only LORA is supported")
     if not isinstance(rank, int) or not isinstance(alpha, int | float) or rank < 1 or alpha <= 0:
-        raise ModelError(f"{name}: {CONFIG} says r = {rank!r} and lora_alpha = {alpha!r}, which must be above 0")
+        raise ModelError(f"{name}: {CONFIG} has r = {rank!r} and lora_alpha = {alpha!r}, which must be above 0")
     for key in sorted(said.keys() - READ - ANYTHING):
         if said[key] not in (*NOTHING, *PLAIN.get(key, ())):
             raise ModelError(
-                f"{name}: {CONFIG} says {key} = {json.dumps(said[key])}, which does not run here: merge this adapter "
-                "into its base, and take that"
+                f"{name}: {CONFIG} has {key} = {json.dumps(said[key])}, which is not supported: merge this adapter "
+                "into its base, and use the merged model"
             )
     return Adapter(path, base, rank, float(alpha), dict(_layers(path, rank)))
 
@@ -91,16 +93,16 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path / CONFIG}: cannot be read: {first_line(error)}") from None
     if not isinstance(said, dict):
-        raise ModelError(f"{path / CONFIG}: is no object")
+        raise ModelError(f"{path / CONFIG}: is not a JSON object")
     return said
 
 
 def _layers(path: Path, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Each with the shape of its weight, turned: inputs, outputs."""
+    """Yield each adapted layer with its numbers of inputs and outputs (the weight's shape, transposed)."""
     parts: dict[str, dict[str, Shape]] = {}
     for name, shape in _shapes(path / WEIGHTS).items():
         if (found := PART.fullmatch(name)) is None:
-            raise ModelError(f"{path / WEIGHTS}: holds {name!r}, which is neither A nor B of a linear layer")
+            raise ModelError(f"{path / WEIGHTS}: holds {name!r}, which is neither matrix A nor B of a linear layer")
         parts.setdefault(found[1], {})[found[2]] = shape
     if not parts:
         raise ModelError(f"{path / WEIGHTS}: holds no weights")
@@ -110,19 +112,19 @@ def _layers(path: Path, rank: int) -> Iterator[tuple[str, tuple[int, int]]]:
                 yield layer, (inputs, outputs)
             case _:
                 said = " and ".join(f"{part} {list(shape)}" for part, shape in sorted(shapes.items()))
-                raise ModelError(f"{path / WEIGHTS}: {layer} has {said}, which is no adapter of rank {rank}")
+                raise ModelError(f"{path / WEIGHTS}: {layer} has {said}, which does not fit an adapter of rank {rank}")
 
 
 def _shapes(path: Path) -> dict[str, Shape]:
-    """Of every tensor, from the head of the file."""
+    """Read the shape of every tensor from the header of a safetensors file."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > path.stat().st_size:
-                raise ValueError("it is damaged")
+                raise ValueError("the file is damaged")
             head = json.loads(file.read(size))
         return {name: tuple(each["shape"]) for name, each in head.items() if name != "__metadata__"}
     except FileNotFoundError:
-        raise ModelError(f"{path}: is not there; weights in any other file are not read") from None
+        raise ModelError(f"{path}: no such file; weights in any other file are not read") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read: {first_line(error)}") from None

@@ -1,4 +1,4 @@
-"""README.md of a final student: what was trained, on what, how, and what came of it, all of it from the run's files."""
+"""Model card of a final student (README.md): settings and results of the training run, read from the run's files."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SHOWN = (
     "truncated",
     "lag/mean",
 )
-"""Metrics of updates that tell how a run went."""
+"""Patterns of the metrics whose first and last values are printed."""
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 Tree = Mapping[str, Any]
 Row = tuple[str, ...]
 
 
 def card(config: Tree, path: Path) -> str:
-    """Of a run with this configuration, in this directory, that has made all of its updates."""
+    """Return the model card of the finished run with this configuration and directory."""
     lines = read_lines(path / METRICS)
     trained, evaluated = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
     parts = [
@@ -46,7 +46,7 @@ def card(config: Tree, path: Path) -> str:
 
 
 def head(config: Tree) -> str:
-    """What a model hub reads."""
+    """Return the metadata block (YAML) that model hubs read."""
     student = str(config["student"])
     base = [f"base_model: {student}"] if is_hub_name(student) else []
     return "\n".join(["---", *base, "library_name: transformers", "tags:", "- on-policy-distillation", "---"])
@@ -86,23 +86,26 @@ def setup(config: Tree, trained: Sequence[Tree]) -> Iterator[Row]:
     if config["correction"]["preset"] != "disabled":
         yield "correction", str(config["correction"]["preset"])
     yield "schedule", settings(config["schedule"])
-    yield "learning", f"learning rate {learner['lr']:g}, {learner['batch_size']} samples an update"
+    yield "learning", f"learning rate {learner['lr']:g}, {learner['batch_size']} samples per update"
     if lora := learner.get("lora"):
-        yield "adapters", f"rank {lora['rank']}, alpha {lora['alpha']:g}, merged here and by themselves in `adapter`"
+        yield (
+            "adapters",
+            f"rank {lora['rank']}, alpha {lora['alpha']:g}, merged into this model, and kept separately in `adapter`",
+        )
     yield "answers", f"at most {sampler['max_tokens']:,} tokens, at temperature {sampler['temperature']:g}"
     samples, tokens = (sum(line.get(name, 0) for line in trained) for name in ("samples", "tokens"))
-    yield "updates", f"{len(trained):,}, on {samples:,.0f} answers of {tokens:,.0f} tokens together"
+    yield "updates", f"{len(trained):,}, on {samples:,.0f} responses with {tokens:,.0f} tokens in total"
     yield "seed", str(config["seed"])
 
 
 def settings(section: Tree) -> str:
-    """A section of several kinds, as `async (tau = 4)`."""
+    """Format a config section that has a `kind`, such as `async (tau = 4)`."""
     rest = [f"{name} = {value}" for name, value in section.items() if name != "kind" and value is not None]
     return f"{section['kind']} ({', '.join(rest)})" if rest else str(section["kind"])
 
 
 def course(trained: Sequence[Tree]) -> Iterator[Row]:
-    """As far as they were measured at both ends."""
+    """Yield name, first and last value of each metric that both the first and the last update recorded."""
     for shown in SHOWN if trained else ():
         for name, last in trained[-1].items():
             if re.fullmatch(shown, name) and name in trained[0]:
@@ -110,7 +113,7 @@ def course(trained: Sequence[Tree]) -> Iterator[Row]:
 
 
 def accuracies(config: Tree, evaluated: Sequence[Tree]) -> Iterator[Row]:
-    """Of every set, before and after."""
+    """Yield the accuracy of every evaluation set at the first and the last evaluation."""
     held_out = config["data"].get("eval")
     for name in dict.fromkeys(line.get("set", "") for line in evaluated):
         of_set = [line for line in evaluated if line.get("set", "") == name]
@@ -130,7 +133,7 @@ def loading(config: Tree, final: Path) -> str:
     if lora and not misread(config["student"], lora["targets"]):
         code += [
             "",
-            "# or the adapter alone, on what it was trained on",
+            "# or only the adapter, on the base model that it was trained on",
             "from peft import AutoPeftModelForCausalLM",
             "",
             f'model = AutoPeftModelForCausalLM.from_pretrained("{final / "adapter"}")',
@@ -139,17 +142,17 @@ def loading(config: Tree, final: Path) -> str:
 
 
 def misread(student: str, targets: str | Sequence[str]) -> bool:
-    """Whether PEFT would take adapters of layers that are no experts for those of experts, which are fused."""
+    """Return whether PEFT would read the adapters of dense layers as adapters of experts, whose weights are fused."""
     try:
         file = file_of(student, "config.json")
-    except ModelError:  # a run that ends does not fail by what was moved since it began
+    except ModelError:  # the student may have been moved since the run began; that must not fail the run
         return False
     experts = file is not None and "experts" in file.read_text("utf-8")
     return experts and (targets == "all-linear" or not FEED_FORWARD.isdisjoint(targets))
 
 
 def section(title: str, names: Sequence[str], rows: Iterable[Row]) -> list[str]:
-    """Nothing where there is nothing to tell."""
+    """Return a heading and a table, or an empty list if there are no rows."""
     found = list(rows)
     return [f"## {title}", table(names, found)] if found else []
 

@@ -1,4 +1,4 @@
-"""Tiny models that ship with the package, and what `builtin:` names mean."""
+"""Tiny models that ship with the package, and the resolution of model names, `builtin:` names included."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ HERE = Path(__file__).parent / "builtin"
 DEMO = HERE / "demo.toml"
 MODELS = ("student", "teacher", "reader", "tool_student", "tool_teacher")
 KNOCK = 10.0
-"""Seconds in which the hub must answer."""
+"""Timeout in seconds of the test request to the hub."""
 
 
 def model_path(name: str) -> str:
-    """`builtin:student` as a directory, an adapter's as that of its base, and every other name as it is. A path, which
-    no hub name looks like, must exist."""
+    """Resolve `builtin:` names to directories and adapters to their bases; raise ModelError if there is no model."""
     if not name.strip():
         raise ModelError(f"{name!r} names no model: write an HF directory or a hub name")
     if is_adapter(name):
         try:
             return model_path(base_of(name))
         except ModelError as error:
-            raise ModelError(str(error) if str(error).startswith(name) else f"{name}: its base is {error}") from None
+            raise ModelError(str(error) if str(error).startswith(name) else f"{name}: base model: {error}") from None
     kind, _, rest = name.partition(":")
     if kind != "builtin":
         if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
@@ -38,7 +37,7 @@ def model_path(name: str) -> str:
 
 
 def file_of(name: str, file: str) -> Path | None:
-    """In its directory, or in the cache of the hub."""
+    """Return a model's file in its directory or in the hub's cache; None if it is in neither."""
     path = Path(model_path(name))
     if path.is_dir():
         return found if (found := path / file).exists() else None
@@ -50,7 +49,7 @@ def file_of(name: str, file: str) -> Path | None:
 
 @cache
 def check_reachable(name: str) -> None:
-    """The hub, for a model of which nothing is here: its library asks again and again for a minute."""
+    """Raise ModelError early if a model is not local and the hub is unreachable; its library retries for a minute."""
     path = model_path(name)
     if Path(path).is_dir():
         return
@@ -61,8 +60,8 @@ def check_reachable(name: str) -> None:
         known = any(file_of(name, file) for file in ("config.json", "tokenizer_config.json"))
         if not known and not constants.is_offline_mode():
             get_hf_file_metadata(hf_hub_url(path, "config.json"), timeout=KNOCK)
-    except (HfHubHTTPError, HFValidationError):  # it answers, or is not asked: its library has words for that
+    except (HfHubHTTPError, HFValidationError):  # the hub's library reports these errors well when it loads the model
         return
-    except Exception as error:  # whichever client it has, and whatever that raises
+    except Exception as error:  # the exceptions depend on the HTTP client that the library uses
         said = f"no such directory, and the hub does not answer: {first_line(error)}"
         raise ModelError(f"{name}: {said}") from None

@@ -1,7 +1,7 @@
-"""How one answer is graded: by what is here, or by a function of the user's own.
+"""Grading of one response by built-in rewards or user functions.
 
-A function is given what it asks for, by the names of its parameters (`Answer` has them all), and returns a number, or
-several by name. Whatever it does instead is told in one line, with the line of its file; it is never a 0.
+The names of a function's parameters select the fields of `Answer` that it gets. It returns a number, or several numbers
+by name. Any failure is reported in one line with the line of the user's file, and never counts as a reward of 0.
 """
 
 from __future__ import annotations
@@ -23,63 +23,63 @@ from slipstream.records import Ungraded
 from slipstream.user_code.loading import asked_of, brief, file_of, own, parameters, told
 
 WHOLE = "reward"
-"""Among several numbers by name, the one that is the reward; their sum is, where none has this name."""
+"""Name of the total reward among several numbers; without this name, the total is their sum."""
 MOST_REWARDS = 32
-"""The most rewards that an environment or an agent may report by name."""
+"""Largest number of named rewards that an environment or an agent may report."""
 LARGEST_REWARD = 1e6
-"""The largest reward of either sign. Up to here float32, in which advantages are computed, keeps differences of 0.1."""
+"""Largest absolute reward. Advantages are computed in float32, which keeps differences of 0.1 up to this size."""
 NAME = re.compile(r"\w[\w.-]{0,63}", re.ASCII)
-"""The name of a reward, which becomes part of the name of a metric."""
+"""Allowed names of rewards, which become part of metric names."""
 Grades = dict[str, Any] | Ungraded
-"""Numbers by name; of a function that writes a context, its text."""
+"""Numbers by name, or the text of a context function, or the reason of a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a reward may ask for."""
+    """Fields that a reward may request by the names of its parameters."""
 
     text: str
-    """The response, without special tokens; in an environment, what was said last."""
+    """Response without special tokens; in an environment, the last response of the episode."""
     messages: list[dict[str, str]]
-    """The whole episode: what was said (`role` is "assistant") and what was seen ("observation"), in turn."""
+    """The whole episode in order: responses (`role` is "assistant") and observations ("observation")."""
     tokens: list[int]
-    """Its ids, those of what was seen among them, and the end token."""
+    """Token ids of the whole episode, observations and end token included."""
     prompt: str
-    """As the student saw it, without special tokens."""
+    """Prompt as the student saw it, without special tokens."""
     ground_truth: Any
     meta: dict[str, Any]
     """All other columns of the prompt's row."""
     data_source: str
     finish: str
-    """`eos`, or `length` where it was cut off; of an episode also `turns` and `time`."""
+    """`eos`, or `length` if the response was cut off; in an environment also `turns` or `time`."""
     outcome: dict[str, float]
-    """What its environment says of it: rewards as `reward` and `reward/NAME`, and all that is counted."""
+    """Rewards (`reward`, `reward/NAME`) and counters that the environment reports; empty without environment."""
     sandbox: Any = None
-    """Where code may run (`Sandbox`), with `task.sandbox`."""
+    """Sandbox in which code may run (`Sandbox`); None without `task.sandbox`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a function that writes a teacher's context may ask for."""
+    """Fields that a context function may request by the names of its parameters."""
 
     prompt: str
-    """As the student saw it, special tokens and all."""
+    """Prompt as the student saw it, with special tokens."""
     response: str
-    """Which is about to be scored, without special tokens."""
+    """Response that is about to be scored, without special tokens."""
     ground_truth: Any
     meta: dict[str, Any]
     """All other columns of the prompt's row."""
     data_source: str
     best: str
-    """The best attempt at the prompt so far, those of this group among them, and its reward."""
+    """Best attempt at this prompt so far, with its reward; empty and None if there is none."""
     best_reward: float | None
     last: str
-    """The newest attempt of another group, if there is any, and its reward."""
+    """Newest attempt of another group, with its reward; empty and None if there is none."""
     last_reward: float | None
 
 
 def environment(outcome: dict[str, float], finish: str) -> dict[str, float]:
-    """What the environment itself returned."""
+    """Return the rewards that the environment reported."""
     if WHOLE not in outcome:
         late = ", at the end of environment.seconds" if finish == "time" else ""
         raise Unusable("error", f"has no reward: close() returned none, or the agent left none{late}")
@@ -92,18 +92,18 @@ def exact(text: str, ground_truth: Any) -> float:
 
 
 def each_of(truth: Any) -> list[Any]:
-    """Of several answers any is right."""
+    """Return the accepted answers as a list; a list of answers accepts any of them."""
     return truth if isinstance(truth, list) else [truth]
 
 
 def math(text: str, ground_truth: Any) -> float:
-    """Mathematically the same, by math-verify. Its own deadlines are off: ours holds for all verifiers."""
+    """Return 1 if math-verify finds both answers equal. Its timeouts are off, since `grade` has one for all rewards."""
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its deadlines are off
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # hide the warning about disabled timeouts
     said = parse(text, parsing_timeout=None)
     for truth in each_of(ground_truth):
-        # as LaTeX first: read as prose, 2^{10} is its first number, 2
+        # parse as LaTeX first: as plain text, 2^{10} would be its first number, 2
         gold = parse(f"${truth}$", parsing_timeout=None) or parse(str(truth), parsing_timeout=None)
         if verify(gold, said, timeout_seconds=None):
             return 1.0
@@ -114,7 +114,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {"exact": exact, "math": math, "enviro
 
 
 def unfit(reward: str, truth: Any) -> str:
-    """Why no answer could be found right by a reward; empty if one could. A reward of the user's own judges itself."""
+    """Return why a reward could never accept this ground truth; empty if it could, or for a user's reward."""
     if reward not in ("exact", "math"):
         return ""
     if isinstance(truth, list):
@@ -124,7 +124,7 @@ def unfit(reward: str, truth: Any) -> str:
 
 def _unfit(reward: str, truth: Any) -> str:
     if truth is None:
-        return "there is none"
+        return "an answer is None"
     if isinstance(truth, str):
         return "" if truth.strip() else "it is blank"
     if isinstance(truth, bool):
@@ -141,11 +141,11 @@ def _unfit(reward: str, truth: Any) -> str:
 @dataclass(frozen=True)
 class Reward:
     spec: str
-    """As `task.reward` names it."""
+    """Entry of `task.reward`."""
     function: Callable[..., Any]
     asks: tuple[str, ...]
     needs: tuple[str, ...]
-    """Those of them that have no default."""
+    """Fields in `asks` that the function requires, since the parameter has no default."""
 
     @property
     def name(self) -> str:
@@ -156,7 +156,7 @@ class Reward:
         return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
 
     def of(self, answer: Any) -> dict[str, Any]:
-        """The reward by its name, and what it is made of."""
+        """Return the total under the reward's name, and each part under NAME/PART."""
         returned = self.returned(answer)
         if not isinstance(returned, Mapping):
             return {self.name: number(returned)}
@@ -175,12 +175,12 @@ class Reward:
 
 @dataclass(frozen=True)
 class ContextFunction(Reward):
-    """Returns a text, where a reward returns a number."""
+    """User function that returns the text of a teacher's context."""
 
     def of(self, answer: Any) -> dict[str, Any]:
         returned = self.returned(answer)
         if not isinstance(returned, str):
-            raise Unusable("type", f"returned {brief(returned)}, which is no text")
+            raise Unusable("type", f"returned {brief(returned)}, which is not text")
         return {"context": returned}
 
 
@@ -189,7 +189,7 @@ async def _awaited(returned: Awaitable[Any]) -> Any:
 
 
 class Unusable(Exception):
-    """What a function returned is no reward."""
+    """The return value of a function is not a valid reward or context."""
 
     def __init__(self, cause: str, said: str) -> None:
         super().__init__(said)
@@ -198,7 +198,7 @@ class Unusable(Exception):
 
 def number(returned: Any, of: str = "") -> float:
     if not hasattr(returned, "__float__"):
-        raise Unusable("type", f"returned {of.strip()} {brief(returned)}, which is no number".replace("  ", " "))
+        raise Unusable("type", f"returned {of.strip()} {brief(returned)}, which is not a number".replace("  ", " "))
     value = float(returned)
     if not maths.isfinite(value):
         raise Unusable("nan", f"returned {value}{of}")
@@ -206,7 +206,7 @@ def number(returned: Any, of: str = "") -> float:
 
 
 def rewards_of(returned: Any) -> dict[str, float]:
-    """A number, or several by name, as an outcome has them; none of None."""
+    """Convert a return value (number, numbers by name, or None) to the rewards of an outcome; None gives none."""
     if returned is None:
         return {}
     if not isinstance(returned, Mapping):
@@ -223,23 +223,22 @@ def rewards_of(returned: Any) -> dict[str, float]:
 
 
 def bounded(returned: Any, of: str = "") -> float:
-    """A reward that an outcome may hold."""
+    """Return a finite number; raise Unusable above `LARGEST_REWARD`."""
     value = number(returned, of)
     if abs(value) > LARGEST_REWARD:
         raise Unusable("type", f"returned {value:g}{of}, which is larger than {LARGEST_REWARD:g}")
     return value
 
 
-# --- one answer -------------------------------------------------------------------------------------------------------
+# --- one response -----------------------------------------------------------------------------------------------------
 
 
 class OutOfTime(BaseException):
-    """Not an Exception: verifiers catch those (math-verify at thirty places) and go on."""
+    """Timeout of a reward. Not an Exception, since verifiers such as math-verify catch those and continue."""
 
 
 def grade(rewards: Sequence[Reward], answer: Any, timeout: float) -> Grades:
-    """By every reward, each under this deadline; the first that gives none decides. For the main thread alone: the
-    alarm interrupts whatever Python code is at work."""
+    """Grade by every reward until the first failure. Call this in the main thread only, which SIGALRM interrupts."""
     before = signal.signal(signal.SIGALRM, _out_of_time)
     found: dict[str, float] = {}
     try:
@@ -250,7 +249,7 @@ def grade(rewards: Sequence[Reward], answer: Any, timeout: float) -> Grades:
                 return Ungraded("timeout", f"{reward.spec} took more than {timeout:g} s (task.timeout)")
             except Unusable as error:
                 return Ungraded(error.cause, f"{reward.spec} {error}")
-            except BaseException as error:  # also of those that end a program: here they end one answer
+            except BaseException as error:  # SystemExit and KeyboardInterrupt, too, fail only this response
                 return Ungraded("error", f"{reward.spec} raised {told(error, file_of(reward.function))}")
         return found
     finally:
@@ -269,7 +268,7 @@ def _out_of_time(*_: object) -> None:
     raise OutOfTime
 
 
-# --- by their names -------------------------------------------------------------------------------------------------
+# --- rewards by name --------------------------------------------------------------------------------------------------
 
 
 def is_own(spec: str) -> bool:
@@ -282,13 +281,13 @@ def check_installed(specs: Iterable[str]) -> None:
 
 
 def reward_of(spec: str) -> Reward:
-    """Its file or module is run, as Python imports it: for a process in which that may do what it likes."""
+    """Load a reward. The import runs user code, so call this only in a child process."""
     try:
         function = own(spec) if is_own(spec) else BUILT_IN[spec]
         asks, needs = parameters(function, asked_of(Answer))
         if not asks:
             raise ConfigError(
-                "it asks for nothing, so every answer would get one reward: name text among its parameters"
+                "no parameter is known, so all responses would get the same reward: add the parameter text"
             )
         return Reward(spec, function, asks, needs)
     except ConfigError as error:
@@ -304,4 +303,4 @@ def context_function_of(spec: str) -> Reward:
 
 
 MAKES: dict[str, Callable[[str], Reward]] = {"reward": reward_of, "context": context_function_of}
-"""What a function of the user's own is, by what it makes."""
+"""Loaders of user functions, by the kind of their result."""

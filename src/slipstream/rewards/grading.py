@@ -1,7 +1,7 @@
-"""The processes in which answers are graded, one answer at a time.
+"""Grading processes, each of which grades one response at a time.
 
-A reward may loop, crash or run out of memory on what a model writes, so it does not run where engines are. An answer
-that takes too long, or ends its process, or whose reward is no number, is `Ungraded`, and no other one is.
+A reward may loop, crash or run out of memory on a model's text, so it does not run in engine processes. A response is
+`Ungraded` if its grading takes too long, ends the process, or returns no number. Other responses are not affected.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from slipstream.sandbox.base import Sandbox
 from slipstream.user_code.process import STARTED, Child, begun
 
 GRACE = 5.0
-"""Seconds after an answer's deadlines in which its process may still say so itself."""
+"""Seconds that a process may take after the timeout of a response to report the timeout itself."""
 
 
 # --- in a grading process ---------------------------------------------------------------------------------------------
 
 
 def serve(parent: Connection) -> None:
-    """First the names of all rewards, or of what else is to be made, and then answers by their grades; as long as there
-    is a parent."""
+    """Load the functions that the parent names, report what they need, then grade responses until the parent ends."""
     makes, specs, timeout, wanted = begun(parent)
     inbox = SimpleQueue[bytes]()
     threading.Thread(target=_hear, args=(parent, inbox), daemon=True).start()
@@ -54,11 +53,11 @@ def serve(parent: Connection) -> None:
 
 
 def sandbox_for(rewards: Sequence[Reward], wanted: str | None) -> Sandbox | None:
-    """What those of them run code in that ask for it."""
+    """Return the sandbox of rewards that ask for one, or None; ConfigError if `task.sandbox` and rewards disagree."""
     if wanted is None:
         for reward in rewards:
-            if "sandbox" in inspect.signature(reward.function).parameters:  # **kwargs is only given what there is
-                told = 'it asks for a sandbox: write task.sandbox = "bubblewrap"'
+            if "sandbox" in inspect.signature(reward.function).parameters:  # **kwargs alone does not ask for a sandbox
+                told = 'the function asks for a sandbox: write task.sandbox = "bubblewrap"'
                 raise ConfigError(f"task.reward = {reward.spec!r}: {told}")
         return None
     if not any("sandbox" in reward.asks for reward in rewards):
@@ -70,14 +69,14 @@ def _hear(parent: Connection, inbox: SimpleQueue[bytes]) -> None:
     with suppress(EOFError, OSError):
         while True:
             inbox.put(parent.recv_bytes())
-    os.killpg(0, signal.SIGKILL)  # whatever is at work here
+    os.killpg(0, signal.SIGKILL)  # the parent has ended: kill this process and all that it started
 
 
-# --- and in its parent ------------------------------------------------------------------------------------------------
+# --- in the parent ----------------------------------------------------------------------------------------------------
 
 
 class GradingProcess(Child):
-    """All that is asked of it is asked by one thread at a time."""
+    """One grading process. Only one thread at a time may use it."""
 
     def __init__(self, specs: Sequence[str], timeout: float, makes: str = "reward", sandbox: str | None = None) -> None:
         super().__init__("slipstream.rewards.grading", (makes, tuple(specs), timeout, sandbox))
@@ -85,12 +84,12 @@ class GradingProcess(Child):
         self.needs: dict[str, tuple[str, ...]] = {}
 
     def ready(self) -> None:
-        """Wait until it is; ConfigError if a reward cannot be had."""
+        """Wait until the process is ready; ConfigError if a reward is unusable."""
         if self.needs:
             return
         try:
             if not self.connection.poll(STARTED):
-                raise ConfigError(f"task.reward: what it imports takes more than {STARTED:.0f} s")
+                raise ConfigError(f"task.reward: its imports take more than {STARTED:.0f} s")
             said = self.connection.recv()
         except (EOFError, OSError):
             own = ", ".join(filter(is_own, self.specs))
@@ -100,7 +99,7 @@ class GradingProcess(Child):
         self.needs = said
 
     def grades(self, answers: Sequence[Any]) -> list[Grades]:
-        """In turn, up to the first that ends the process."""
+        """Grade responses in order, up to the first one that ends the process or times out."""
         found: list[Grades] = []
         self.ready()
         try:
@@ -116,15 +115,14 @@ class GradingProcess(Child):
         return found
 
     def end(self) -> str:
-        """How it ended, or was ended now."""
+        """Kill the process if it is alive, close the connection, and return how it ended."""
         said = super().end()
         self.close()
         return said
 
 
 def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[str, ...]]:
-    """What each of these rewards cannot do without; ConfigError if one cannot be had. What is not ours is looked at in
-    a process of its own."""
+    """Return the required fields of each reward; ConfigError if one is unusable. User code is loaded in a child."""
     check_installed(specs)
     if sandbox is None and not any(map(is_own, specs)):
         return {spec: reward_of(spec).needs for spec in specs}
@@ -137,7 +135,7 @@ def needs(specs: Sequence[str], sandbox: str | None = None) -> dict[str, tuple[s
 
 
 class PoolGrader:
-    """Grades whole groups by every reward; without any it hands them on."""
+    """Grader of whole groups by all rewards; without rewards it returns groups unchanged."""
 
     def __init__(
         self,
@@ -149,11 +147,11 @@ class PoolGrader:
         tells: bool = False,
         sandbox: str | None = None,
     ) -> None:
-        """`tells`: headers come with the text of their response."""
+        """`tells`: headers also get the text of their response."""
         check_installed(rewards)
         self.rewards, self.decode, self.timeout, self.tells = tuple(rewards), decode, timeout, tells
         self.closed, self.sandbox = False, sandbox
-        self.processes = [self._process() for _ in range(processes if rewards else 0)]  # they start while models load
+        self.processes = [self._process() for _ in range(processes if rewards else 0)]  # early: they start slowly
         self.idle = SimpleQueue[int]()
         for place in range(len(self.processes)):
             self.idle.put(place)
@@ -172,13 +170,11 @@ class PoolGrader:
         return [with_grades(handle, each) for handle, each in zip(group, found, strict=True)]
 
     def _answer(self, rollout: Rollout) -> Answer:
-        prompt, messages = (
-            rollout.prompt,
-            [
-                {"role": "assistant" if said else "observation", "content": self.decode(tokens)}
-                for said, tokens in said_and_seen(rollout)
-            ],
-        )
+        prompt = rollout.prompt
+        messages = [
+            {"role": "assistant" if sampled else "observation", "content": self.decode(tokens)}
+            for sampled, tokens in said_and_seen(rollout)
+        ]
         return Answer(
             text=next(message["content"] for message in reversed(messages) if message["role"] == "assistant"),
             messages=messages,
@@ -192,7 +188,7 @@ class PoolGrader:
         )
 
     def _grades(self, answers: Sequence[Answer]) -> list[Grades]:
-        """By whichever process is free. One that an answer has ended is replaced, and the others are not lost."""
+        """Grade responses in a free process. If a response ends it, a new process grades the remaining responses."""
         place, found = self.idle.get(), list[Grades]()
         try:
             while len(found) < len(answers) and not self.closed:
@@ -202,7 +198,7 @@ class PoolGrader:
             self.idle.put(place)
 
     def _ready(self, place: int) -> GradingProcess:
-        """One that is killed or stopped while it starts is started once more."""
+        """Return a process that is ready. If it ends or times out while it starts, start it once more."""
         for again in (True, False):
             if self.processes[place].ended:
                 self.processes[place].close()
@@ -232,5 +228,5 @@ def with_grades(handle: Handle, grades: Grades) -> Handle:
 
 
 if __name__ == "__main__":
-    with suppress(EOFError, ConnectionError):  # a parent that is gone, before it asked for anything
+    with suppress(EOFError, ConnectionError):  # the parent may end before its first message
         serve(Connection(int(sys.argv[1])))

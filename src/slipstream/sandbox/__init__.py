@@ -1,4 +1,4 @@
-"""Where code that a model wrote is run: `environment.sandbox` says which."""
+"""Sandboxes for code that a model wrote; `environment.sandbox` and `task.sandbox` select one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.sandbox.base import Sandbox
 
 
 def sandbox_of(spec: str) -> Sandbox:
-    """ConfigError if it cannot be had here. One that is far away is asked when it is needed."""
+    """Return a sandbox by its name or URL; ConfigError if it is unusable. A server is contacted at its first use."""
     match spec:
         case "bubblewrap":
             from slipstream.sandbox.bubblewrap import Bubblewrap
@@ -24,7 +24,7 @@ def sandbox_of(spec: str) -> Sandbox:
         raise ConfigError(f'environment.sandbox = {spec!r}: write "bubblewrap", "none" or the URL of a server')
     if where.username or where.password or where.query or where.fragment:
         raise ConfigError(
-            "environment.sandbox: a URL of scheme, host, port and path only: what is more ends up in logs"
+            "environment.sandbox: write a URL of scheme, host, port and path only: other parts would appear in logs"
         )
     from slipstream.sandbox.remote import Remote
 

@@ -1,6 +1,6 @@
-"""What runs a program that a model wrote, and what came of it.
+"""Interface of sandboxes, which run programs that a model wrote.
 
-Whatever such a program does is in `Ran`. That it could not be run at all is a SandboxError, and no fault of the model.
+`Ran` describes the result of every program that was run. SandboxError means that a program could not be run.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Literal, Protocol
 
 MiB = 1 << 20
 Status = Literal["ok", "failed", "timeout", "output", "memory", "disk"]
-"""`failed`: it ended with another code than 0. All further ones: it was ended, since it took too much of that."""
+"""`failed`: the exit code was not 0. `timeout`, `output`, `memory`, `disk`: the program exceeded this limit."""
 PYTHON = ("env", "PYTHONHASHSEED=0", "PYTHONDONTWRITEBYTECODE=1", "python3")
-"""Sets are in the same order in every run."""
+"""Command for Python with a fixed hash seed, so that the order of sets is the same in every run."""
 LONGEST = 100_000
-"""Bytes of one argument: Linux takes 128 KiB."""
+"""Largest number of bytes of one argument; Linux allows 128 KiB."""
 
 
 @dataclass(frozen=True)
 class Limits:
     seconds: float = 10.0
     memory: int = 512 * MiB
-    """Bytes, of each process and of all together."""
+    """Bytes, for each process and for all processes together."""
     disk: int = 64 * MiB
-    """Bytes of the working directory, and of a file."""
+    """Bytes, for the working directory and for each file."""
     output: int = 64 << 10
-    """Bytes of standard output and of standard error that are read."""
+    """Bytes, for standard output and for standard error each."""
     processes: int = 32
-    """And threads, at a time."""
+    """Largest number of processes and threads at a time."""
 
     @property
     def files(self) -> int:
-        """How many there may be: an empty one takes memory, too."""
+        """Largest number of files; empty files need memory, too."""
         return max(1024, self.disk // 4096)
 
 
@@ -43,14 +43,14 @@ USUAL = Limits()
 class Ran:
     status: Status
     code: int | None
-    """None of what was ended; 128 and the signal of what a signal has ended."""
+    """Exit code; 128 + signal number after a signal, None if a limit ended the program."""
     out: str
     err: str
     seconds: float
 
 
 class Session(Protocol):
-    """Keeps its working directory from call to call, and nothing else; takes one call at a time."""
+    """Sequence of calls that share one working directory and nothing else; it runs one call at a time."""
 
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
@@ -60,14 +60,14 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """Every call begins in a working directory that holds these files and nothing else."""
+    """Runner of programs; every call gets a new working directory that holds only `files`."""
 
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
     ) -> Ran: ...
 
     async def session(self, limits: Limits = USUAL) -> Session:
-        """Its disk is bounded by these limits; all else by those of a call."""
+        """Open a session. These limits apply to the session's disk; all other limits are those of each call."""
         ...
 
     async def close(self) -> None: ...
@@ -81,20 +81,20 @@ async def run_python(
     files: Mapping[str, str] = {},
     limits: Limits = USUAL,
 ) -> Ran:
-    """As main.py beside these files."""
+    """Run Python code as main.py, next to these files."""
     return await sandbox.run([*PYTHON, "main.py"], stdin=stdin, files={**files, "main.py": code}, limits=limits)
 
 
 def unrunnable(argv: Sequence[str], files: Mapping[str, str], limits: Limits) -> Ran | None:
-    """What came of a program that no system would start."""
+    """Return the result of a program that Linux cannot start, or None if it can; ValueError for unusable arguments."""
     if not argv:
         raise ValueError("argv is empty: it begins with the name of a program")
     for name in files:
         parts = name.split("/")
         if {"", ".", ".."} & set(parts) or "\0" in name or any(len(encoded(part)) > 255 for part in parts):
-            raise ValueError(f"files: {name!r} is no path below the working directory, such as 'src/main.py'")
+            raise ValueError(f"files: {name!r} is not a path below the working directory, such as 'src/main.py'")
         if any("/".join(parts[:depth]) in files for depth in range(1, len(parts))):
-            raise ValueError(f"files: {name!r} lies in a file, and not in a directory")
+            raise ValueError(f"files: {name!r} is below a file, not below a directory")
     if any("\0" in each for each in argv):
         return Ran("failed", 126, "", "an argument contains a null character\n", 0.0)
     if any(len(encoded(each)) > LONGEST for each in argv) or len(argv) > 1000:
@@ -105,5 +105,5 @@ def unrunnable(argv: Sequence[str], files: Mapping[str, str], limits: Limits) ->
 
 
 def encoded(text: str) -> bytes:
-    """Half a surrogate pair, which models write, becomes a question mark."""
+    """Encode text as UTF-8. Half of a surrogate pair, which models may write, becomes a question mark."""
     return text.encode(errors="replace")

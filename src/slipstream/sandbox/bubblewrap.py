@@ -1,10 +1,10 @@
-"""Code in namespaces of its own, by bubblewrap: no network, no file but /usr, nothing of ours, and no privilege.
+"""Sandbox by bubblewrap: separate namespaces, no network, no files except /usr, and no privileges.
 
-Run by root, bubblewrap would leave a program root's number, and with it whatever Linux grants to that number alone, the
-settings in /proc/sys among them. So under root every call has a user of its own, whom nobody else is.
+If root runs bubblewrap, the program keeps user id 0 outside of the namespace. Linux grants this id special rights, such
+as writing to /proc/sys. Under root, every call therefore gets an otherwise unused user id.
 
-What each wall is against is in the escape suite among the tests. None of them holds what gets through a hole in the
-kernel: who fears that puts a virtual machine between, and gives its URL.
+The escape tests show which attack each sandbox limit stops. No limit stops attacks on defects of the kernel. Against
+those, run a sandbox server in a virtual machine, and configure its URL.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from slipstream.sandbox.seccomp import program
 
 ADVICE = 'apt install bubblewrap, or environment.sandbox = "none" to run code without isolation'
 NOBODY = "65534"
-"""Who a program is, as it sees it."""
+"""User and group id of a program, as seen inside."""
 USERS, PER_PROCESS = 1_879_048_192, 64
-"""The first of 2^28 numbers that systemd's list of users leaves unused: 64 for each process that there can be."""
+"""First of 2^28 user ids that systemd leaves unused, and the number of ids for each possible process."""
 WORK = "/work"
 KEPT = {WORK: "/tmp/work", "/tmp": "/tmp/tmp"}
-"""What a session keeps, and where its keeper has it."""
+"""Directories that a session keeps, with their paths in the session's keeper process."""
 FILES = "/files"
-"""Where a session's new files are, until they are copied: by a program inside, so that no link leads us anywhere."""
+"""Mount point of a session's new files. A program inside copies them, so that symbolic links cannot lead outside."""
 READY = 10.0
-"""Seconds in which a session must be ready."""
+"""Timeout in seconds for opening a session."""
 FIRST = ("/bin/sh", "-c", '"$@"; exit $?', "sh")
-"""The first process inside. Bubblewrap's own would be behind no filter, and a program could write into its memory."""
+"""First process inside. Bubblewrap's own has no seccomp filter, so that a program could write into its memory."""
 CALLS = itertools.count()
 
 
@@ -52,7 +52,7 @@ class Bubblewrap:
         self.bwrap, self.filter = found, program(platform.machine())
         self.path, self.system = system()
         self.cgroups = cgroups.writable()
-        """Where each call has a cgroup; without it what all processes take is measured."""
+        """Directory for the cgroups of calls; None: cgroups are unavailable, and memory is measured instead."""
 
     async def run(
         self, argv: Sequence[str], *, stdin: str = "", files: Mapping[str, str] = {}, limits: Limits = USUAL
@@ -82,7 +82,7 @@ class Bubblewrap:
         user: int | None,
         within: Sequence[str] = (),
     ) -> Ran:
-        """One program; `within` enters the namespaces of a session before."""
+        """Run one program. `within` is a command prefix that enters the namespaces of a session."""
         since = asyncio.get_running_loop().time()
         with ExitStack() as open_:
             put: list[str] = []
@@ -134,15 +134,14 @@ WALLS = [
 
 
 def system() -> tuple[str, list[str]]:
-    """The PATH inside, and what of this machine is seen there, for reading. Python is that of /usr, if it has one; else
-    the installation that runs this."""
+    """Return PATH inside, and options that mount system directories; Python is that of /usr, or this process's own."""
     path, seen = processes.PATH, ["--ro-bind", "/usr", "/usr"]
     for top in ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"):
         if Path(top).is_symlink():
             seen += ["--symlink", str(Path(top).readlink()), top]
         elif Path(top).is_dir():
             seen += ["--ro-bind", top, top]
-    for file in ("/etc/ld.so.cache", "/etc/alternatives"):  # where libraries and commands are
+    for file in ("/etc/ld.so.cache", "/etc/alternatives"):  # needed to find libraries and commands
         seen += ["--ro-bind-try", file, file]
     if shutil.which("python3", path=path) is None:
         seen += ["--ro-bind", sys.base_prefix, sys.base_prefix]
@@ -151,8 +150,7 @@ def system() -> tuple[str, list[str]]:
 
 
 def another_user() -> int | None:
-    """Under root, where every number is a user: one for each call of each process. In a user namespace root is none of
-    the system's, and other numbers may be nobody's."""
+    """Return a user id for one call if this process is the system's root, not only that of a namespace; else None."""
     whole = Path("/proc/self/uid_map").read_text("utf-8").split() == ["0", "0", str((1 << 32) - 1)]
     if os.geteuid() != 0 or not whole:
         return None
@@ -160,11 +158,11 @@ def another_user() -> int | None:
 
 
 def over(pid: int, limits: Limits) -> Status | None:
-    """What a sandbox takes too much of, as seen from outside."""
+    """Return which limit the processes of a sandbox exceed, measured from outside; None if they exceed none."""
     inside = processes.descendants(pid)[1:]
     if (taken := processes.memory(inside, limits.memory)) > limits.memory:
         return "memory"
-    if len(inside) < 2:  # the first one builds the walls: until there is another, it still sees the whole machine
+    if len(inside) < 2:  # the first process sets up the sandbox, and until there is a second it sees the whole machine
         return None
     if taken + processes.sockets(inside[1]) > limits.memory:
         return "memory"
@@ -192,17 +190,17 @@ def _pipe() -> Iterator[tuple[int, int]]:
 
 
 def _ended_by_itself(status: int) -> bool:
-    """Whether bubblewrap says of a program that it has ended: if not, it was never begun, or killed from outside."""
+    """Return whether bubblewrap reports an exit code; if not, the program never started or was killed from outside."""
     with suppress(BlockingIOError):
         return any("exit-code" in json.loads(line) for line in os.read(status, 1 << 16).splitlines())
     return False
 
 
 class Kept:
-    """A working directory and a /tmp that last from call to call, in memory: of one size together.
+    """Session: a working directory and a /tmp in memory, with one common size limit, that calls share.
 
-    They are mounted where only a process of ours sees them, which sleeps; they go when it does, at the latest with the
-    process that began the session. Calls begin in its namespaces, behind walls of their own.
+    Both are mounted in the namespace of a sleeping keeper process, and disappear when it ends. It ends at the latest
+    with the process that opened the session. Each call enters the keeper's namespaces and gets its own sandbox there.
     """
 
     def __init__(self, sandbox: Bubblewrap, keeper: asyncio.subprocess.Process, user: int | None) -> None:

@@ -1,7 +1,7 @@
-"""A cgroup (v2) for each program in a sandbox: Linux then counts all its memory, page tables and sockets included.
+"""One cgroup (v2) for each program in a sandbox: Linux then counts all of its memory, page tables and sockets included.
 
-A cgroup is made beside or below this process's own one, where the controllers `memory` and `pids` are switched on
-already and this user may write. No controller is switched on here and no other process is moved.
+A cgroup is made next to or below this process's own cgroup. The controllers `memory` and `pids` must be enabled there,
+and this user must have write access. This module enables no controller and moves no other process.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ def group(parent: Path, limits: Limits) -> Iterator[Path]:
     try:
         yield made
     finally:
-        with suppress(OSError):  # a process that cannot be ended keeps it
+        with suppress(OSError):  # a process that cannot be killed keeps the cgroup
             made.rmdir()
 
 
 def enter(made: Path, pid: int) -> None:
-    """Put a process and all below it into a cgroup. It waits meanwhile, and what it starts from now on is there."""
+    """Move a waiting process and its descendants into a cgroup; processes that it starts later are in it, too."""
     for each in (pid, *descendants(pid)[1:]):
         with suppress(ProcessLookupError):
             (made / "cgroup.procs").write_text(str(each))
 
 
 def out_of_memory(made: Path) -> bool:
-    """Return whether Linux has ended a process there for its memory."""
+    """Return whether Linux has killed a process of the cgroup for lack of memory."""
     events = made / "memory.events"
     counts = dict(line.split() for line in events.read_text("utf-8").splitlines()) if events.exists() else {}
     return counts.get("oom_kill", "0") != "0"
 
 
 def in_force(parent: Path | None) -> str:
-    """Say what bounds the memory of a program in a sandbox."""
+    """Describe the limits of memory and processes in a sandbox, for the log."""
     if parent is not None:
         return f"sandbox: Linux bounds memory and processes by a cgroup for each program, below {parent}"
     measured = "memory, page tables and sockets of a program are measured every 0.1 s"

@@ -1,7 +1,7 @@
-"""Code as a process of ours, where `none` is written out: under limits, but seeing and doing whatever we may.
+"""Sandbox `none`: programs run as ordinary processes with resource limits, but with all rights of this user.
 
-What is bounded is a call's time, output and memory, and each file; not how many files and processes there are, and not
-what sockets hold. What a program starts ends with it, also in a session of its own, unless it hides its environment.
+Time, output and memory of a call and the size of each file are limited. The numbers of files and processes and the
+memory of sockets are not. All processes that a program starts end with it, unless they hide their environment.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def over(pid: int, limits: Limits) -> Status | None:
 
 
 def write(into: Path, files: Mapping[str, str]) -> None:
-    """Where nobody has been before: there is no link to follow."""
+    """Write files into a new directory, which can hold no symbolic links."""
     for name, content in files.items():
         file = into / encoded(name).decode()
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def write(into: Path, files: Mapping[str, str]) -> None:
 
 
 class UnconfinedSession:
-    """Its directory goes when it is closed, or else with the process that began it, unless that is killed."""
+    """Session with a temporary directory, removed by `close` or when the process that opened it exits normally."""
 
     def __init__(self, sandbox: Unconfined) -> None:
         self.sandbox, self.turn = sandbox, asyncio.Lock()
@@ -81,7 +81,7 @@ class UnconfinedSession:
                 raise SandboxError("sandbox: the session is over")
             work = Path(self.directory.name)
             if files:
-                with directory() as new:  # links in a directory that programs had are theirs to follow
+                with directory() as new:  # a program copies them: this process must not follow links
                     write(Path(new), files)
                     put = await self.sandbox.call(
                         ["cp", "-R", "--remove-destination", f"{new}/.", "."], work, "", limits

@@ -1,4 +1,4 @@
-"""A program at work: what it says is read up to a bound, what it takes is looked at, and all ends with the call."""
+"""Processes of sandboxed programs: start, bounded output, measured memory, and the end of all processes of a call."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from slipstream.linux import LINUX
 from slipstream.sandbox.base import Limits, Ran, Status, encoded
 
 LOOK = 0.1
-"""Seconds between two looks at what all its processes take."""
+"""Seconds between two measurements of a program's processes."""
 ENDED = 5.0
-"""Seconds in which what was killed is gone."""
+"""Timeout in seconds for the end of a killed process."""
 KILLED = 1000
-"""Times that processes are looked for which start others while they are killed."""
+"""Largest number of searches for processes that start others while they are killed."""
 DRAINED = 1.0
-"""Seconds for reading what an ended program has left in its pipes."""
+"""Timeout in seconds for reading the remaining output of an ended program."""
 SPACE = 16 << 30
-"""Bytes of addresses that any process may have."""
+"""Bytes of address space that every process may have."""
 UNIX_SOCKET = 64 << 10
-"""Bytes that a Unix socket may hold beyond its buffer for sending."""
+"""Bytes that a Unix socket may hold in addition to its send buffer."""
 PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -35,16 +35,16 @@ def environment(path: str, home: str) -> dict[str, str]:
 
 
 def limited(argv: Sequence[str], limits: Limits, *, processes: bool, space: bool = False) -> list[str]:
-    """With these limits on each process. That of their number counts all of a user's in a user namespace.
+    """Return a command line that sets limits on each process and runs `argv`.
 
-    `space` bounds addresses, too, and with them page tables, which are at least 1/512 of what they map.
+    The number of processes counts per user in a user namespace. `space` limits the address space and so page tables.
     """
     cpu = int(limits.seconds * (os.cpu_count() or 1)) + 1
     return [
         "/usr/bin/prlimit",
         *(f"--cpu={cpu}", f"--data={limits.memory}", f"--fsize={limits.disk}", "--nofile=128", "--memlock=0"),
         *("--rtprio=0", "--msgqueue=0", "--sigpending=256"),
-        "--core=1",  # of 0 bytes, the system's handler of crashes would still be started, as root
+        "--core=1",  # a limit of 0 would still start the system's crash handler, as root
         *([f"--nproc={limits.processes}"] if processes else []),
         *([f"--as={max(SPACE, 32 * limits.memory)}"] if space else []),
         *("--", *argv),
@@ -56,12 +56,12 @@ def check_installed(programs: Iterable[str], advice: str) -> None:
         if not os.access(f"/usr/bin/{each}", os.X_OK):
             raise ConfigError(f"sandbox: there is no /usr/bin/{each} here: {advice}")
     if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
-        raise ConfigError("sandbox: this kernel does not tell a process's children (CONFIG_PROC_CHILDREN)")
+        raise ConfigError("sandbox: this kernel does not list a process's children (CONFIG_PROC_CHILDREN)")
 
 
 @contextmanager
 def sealed(content: bytes) -> Iterator[int]:
-    """A file in memory, open for reading, that nobody can change any more."""
+    """Yield the descriptor of an in-memory file with this content that cannot be changed any more."""
     descriptor = os.memfd_create("slipstream", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         view = memoryview(content)
@@ -85,7 +85,7 @@ async def start(
     cwd: str = "/",
     keeps: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """In a session of its own, with no descriptor of ours but these; as another user, who is in no group."""
+    """Start a process in a new session with only these descriptors, as another user without further groups if given."""
     other: dict[str, Any] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     starting = asyncio.create_task(
         asyncio.create_subprocess_exec(
@@ -104,7 +104,7 @@ async def start(
         return await asyncio.shield(starting)
     except (OSError, ValueError) as error:
         raise SandboxError(f"sandbox: {Path(argv[0]).name} cannot be started: {first_line(error)}") from None
-    except asyncio.CancelledError:  # half started, it could not be ended
+    except asyncio.CancelledError:  # only a process that has started completely can be killed
         process = await starting
         kill(process)
         await exited(process)
@@ -120,8 +120,7 @@ async def finish(
     *,
     outside: bool = False,
 ) -> Ran:
-    """Wait for its end, or bring it about; `over` looks at what it takes, by the number of its process, which may stand
-    outside of what it has started."""
+    """Wait for a program's end, or kill it when `over` names an exceeded limit. `outside`: it is not in the sandbox."""
     loop = asyncio.get_running_loop()
     assert process.stdout is not None and process.stderr is not None
     out, err = bytearray(), bytearray()
@@ -171,7 +170,7 @@ async def _watch(pid: int, over: Callable[[int], Status | None]) -> Status:
 
 
 async def exited(process: asyncio.subprocess.Process) -> None:
-    """Its own end: asyncio's `wait` waits for that of its pipes, too, which others may hold."""
+    """Wait until the process ends. asyncio's `wait` also waits for its pipes, which other processes may hold open."""
     with suppress(ProcessLookupError):
         descriptor, gone, loop = os.pidfd_open(process.pid), asyncio.Event(), asyncio.get_running_loop()
         try:
@@ -180,12 +179,12 @@ async def exited(process: asyncio.subprocess.Process) -> None:
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
-    while process.returncode is None:  # which asyncio is about to learn
+    while process.returncode is None:  # asyncio sets the code shortly afterwards
         await asyncio.sleep(0.001)
 
 
 async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[None], *, outside: bool) -> None:
-    """Of one that stands outside and waits, first what is below it: it ends once all that is gone."""
+    """Kill a program. If the process is `outside` of the sandbox, kill its descendants first, so that it can exit."""
     below = descendants(process.pid)[1:] if outside and not ended.done() else []
     for pid in below:
         _kill(pid)
@@ -196,7 +195,7 @@ async def end(process: asyncio.subprocess.Process, ended: asyncio.Task[None], *,
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
-    """At once: with all that is below it, and its group, also where it itself has ended."""
+    """Kill a process with all descendants and its process group, even if the process itself has ended."""
     if process.returncode is None:
         for pid in descendants(process.pid)[1:]:
             _kill(pid)
@@ -205,9 +204,9 @@ def kill(process: asyncio.subprocess.Process) -> None:
 
 
 def kill_at_home(home: str) -> None:
-    """Kill what a program without walls has left behind: nothing else has this HOME.
+    """Kill all processes with this HOME, which only one program and its descendants have.
 
-    A process that leaves its session is found by it, and one that changes its own environment is not.
+    This finds processes that have left their session, but not those that have changed their environment.
     """
     told = f"\0HOME={home}\0".encode()
     for _ in range(KILLED if LINUX else 0):
@@ -219,7 +218,7 @@ def kill_at_home(home: str) -> None:
 
 
 def release(process: asyncio.subprocess.Process) -> None:
-    """Our ends of its pipes: what got away may hold the others open."""
+    """Close this side of a process's pipes; an escaped process may hold the other side open."""
     process._transport.close()  # type: ignore[attr-defined]
 
 
@@ -228,11 +227,11 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-# --- what is there, as /proc has it -----------------------------------------------------------------------------------
+# --- measurements in /proc --------------------------------------------------------------------------------------------
 
 
 def descendants(pid: int) -> list[int]:
-    """This process first, then its children, then theirs."""
+    """Return this process and all of its descendants, level by level."""
     found, at = [pid], 0
     while at < len(found):
         with suppress(OSError):
@@ -243,8 +242,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def memory(pids: Iterable[int], most: int) -> int:
-    """Bytes that are theirs and no file's, with their page tables. What several share is counted once, where it
-    matters."""
+    """Return the bytes of memory without files, with page tables. Above `most`, count shared memory only once."""
     pids = list(pids)
     tables = sum(_kilobytes(f"/proc/{pid}/status", ("VmPTE:",)) for pid in pids) << 10
     rough = sum(_kilobytes(f"/proc/{pid}/status", ("RssAnon:", "RssShmem:")) for pid in pids) << 10
@@ -255,9 +253,9 @@ def memory(pids: Iterable[int], most: int) -> int:
 
 
 def sockets(pid: int) -> int:
-    """Bytes that the sockets of a process's network namespace may hold.
+    """Return the bytes that the sockets of a process's network namespace may hold.
 
-    Linux tells what waits in TCP and UDP sockets. It tells nothing of a Unix socket, which counts as what it can hold.
+    Linux reports the queues of TCP and UDP sockets. It reports none for Unix sockets, which count with their capacity.
     """
     each = int(_text("/proc/sys/net/core/wmem_default") or 0) + UNIX_SOCKET
     found = each * max(0, len(_text(f"/proc/{pid}/net/unix").splitlines()) - 1)
@@ -276,7 +274,7 @@ def _text(file: str) -> str:
 
 
 def _bytes(file: str) -> bytes:
-    """Of a process that has just ended, nothing."""
+    """Read a file of /proc; return nothing if its process has just ended."""
     with suppress(OSError):
         return Path(file).read_bytes()
     return b""

@@ -1,6 +1,6 @@
-"""Code run elsewhere, by a server that speaks SandboxFusion's API: its walls are the server's business.
+"""Sandbox on a server with SandboxFusion's API. The server is responsible for the isolation.
 
-What is over in a second or two is tried again. All else is a SandboxError: the server's fault, and never the model's.
+Requests are retried after temporary failures. Any other failure raises SandboxError and is never charged to the model.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from slipstream.errors import ConfigError, SandboxError, first_line
 from slipstream.sandbox.base import PYTHON, USUAL, Limits, MiB, Ran, Status, encoded, unrunnable
 
 PAUSES = (0.25, 1.0, 4.0)
-"""Seconds, more or less, before a request is tried again."""
+"""Seconds before each retry of a request, randomised by ±50 %."""
 QUEUE = 60.0
-"""Seconds that a program may wait for its turn."""
+"""Seconds that a program may wait in the server's queue."""
 CONNECT = 10.0
+"""Timeout in seconds for a connection."""
 SPARE = 1 << 20
-"""Bytes that an answer may have beside what the program said."""
+"""Bytes of an answer in addition to the program's output."""
 SHOWN = 200
-"""Characters of an answer that are shown."""
+"""Largest number of characters of an answer in messages."""
 AT_ONCE = 64
+"""Largest number of simultaneous connections."""
 
 
 class Passing(Exception):
-    """What may be otherwise in a moment."""
+    """Temporary failure of a request, which is retried."""
 
 
 class Remote:
@@ -45,7 +47,7 @@ class Remote:
         if (ran := unrunnable(argv, files, limits)) is not None:
             return ran
         body = asked(argv, stdin, files, limits)
-        most = SPARE + 12 * limits.output  # JSON takes up to six bytes for one
+        most = SPARE + 12 * limits.output  # two outputs, and JSON may write one byte as six
         since = asyncio.get_running_loop().time()
         for pause in (*PAUSES, None):
             try:
@@ -61,9 +63,7 @@ class Remote:
         return self._ran(content, limits, seconds)
 
     async def session(self, limits: Limits = USUAL) -> NoReturn:
-        raise ConfigError(
-            f'sandbox at {self.url}: it keeps nothing between calls: write environment.sandbox = "bubblewrap"'
-        )
+        raise ConfigError(f'sandbox at {self.url}: a server has no sessions: write environment.sandbox = "bubblewrap"')
 
     async def close(self) -> None:
         if self.loop is not None:
@@ -119,7 +119,7 @@ class Remote:
             took = result.get("execution_time")
             took = float(took) if isinstance(took, int | float) else seconds
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise SandboxError(f"sandbox at {self.url} answers what SandboxFusion does not: {shown(content)}") from None
+            raise SandboxError(f"sandbox at {self.url} gives no SandboxFusion answer: {shown(content)}") from None
         flood = max(len(encoded(out)), len(encoded(err))) > limits.output
         said: Status = "timeout" if late else "output" if flood else "ok" if code == 0 else "failed"
         out, err = (encoded(each)[: limits.output].decode(errors="replace") for each in (out, err))
@@ -127,7 +127,7 @@ class Remote:
 
 
 def asked(argv: Sequence[str], stdin: str, files: Mapping[str, str], limits: Limits) -> dict[str, Any]:
-    """As its `/run_code` takes it: Python by the name of its language, all else as a line for bash."""
+    """Return the request body for `/run_code`: Python code as such, any other command as a line for bash."""
     if tuple(argv[:-1]) == PYTHON and argv[-1] in files:
         language, code = "python", files[argv[-1]]
         files = {name: content for name, content in files.items() if name != argv[-1]}
@@ -152,6 +152,6 @@ def _text(value: Any) -> str:
 
 
 def shown(content: bytes | bytearray) -> str:
-    """The beginning of what a server said, in one line."""
+    """Return the beginning of a server's answer in one line."""
     line = " ".join(bytes(content[: 10 * SHOWN]).decode(errors="replace").split())
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}…"

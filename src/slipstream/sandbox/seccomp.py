@@ -1,8 +1,8 @@
-"""The system calls that a sandboxed program does without, as a filter in the kernel's own words (classic BPF).
+"""Seccomp filter (classic BPF) that refuses system calls to sandboxed programs.
 
-Namespaces leave three things open. Memory that belongs to no process and no file system (memfd, System V) is bounded by
-nothing; sockets of some families (vsock: to the host of a virtual machine) pass network namespaces by; and many calls
-that only a system's owner needs have been the way out of one kernel or another.
+Namespaces leave three gaps. No limit applies to memory outside of processes and file systems (memfd, System V). Network
+namespaces do not isolate some socket families (vsock reaches the host of a virtual machine). Many system calls for
+administrators only have been used to escape from containers.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ REFUSED = {
 }  # fmt: skip
 ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE3 = 435
-"""The same number everywhere. What it is to make lies where no filter can look; libraries then use `clone`."""
+"""System call clone3, whose arguments a filter cannot read. If it is refused, libraries use `clone`."""
 SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199)}
-"""socket and socketpair."""
+"""System calls socket and socketpair."""
 PRCTL = {"x86_64": 157, "aarch64": 167}
 SET_PDEATHSIG = 1
-"""Of prctl: by which a program would outlive us."""
+"""Option of prctl that would let a program survive its parent."""
 SETSOCKOPT = {"x86_64": 54, "aarch64": 208}
 SOL_SOCKET, SO_SNDBUF = 1, 7
-"""A larger buffer for sending is asked for in vain, so that the number of sockets bounds what they hold."""
+"""Setting a larger send buffer has no effect, so that the number of sockets bounds their memory."""
 FAMILIES = (1, 2, 10)
-"""Unix, IPv4, IPv6."""
+"""Allowed socket families: Unix, IPv4, IPv6."""
 X32 = 0x40000000
-"""From here on the numbers of a third set of calls, on x86_64."""
+"""First number of the x32 system calls on x86_64."""
 
 LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
 NUMBER, ARCH, ARGUMENT, SECOND, THIRD = 0, 4, 16, 24, 32
-"""Where these lie in what a filter sees; the lower halves of the first three arguments."""
+"""Offsets in `struct seccomp_data`; the last three are the lower halves of the first three arguments."""
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
 
 def program(machine: str) -> bytes:
-    """For bubblewrap's --seccomp; `machine` as `uname -m` says."""
+    """Return the filter for bubblewrap's option --seccomp. `machine` is the output of `uname -m`."""
     if machine not in REFUSED:
         raise SandboxError(
-            f"bubblewrap: no list of system calls for {machine} here: run code on x86_64 or aarch64, or by URL"
+            f"bubblewrap: there is no filter for {machine}: run code on x86_64 or aarch64, or on a server by its URL"
         )
     code = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE[machine]), _fail(errno.EPERM), (LOAD, 0, 0, NUMBER)]
     code += [(AT_LEAST, 0, 1, X32), _fail(errno.ENOSYS), (EQUAL, 0, 1, CLONE3), _fail(errno.ENOSYS)]

@@ -1,10 +1,10 @@
-"""A server of SandboxFusion's `/run_code` that ships, on loopback only: what it runs, it runs in one of ours.
+"""Fake of SandboxFusion's `/run_code` server, on the loopback interface; it runs programs in a given sandbox.
 
     with FakeSandboxFusion(sandbox_of("bubblewrap")) as fake:
-        fake.tell("broken", "cut")               # of the next two calls
+        fake.tell("broken", "cut")               # faults of the next two calls
         ...                                      # environment.sandbox = fake.url
 
-It serves until the block ends. Without a sandbox it refuses to run anything.
+The server runs until the block ends. Without a sandbox it refuses every program.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class FakeSandboxFusion(Loopback):
         self.sandbox = sandbox
         self.faults: deque[Fault] = deque()
         self.seconds = 0.05
-        """How long slow is."""
+        """Delay in seconds of the fault `slow`."""
         self.requests: list[dict[str, Any]] = []
 
     def tell(self, *faults: Fault) -> None:
-        """What goes wrong with the next calls, one by one."""
+        """Set the faults of the next calls, one per call."""
         self.faults.extend(faults)
 
     def post(self, to: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
@@ -70,13 +70,8 @@ class FakeSandboxFusion(Loopback):
         try:
             return told(asyncio.run(self._run(body["language"], body["code"], body["stdin"] or "", files, limits)))
         except SandboxError as error:
-            return {
-                "status": "SandboxError",
-                "message": str(error),
-                "compile_result": None,
-                "run_result": None,
-                "files": {},
-            }
+            failure = {"status": "SandboxError", "message": str(error)}
+            return failure | {"compile_result": None, "run_result": None, "files": {}}
 
     async def _run(self, language: str, code: str, stdin: str, files: dict[str, str], limits: Limits) -> Ran:
         if self.sandbox is None:
@@ -91,7 +86,7 @@ class FakeSandboxFusion(Loopback):
 
 
 def told(ran: Ran) -> dict[str, Any]:
-    """What a server says of a program."""
+    """Return the server's JSON answer for the result of a program."""
     late = ran.status == "timeout"
     result = {
         "status": "TimeLimitExceeded" if late else "Finished",

@@ -1,4 +1,4 @@
-"""A server on loopback, for fakes: it answers until a block ends, every request in a thread of its own."""
+"""HTTP server on the loopback interface, for fakes: a context manager that answers each request in its own thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 class Loopback(ABC):
     def __init__(self, port: int = 0) -> None:
         self.over = threading.Event()
-        """Nothing is waited for any longer."""
+        """Set when the server ends; handlers that sleep must wait on this event."""
         self.server = ThreadingHTTPServer(("127.0.0.1", port), handler_of(self))
         self.server.daemon_threads = True
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True)
@@ -52,19 +52,19 @@ def handler_of(fake: Loopback) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             length = int(self.headers["content-length"])
             content = self.rfile.read(length)
-            if len(content) < length:  # who asked has gone
+            if len(content) < length:  # the client has disconnected
                 self.close_connection = True
                 return
             try:
                 fake.post(self, json.loads(content))
-            except (BrokenPipeError, ConnectionResetError):  # and here, too
+            except (BrokenPipeError, ConnectionResetError):  # the client has disconnected
                 self.close_connection = True
 
     return Handler
 
 
 def send(to: BaseHTTPRequestHandler, status: int, answer: Any, **headers: str) -> None:
-    """Text and bytes as they are, all else as JSON."""
+    """Send an answer: text and bytes unchanged, any other value as JSON."""
     text = answer if isinstance(answer, str | bytes) else json.dumps(answer)
     content = text.encode() if isinstance(text, str) else text
     to.send_response(status)
@@ -75,7 +75,7 @@ def send(to: BaseHTTPRequestHandler, status: int, answer: Any, **headers: str) -
 
 
 def cut_off(to: BaseHTTPRequestHandler, begun: bytes) -> None:
-    """The beginning of an answer that is never finished."""
+    """Send the beginning of an answer and close the connection, as a failing server does."""
     to.send_response(200)
     to.send_header("Content-Length", str(len(begun) + 1000))
     to.end_headers()

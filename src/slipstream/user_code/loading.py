@@ -1,5 +1,4 @@
-"""What a user's own file or module holds, by name, and how it is called; whatever is wrong with it is told in one line,
-with the line of its file."""
+"""Loader of user code: functions and classes by name, their parameters, and one-line errors with the user's line."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from slipstream.errors import ConfigError, did_you_mean, first_line
 
 
 def own(spec: str, kind: type = FunctionType) -> Any:
-    """What `./file.py:name` or `module:name` names. Its file or module is run, as Python imports it: for a process in
-    which that may do what it likes."""
+    """Import `./file.py:name` or `module:name`. This runs user code, so call it only in a child process."""
     where, _, name = spec.rpartition(":")
     module = _from_file(Path(where).expanduser()) if where.endswith(".py") else _from_module(where)
     found = getattr(module, name, None)
@@ -29,9 +27,9 @@ def own(spec: str, kind: type = FunctionType) -> Any:
         what = "class" if kind is type else "function"
         raise ConfigError(f"no {what} {name!r} in it; {did_you_mean(name, others) if others else 'it has none'}")
     if kind is type and not isinstance(found, type):
-        raise ConfigError(f"{name} is {brief(found)}, and no class")
+        raise ConfigError(f"{name} is {brief(found)}, not a class")
     if not callable(found):
-        raise ConfigError(f"{name} is {brief(found)}, and no function")
+        raise ConfigError(f"{name} is {brief(found)}, not a function")
     return found
 
 
@@ -41,11 +39,11 @@ def _from_file(path: Path) -> ModuleType:
         raise ConfigError(f"there is no file {near(str(path))}")
     if (known := sys.modules.get(str(path))) is not None:
         return known
-    sys.path.insert(0, str(path.parent))  # what lies beside it can be imported, as by a script
+    sys.path.insert(0, str(path.parent))  # allow imports of files in the same directory, as for a script
     spec = importlib.util.spec_from_file_location(str(path), path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[str(path)] = module  # under a name that no import statement has
+    sys.modules[str(path)] = module  # a path cannot conflict with the name of another module
     _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]
     return module
 
@@ -64,16 +62,16 @@ def _from_module(name: str) -> ModuleType:
 def _run(load: Callable[[], Any], file: str) -> Any:
     try:
         return load()
-    except BaseException as error:  # whatever it does as it is imported
+    except BaseException as error:  # user code may raise anything during its import
         raise ConfigError(f"cannot be imported: {told(error, file)}") from None
 
 
 def parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Which of those that are known it asks for, and which of them it needs."""
+    """Return the known names among a function's parameters, and those of them without default."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise ConfigError("Python does not tell its parameters: wrap it in a function of your own") from None
+        raise ConfigError("Python cannot read its parameters: wrap it in a function of your own") from None
     if any(each.kind is each.VAR_KEYWORD for each in parameters):
         asks = list(known)
     else:
@@ -83,13 +81,13 @@ def parameters(function: Callable[..., Any], known: Sequence[str]) -> tuple[tupl
         if each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) or each.default is not each.empty:
             continue
         if each.name not in asks:
-            raise ConfigError(f"nothing is known for its parameter {each.name!r}; known: {', '.join(known)}")
+            raise ConfigError(f"no value is available for its parameter {each.name!r}; known: {', '.join(known)}")
         needs.append(each.name)
     return tuple(asks), tuple(needs)
 
 
 def told(error: BaseException, file: str) -> str:
-    """What was raised, and the last line of this file on the way there."""
+    """Describe an exception in one line, with the last line of `file` in its traceback."""
     at = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == file else at[-1].lineno if at else None
     what = error.msg if isinstance(error, SyntaxError) else first_line(error)
@@ -103,7 +101,7 @@ def file_of(function: Any) -> str:
 
 
 def near(file: str) -> str:
-    """As seen from here, where it lies below."""
+    """Return a path relative to the working directory if it is below, else unchanged."""
     return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 

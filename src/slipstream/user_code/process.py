@@ -1,5 +1,6 @@
-"""A process in which code of the user's own does what it likes, started afresh: it knows nothing of the script or
-notebook that started it, and ends with its parent, however that ends, with whatever has started in it.
+"""Child process for user code. It inherits no state of the script or notebook that starts it.
+
+The child and all processes that it starts end with the parent, however the parent ends.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from typing import Any
 from slipstream.linux import wake_with_parent
 
 STARTED = 120.0
-"""Seconds in which what the user's code imports must have been imported."""
+"""Timeout in seconds for starting a process, which includes the imports of user code."""
 
 
 def begun(parent: Connection) -> Any:
-    """In the child: what it is told first."""
+    """Set up the child process, and return the first message of its parent."""
     wake_with_parent()
-    sys.dont_write_bytecode = True  # beside files that are not ours
-    sys.path.insert(0, str(Path.cwd()))  # where a config's `module:name` is looked for first
+    sys.dont_write_bytecode = True  # no __pycache__ beside the user's files
+    sys.path.insert(0, str(Path.cwd()))  # `module:name` in a config is searched here first
     return parent.recv()
 
 
 class Child:
     def __init__(self, module: str, first: Any) -> None:
-        """`python -m module` is given the number of its end of the connection."""
+        """Start `python -m module` with the file descriptor of its connection as argument, and send `first`."""
         self.connection, theirs = Pipe()
         with theirs:
             self.process = Popen(
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=DEVNULL,
-                stdout=2,  # what the user's code prints is for a person, and not our output
-                start_new_session=True,  # what a terminal sends is the parent's to handle
+                stdout=2,  # output of user code must not mix with this process's standard output
+                start_new_session=True,  # the parent alone handles the terminal's signals
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        with suppress(OSError):  # who cannot start is found out when it should be ready
+        with suppress(OSError):  # a process that cannot start is reported when the parent waits for it
             self.connection.send(first)
 
     @property
@@ -48,14 +49,14 @@ class Child:
         return self.connection.closed or self.process.poll() is not None
 
     def end(self) -> str:
-        """How it ended, or was ended now."""
+        """Kill the process if it is alive, and return how it ended."""
         self.kill()
         code = self.process.wait()
         return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     def kill(self) -> None:
-        """With all that was started in it."""
-        if self.process.returncode is None:  # nobody else has its number yet
+        """Kill the process and its process group, which includes what it started."""
+        if self.process.returncode is None:  # afterwards another process may have this id
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 

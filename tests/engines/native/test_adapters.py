@@ -122,11 +122,11 @@ def test_what_peft_writes_is_a_teacher(base: Path, tmp_path: Path, options: dict
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
-    "another scale": ({"use_rslora": True}, "says use_rslora = true, which does not run here"),
-    "magnitudes": ({"use_dora": True}, "says use_dora = true"),
-    "biases": ({"bias": "all"}, 'says bias = "all"'),
-    "whole layers": ({"modules_to_save": ["norm"]}, 'says modules_to_save = ["norm"]'),
-    "several ranks": ({"rank_pattern": {"q_proj": 2}}, "says rank_pattern = "),
+    "another scale": ({"use_rslora": True}, "has use_rslora = true, which is not supported"),
+    "magnitudes": ({"use_dora": True}, "has use_dora = true"),
+    "biases": ({"bias": "all"}, 'has bias = "all"'),
+    "whole layers": ({"modules_to_save": ["norm"]}, 'has modules_to_save = ["norm"]'),
+    "several ranks": ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern = "),
 }
 
 
@@ -158,18 +158,18 @@ def reshaped(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Calla
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another type": (edited(peft_type="IA3"), "is an adapter of type 'IA3'; LORA is what runs here"),
-    "no rank": (edited(r=0), "says r = 0 and lora_alpha = 6"),
+    "another type": (edited(peft_type="IA3"), "is an adapter of type 'IA3'; only LORA is supported"),
+    "no rank": (edited(r=0), "has r = 0 and lora_alpha = 6"),
     "no base": (edited(base_model_name_or_path=None), "names no base"),
-    "a base that is gone": (edited(base_model_name_or_path="/no/where"), "its base is /no/where: no such directory"),
+    "a base that is gone": (edited(base_model_name_or_path="/no/where"), "base model: /no/where: no such directory"),
     "not JSON": (lambda a: (a / "adapter_config.json").write_text("{"), "adapter_config.json: cannot be read"),
-    "no object": (lambda a: (a / "adapter_config.json").write_text("[]"), "adapter_config.json: is no object"),
-    "no weights": (lambda a: (a / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: is not there"),
+    "no object": (lambda a: (a / "adapter_config.json").write_text("[]"), "adapter_config.json: is not a JSON object"),
+    "no weights": (lambda a: (a / "adapter_model.safetensors").unlink(), "adapter_model.safetensors: no such file"),
     "cut weights": (
         lambda a: (a / "adapter_model.safetensors").write_bytes((a / "adapter_model.safetensors").read_bytes()[:99]),
-        "adapter_model.safetensors: cannot be read: it is damaged",
+        "adapter_model.safetensors: cannot be read: the file is damaged",
     ),
-    "another rank": (reshaped("q_proj.lora_A", lambda t: t[:3]), "which is no adapter of rank 4"),
+    "another rank": (reshaped("q_proj.lora_A", lambda t: t[:3]), "which does not fit an adapter of rank 4"),
     "no numbers": (
         reshaped("q_proj.lora_A", lambda t: t * torch.nan),
         "its weights are damaged: 1 of them contain values",
@@ -200,14 +200,14 @@ def test_layers_that_the_base_does_not_have_are_named(base: Path, tmp_path: Path
 def test_an_adapter_of_an_adapter_is_refused(base: Path, tmp_path: Path) -> None:
     first, second = made_by_peft(base, tmp_path / "first"), made_by_peft(base, tmp_path / "second")
     edited(base_model_name_or_path=str(first))(second)
-    with pytest.raises(ModelError, match="is an adapter of .*/first, which is one itself"):
+    with pytest.raises(ModelError, match="is an adapter of .*/first, which is itself an adapter"):
         load_model(str(second), dtype="float64", device="cpu")
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_head_that_is_also_the_embedding_has_none(base: Path, tmp_path: Path) -> None:
     adapter = made_by_peft(base, tmp_path / "theirs", target_modules=["lm_head"])
-    with pytest.raises(ModelError, match="holds .*base_layer.weight', which is neither A nor B of a linear layer"):
+    with pytest.raises(ModelError, match="holds .*base_layer.weight', which is neither matrix A nor B"):
         load_model(str(adapter), dtype="float64", device="cpu")
     file = adapter / "adapter_model.safetensors"
     save_file({name: held for name, held in load_file(file).items() if ".lora_" in name}, file)
@@ -382,8 +382,8 @@ def test_the_card_says_what_was_trained_on_what_and_what_came_of_it(home: Path) 
         "| prompts | `rows.jsonl` |",
         "| graded by | `exact` |",
         "| schedule | async (tau = 4.0",
-        "| adapters | rank 2, alpha 8, merged here and by themselves in `adapter` |",
-        f"| updates | 2, on 8 answers of {tokens:,.0f} tokens together |",
+        "| adapters | rank 2, alpha 8, merged into this model, and kept separately in `adapter` |",
+        f"| updates | 2, on 8 responses with {tokens:,.0f} tokens in total |",
         f"| loss | {trained[0]['loss']:.4g} | {trained[-1]['loss']:.4g} |",
         f"| `rows.jsonl` | 0 | 6 | {held_out[0]['accuracy']:.4g} |",
         f"| `rows.jsonl` | 2 | 6 | {held_out[-1]['accuracy']:.4g} |",

@@ -603,7 +603,7 @@ def test_a_function_writes_a_context_in_a_process_of_its_own(
         group.append(Handle(replace(header_of(made), attempts=Attempts(best="23", last_reward=0.5)), made))
     found = asyncio.run(scorer.score(group))
     scorer.close()
-    whys = ["", "took more than 1.5 s", "ended its process", "returned int 3, which is no text", "has 102 tokens", ""]
+    whys = ["", "took more than 1.5 s", "ended its process", "returned int 3, which is not text", "have 102 tokens", ""]
     for handle, why in zip(found, whys, strict=True):
         if why:
             assert handle.header.finish == "error" and why in handle.header.cause
@@ -629,8 +629,8 @@ def test_what_a_context_cannot_have_is_told_in_one_line(tmp_path: Path) -> None:
             parsed(teacher, **tree)
     for name, graded, message in (
         ("nobody", True, "teachers.me.context = '.*own.py:nobody': no function 'nobody' in it; known: shows, strange"),
-        ("strange", True, "nothing is known for its parameter 'answer'; known: prompt, response, ground_truth, meta"),
-        ("shows", False, "teachers.me.context = .* asks for 'best', which rewards decide: set task.reward"),
+        ("strange", True, "no value is available for its parameter 'answer'; known: prompt, response"),
+        ("shows", False, "teachers.me.context = .* asks for 'best', which needs rewards: set task.reward"),
     ):
         with pytest.raises(ConfigError, match=message):
             check_function("me", where + name, graded=graded)

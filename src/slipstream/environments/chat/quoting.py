@@ -1,7 +1,7 @@
-"""Text as tokens, where some of it is a template's and may hold control tokens, and some is quoted and may not.
+"""Tokenization of template text, which may hold control tokens, together with quoted text, which may not.
 
-Every token that was added to a tokenizer is one for control: `<|im_end|>`, and `<tool_call>`, too, which tokenizers do
-not call special. Quoted text that spells one is encoded as the letters that it is made of.
+Every added token of a tokenizer counts as a control token: `<|im_end|>`, and also `<tool_call>`, which tokenizers do
+not mark as special. Quoted text that spells a control token is encoded as ordinary text.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ class Part:
 
 
 class Quoting:
-    """A copy of a tokenizer in which every control token has a name of its own that nobody can guess. Text is encoded
-    in one go, so that its tokens are those which the tokenizer itself would give where no quoted text spells one."""
+    """Copy of a tokenizer in which control tokens have random names, so that quoted text cannot spell them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer.name_or_path
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ModelError(f"{self.tokenizer}: no tokenizer.json there, and what tools say needs one: convert it")
+            raise ModelError(
+                f"{self.tokenizer}: no tokenizer.json there, which tool results need: convert the tokenizer"
+            )
         state = json.loads(backend.to_str())
         control = [each for each in state["added_tokens"] if _controls(each)]
         self.control = {each["content"]: each["id"] for each in control}
-        """Ids by text."""
+        """Ids of control tokens by their text."""
         self.anchor = next((each["content"] for each in control if not each["rstrip"]), "")
-        """Begins whatever is encoded, and is taken off: it eats no blanks behind it."""
+        """Control token that is put before every text and then removed. It must not strip the blanks that follow it."""
         secret = secrets.token_hex(8)
         self.names = {text: f"[{secret}.{index}]" for text, index in self.control.items()}
         real = {self.names.get(each["content"], each["content"]): each["id"] for each in state["added_tokens"]}
         self.renamed = type(backend).from_str(json.dumps(_renamed(state, self.names)))
         self.ids = {self.renamed.token_to_id(name): index for name, index in real.items()}
-        texts = sorted(self.control, key=len, reverse=True)  # the longest is found first, as tokenizers do
+        texts = sorted(self.control, key=len, reverse=True)  # prefer the longest match, as tokenizers do
         self.pattern = re.compile("|".join(map(re.escape, texts)) or r"(?!)")
         model = state["model"]
         self._prove(unknown=model["unk_id"] if "unk_id" in model else backend.token_to_id(model.get("unk_token") or ""))
 
     def encode(self, parts: Sequence[Part]) -> list[int]:
-        """As behind another control token: what a tokenizer puts before the beginning of a text is not there."""
+        """Encode the parts as the continuation of a text, without the prefix that some tokenizers add to a text."""
         named = (p.text if p.quoted else self.pattern.sub(lambda found: self.names[found[0]], p.text) for p in parts)
-        text = "".join(named).encode("utf-8", "replace").decode()  # what is half a character becomes "?"
+        text = "".join(named).encode("utf-8", "replace").decode()  # half of a surrogate pair becomes "?"
         try:
             ids = self.renamed.encode(self.names.get(self.anchor, "") + text, add_special_tokens=False).ids
-        except Exception as error:  # tokenizers raises Exception itself
+        except Exception as error:  # the library raises plain Exception
             said = "".join(part.text for part in parts if part.quoted)
             raise DataError(f"{self.tokenizer} cannot encode {said[:60]!r}: {first_line(error)}") from None
         return [self.ids.get(index, index) for index in ids[bool(self.anchor) :]]
@@ -64,19 +65,19 @@ class Quoting:
         for text in self.control:
             try:
                 ids = self.encode([Part(text, quoted=True)])
-            except DataError:  # it cannot be written at all
+            except DataError:  # this tokenizer cannot encode the text at all
                 continue
             if not ids or not forbidden.isdisjoint(ids):
                 raise ModelError(f"{self.tokenizer}: the text {text!r} of a control token cannot be written without it")
 
 
 def _controls(added: dict[str, Any]) -> bool:
-    """All but runs of blanks, which are how some tokenizers write indented text."""
+    """Return whether an added token is a control token; runs of blanks (for indented text) are not."""
     return bool(added["special"] or added["content"].strip(" \t\r\n▁"))
 
 
 def _renamed(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """What a tokenizer is made of, its model included: in some of them control tokens are words like others."""
+    """Rename tokens in a tokenizer's state. This includes its model, whose vocabulary may hold control tokens."""
     added = [each | {"content": names.get(each["content"], each["content"])} for each in state["added_tokens"]]
     model = dict(state["model"])
     if isinstance(model["vocab"], list):

@@ -1,5 +1,6 @@
-"""How a conversation of several turns becomes tokens: what was sampled stays the ids that it was, and what the chat
-template puts behind it, up to the header of the next turn, is appended. What tools say never becomes a control token.
+"""Renderer of conversations with several turns. Sampled tokens keep their ids, and template text is appended.
+
+Tool results never become control tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Renderer:
         tools: Sequence[dict[str, Any]] = (),
         format: str = "auto",
     ) -> None:
-        """ModelError where this tokenizer's template cannot be used."""
+        """Inspect the tokenizer's chat template; raise ModelError if it cannot be used."""
         self.name = tokenizer.name_or_path
         if tokenizer.chat_template is None:
             raise ModelError(f"{self.name} has no chat template, and episodes of several turns need one")
@@ -52,36 +53,37 @@ class Renderer:
         self.special = any_of([text for text in special if not any(text in mark for mark in self.format.marks)])
         self.schemas = schemas_of(tools)
         self.spells = format == "hermes"
-        """Calls stand in the assistant's text, whatever the template would write."""
+        """Calls are written into the assistant's text; the template's own format is not used."""
         self.wraps = self._wraps(format)
-        """What tools say is put into turns of the user, as the template has no other place for it."""
+        """Tool results are written as turns of the user, since the template has no role for them."""
         end, tail = self.template.tail([ASKED])
         tails = [tail] if self.wraps else [tail, self.template.tail([SHOWN])[1]]
         self.thinks = all(begins_thinking(each[-1].text) for each in tails)
         self.notes = tuple(self._notes(end))
-        """What a person should know of this template."""
+        """Properties of this template that the user should know, for the log."""
         self._check_tokens([Part(end, quoted=False), *(part for part in tail if not part.quoted)])
 
     @cached_property
     def longest(self) -> int:
-        """Return the bytes of the longest token, or somewhat more: some vocabularies write a byte as two."""
+        """Return an upper bound of the bytes of a token; some vocabularies write one byte as two."""
         return max(len(token.encode("utf-8", "replace")) for token in self.tokenizer.get_vocab())
 
     def parse(self, ids: Ints, *, cut: bool = False, tools: Sequence[dict[str, Any]] | None = None) -> Reply:
-        """What one sampled turn says, its stop token included if there is one. `cut`: it ended by length. `tools`: of
-        this call, in place of those of all."""
+        """Parse one sampled turn. `cut`: it reached its length limit. `tools`: schemas that replace the renderer's."""
         schemas = self.schemas if tools is None else schemas_of(tools)
         found = self.format.read(self.visible(ids), cut=cut, schemas=schemas)
         return Reply(found.text.strip(), tuple(found.calls), tuple(found.faults))
 
     def visible(self, ids: Ints) -> str:
-        """What one sampled turn says, calls and all, without its thinking and special tokens."""
+        """Return the text of one sampled turn with its calls, without thinking and special tokens."""
         text = self.text(ids[:-1] if len(ids) and int(ids[-1]) in self.stop_ids else ids)
         return self.special.sub("", without_thinking(text, self.format, begun=self.thinks))
 
     def open(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> Ints:
-        """A conversation from its beginning to the header of the assistant's next turn. What was seen after a turn of
-        the assistant is quoted; what comes before is a prompt, which may hold control tokens, as that of a row may."""
+        """Render a conversation from its beginning to the header of the assistant's next turn.
+
+        Observations after an assistant's turn are quoted. Earlier messages are a prompt, which may hold control tokens.
+        """
         said = [self._as_called(message) for message in messages]
         said = wrapped(said) if self.wraps else numbered(said)
         first = next((n for n, message in enumerate(said) if message["role"] == "assistant"), len(said))
@@ -102,7 +104,7 @@ class Renderer:
         return np.array(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
     def _as_called(self, message: Message) -> Message:
-        """As the template takes it: calls as JSON text or as objects, or, where it knows none, in the text."""
+        """Convert a message with calls: as JSON text or objects, as the template needs, or written into the text."""
         if not message.get("tool_calls"):
             return message
         calls = [Call(each["function"]["name"], each["function"]["arguments"]) for each in message["tool_calls"]]
@@ -113,7 +115,7 @@ class Renderer:
         return {"role": "assistant", "content": text.strip()}
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints:
-        """What follows a sampled turn: its end if it was cut, the separator, messages, the header of the next turn."""
+        """Return the tokens after a sampled turn: its end (if cut), separator, messages, header of the next turn."""
         for message in messages:
             self._check(message)
         try:
@@ -126,19 +128,19 @@ class Renderer:
         return np.array(tokens, np.int32)
 
     def text(self, ids: Ints) -> str:
-        """Special tokens and all."""
+        """Decode ids, including special tokens."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _check(self, message: Message) -> None:
         if not isinstance(message.get("content"), str) or not isinstance(message.get("role"), str):
-            raise DataError(f"a message of an environment has a role and a content, both text, not {message!r}")
+            raise DataError(f"a message of an environment must have a role and a content, both text, not {message!r}")
         rest = json.dumps(
             {key: value for key, value in message.items() if key != "content"}, ensure_ascii=False, default=str
         )
         if found := self.quoting.pattern.search(rest):
-            raise DataError(f"{found[0]!r} is a control token: of a message only the content may say it, not {rest}")
+            raise DataError(f"{found[0]!r} is a control token: only the content of a message may hold it, not {rest}")
 
-    # --- what is found out of a template ------------------------------------------------------------------------------
+    # --- inspection of the template -----------------------------------------------------------------------------------
 
     def _format(self, format: str) -> Format:
         if format == "hermes":
@@ -152,7 +154,7 @@ class Renderer:
             self.template.mark,
         )
         if found is None:
-            raise ModelError(f"{self.name}: its chat template writes no calls, or in a way not known: {WRITE_HERMES}")
+            raise ModelError(f"{self.name}: its chat template has no tool calls, or an unknown format: {WRITE_HERMES}")
         return found
 
     def _wraps(self, format: str) -> bool:
@@ -162,7 +164,7 @@ class Renderer:
             self.template.prove(*messages)
         why = self.template.takes(SHOWN)
         if why and format == "auto":
-            raise ModelError(f"{self.name}: it has no place for what tools say: {why}: {WRITE_HERMES}")
+            raise ModelError(f"{self.name}: its chat template has no role for tool results: {why}: {WRITE_HERMES}")
         try:
             for messages in [] if why else [[SHOWN], [SHOWN, SHOWN_TOO], [SHOWN, ASKED]]:
                 self.template.prove(*messages)
@@ -178,26 +180,26 @@ class Renderer:
             notes.append(f"the chat template of {self.name} would strip thinking from earlier turns; it is kept")
         if self.wraps:
             notes.append(
-                f"the chat template of {self.name} has no place for tools; what they say is put into turns of the user"
+                f"the chat template of {self.name} has no role for tool results; they are written as turns of the user"
             )
         if not end:
-            notes.append(f"the chat template of {self.name} ends the assistant's turn by no stop token")
+            notes.append(f"the chat template of {self.name} does not end the assistant's turn with a stop token")
         return notes
 
     def _check_tokens(self, parts: Sequence[Part]) -> None:
-        """Ours are those of the tokenizer itself, where nothing that is quoted looks like a control token."""
+        """Check that unquoted text gets the tokenizer's own tokens; raise ModelError if not."""
         try:
             ours = self.quoting.encode(parts)
         except DataError as error:
-            raise ModelError(f"what its chat template writes has no tokens: {error}") from None
+            raise ModelError(f"the text of the chat template cannot be encoded: {error}") from None
         text = self.quoting.anchor + "".join(part.text for part in parts)
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if ids[bool(self.quoting.anchor) :] != ours:
-            raise ModelError(f"{self.name}: its control tokens cannot be told from the text around them")
+            raise ModelError(f"{self.name}: its control tokens cannot be separated from the text around them")
 
 
 def schemas_of(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of the arguments, by name."""
+    """Return the schemas of the tools' arguments, by the name of the tool."""
     functions = [tool.get("function", tool) for tool in tools]
     return {each["name"]: each.get("parameters") or {} for each in functions}
 
@@ -211,8 +213,10 @@ def begins_thinking(header: str) -> bool:
 
 
 def without_thinking(text: str, form: Format, *, begun: bool) -> str:
-    """`begun`: thinking goes on from the header, as it does where it ends before it begins. What does not end lasts to
-    the end. What a call says of thinking is none."""
+    """Remove the thinking from a turn's text. Thinking without end mark lasts to the end; marks inside calls are kept.
+
+    `begun`: the header has begun the thinking. The same is assumed if an end mark comes before any begin mark.
+    """
     begin, kept, at = form.begin or "{", list[str](), 0
     if begun and not text.lstrip().startswith("<think>"):
         at = _after(text, "</think>", 0)
@@ -240,14 +244,14 @@ def _after(text: str, mark: str, at: int) -> int:
 
 
 def numbered(messages: Sequence[Message]) -> list[Message]:
-    """Some templates write which call a tool answers: the first message answers the first."""
+    """Add call ids to tool messages, in order, since some templates print which call a message answers."""
     tools = [place for place, message in enumerate(messages) if message["role"] == "tool"]
     ids = {place: {"tool_call_id": f"{number:09d}"} for number, place in enumerate(tools)}
     return [ids.get(place, {}) | message for place, message in enumerate(messages)]
 
 
 def wrapped(messages: Sequence[Message]) -> list[Message]:
-    """What tools say as a turn of the user; one turn for several that follow each other."""
+    """Convert tool messages to turns of the user; consecutive ones share one turn."""
     turns, open_turn = list[Message](), False
     for message in messages:
         tool = message["role"] == "tool"

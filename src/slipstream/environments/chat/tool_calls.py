@@ -1,7 +1,8 @@
-"""How calls of tools are written in a student's text, and read from it.
+"""Parser of tool calls in a student's text.
 
-JSON between two marks, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; the name between two marks and the
-arguments as JSON behind it; JSON and nothing else; or `<function=NAME><parameter=KEY>value</parameter></function>`.
+Four formats are known: JSON between two marks, `<tool_call>{"name": …, "arguments": {…}}</tool_call>`; the name between
+two marks, then the arguments as JSON; JSON without marks, if the whole turn is calls; and tags,
+`<function=NAME><parameter=KEY>value</parameter></function>`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LOOKS_BARE = re.compile(r'[{\[]\s*(\{\s*)?("type"\s*:\s*"function"|"(name|functi
 
 
 class Fault(Exception):
-    """Why something is no call, for the student to read."""
+    """A malformed call. The student reads the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,20 +28,20 @@ class Format:
     begin: str
     end: str
     middle: str | None = None
-    """Between the name and the arguments; none where the name is in the JSON."""
+    """Mark between the name and the arguments; None if the name is in the JSON."""
     outer: tuple[str, ...] = ()
-    """Marks around all calls of a turn."""
+    """Marks around the group of all calls of a turn; empty if there are none."""
     tags: bool = False
-    """`<function=NAME>` rather than JSON."""
+    """Calls are written as `<function=NAME>` tags, not as JSON."""
     as_text: bool = False
-    """The template takes arguments as JSON text, not as an object."""
+    """The chat template takes arguments as JSON text, not as an object."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.begin, self.middle, self.end, *self.outer)))
 
     def read(self, text: str, *, cut: bool = False, schemas: Mapping[str, Any] | None = None) -> Found:
-        """`schemas`: of the arguments, by the name of the tool. `cut`: the text ended by length."""
+        """Parse a turn. `schemas`: JSON schemas of the arguments, by tool. `cut`: the turn reached its length limit."""
         return Reading(self, text, cut, schemas or {}).all()
 
 
@@ -52,7 +53,7 @@ class Found:
     calls: list[Call] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     text: str = ""
-    """What is around the calls."""
+    """Text outside of the calls."""
 
 
 class Reading:
@@ -73,12 +74,12 @@ class Reading:
             rest = rest.replace(mark, "")
         for stray in ("<function=",) * self.form.tags + (self.form.end,) * bool(self.form.end):
             if stray in rest:
-                self.found.faults.append(f"{stray} stands where no call was begun by {self.form.begin}")
+                self.found.faults.append(f"{stray} without {self.form.begin} before it")
         self.found.text = rest
         return self.found
 
     def _one(self, at: int) -> int:
-        """A call, whose beginning was read, and where to go on."""
+        """Parse the call after a begin mark; return the position behind the call."""
         end, text = self.form.end, self.text
         try:
             calls, after = self._tags(at) if self.form.tags else self._json(at)
@@ -124,7 +125,7 @@ class Reading:
         return [Call(name, arguments)], at + len("</function>")
 
     def _typed(self, tool: str, key: str, said: str) -> Any:
-        """Tags do not tell text from numbers; the schema does. What it does not fit is for the tool to refuse."""
+        """Convert a parameter to the schema's type; return text that does not fit, so that the tool can refuse it."""
         kind = self.schemas.get(tool, {}).get("properties", {}).get(key, {}).get("type", "string")
         if kind == "string":
             return said
@@ -134,7 +135,7 @@ class Reading:
             return said
 
     def _bare(self) -> None:
-        """The whole turn is calls, or none of it is."""
+        """Parse a turn without marks: either the whole turn is calls, or it has none."""
         text, at, calls = self.text.strip(), 0, list[Call]()
         self.found.text = text
         if not LOOKS_BARE.match(text):
@@ -151,7 +152,7 @@ class Reading:
 
 
 def finite(said: str) -> float:
-    """Return a number, but for NaN, Infinity and such as 1e400: written again, these would be no JSON."""
+    """Parse a number; raise ValueError for NaN, Infinity and overflows such as 1e400, which JSON cannot represent."""
     if not math.isfinite(value := float(said)):
         raise ValueError(f"{said[:60]} is no finite number")
     return value
@@ -193,7 +194,7 @@ def _calls(value: Any) -> list[Call]:
 def _call(name: Any, arguments: Any) -> Call:
     if not isinstance(name, str) or not name:
         raise Fault('a call has no "name"')
-    if isinstance(arguments, str):  # JSON in JSON, as some write it
+    if isinstance(arguments, str):  # some models write the arguments as JSON text inside of the JSON
         said = arguments
         arguments, after = value_at(said, 0)
         if said[after:].strip():

@@ -1,4 +1,4 @@
-"""Which way of writing calls a chat template has, found out from what it makes of some."""
+"""Detection of the tool-call format of a chat template, by rendering example calls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slipstream.environments import Call, Message
 from slipstream.environments.chat.tool_calls import Fault, Format, value_at
 
 Render = Callable[[list[Message], bool], str]
-"""Messages, and whether the header of the assistant's next turn follows."""
+"""Function that renders messages; the flag adds the header of the assistant's next turn."""
 
 
 def said_calls(calls: Sequence[Call], *, content: str = "", as_text: bool = False) -> Message:
-    """An assistant's message, as templates take it."""
+    """Return an assistant's message with these calls, in the form that chat templates take."""
     return {
         "role": "assistant",
         "content": content,
@@ -33,7 +33,7 @@ def said_calls(calls: Sequence[Call], *, content: str = "", as_text: bool = Fals
 
 
 def format_of(render: Render, stops: re.Pattern[str], mark: str) -> Format | None:
-    """Of a template, from what it makes of one call and of two; none if it writes none, or in a way not known here."""
+    """Detect a template's call format by rendering one call and two calls; None if there is none or it is unknown."""
     one = [Call(f"look{mark}", {"what": f"there{mark}"})]
     two = [*one, Call(f"find{mark}", {"what": f"here{mark}"})]
     for as_text in (False, True):
@@ -50,17 +50,17 @@ def format_of(render: Render, stops: re.Pattern[str], mark: str) -> Format | Non
 
 
 def _written(render: Render, stops: re.Pattern[str], mark: str, calls: Sequence[Call], as_text: bool) -> str | None:
-    """What stands in the assistant's turn for some calls."""
+    """Return the text that a template renders for calls, without the stop token; None if the calls are not in it."""
     asked: list[Message] = [{"role": "user", "content": "?"}]
     try:
         whole = render([*asked, said_calls(calls, content=f"so{mark}z", as_text=as_text)], False)
         _, found, said = whole.rpartition(f"so{mark}z")
-        if not found:  # some leave out all else that was said
+        if not found:  # some templates drop the content of a turn that has calls
             header, whole = render(asked, True), render([*asked, said_calls(calls, as_text=as_text)], False)
             if not whole.startswith(header):
                 return None
             said = whole[len(header) :]
-    except Exception:  # a template is a program, and may raise anything
+    except Exception:  # templates are programs and may raise anything
         return None
     said = stops.split(said, maxsplit=1)[0]
     return said if all(call.name in said and call.arguments["what"] in said for call in calls) else None
@@ -87,13 +87,13 @@ def _shape(said: str, name: str, as_text: bool) -> Format | None:
 
 
 def _shared(form: Format, both: str, calls: Sequence[Call]) -> Format:
-    """Marks of each call, told from those around all of them by what stands between two."""
+    """Separate the marks of one call from the marks around all calls, by the text between two calls."""
     first, second = (both.index(call.arguments["what"]) for call in calls)
     between = both[first : both.index(calls[1].name) if form.middle is not None else second]
     if form.middle is None:
         between = between[: max(between.rfind("{", 0, between.find(calls[1].name)), 0)]
     between = between.rstrip()
-    # marks begin with a bracket and end with one
+    # every mark begins and ends with a bracket
     begins = [form.begin[found.start() :] for found in re.finditer(r"[<\[]", form.begin)]
     begin = next((each for each in begins if between.endswith(each)), "")
     if form.tags or not begin or begin == form.begin:

@@ -1,5 +1,6 @@
-"""What a chat template puts behind an assistant's turn: its end, what the student sees next, the header of its next
-turn. And the proof that this tail depends on nothing that came before.
+"""Turn boundaries (tails) of chat templates, and the check that they do not depend on the earlier conversation.
+
+A tail is the text after an assistant's turn: the turn's end, the observations, and the header of the next turn.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ SHOWN_TOO: Message = {"role": "tool", "content": "Seen, too.", "tool_call_id": "
 
 
 class Refused(Exception):
-    """By a template: some messages."""
+    """The chat template refuses or misrenders some messages."""
 
 
 class Template:
     def __init__(
         self, tokenizer: Tokenizer, stops: re.Pattern[str], tools: Sequence[Any], args: Mapping[str, Any]
     ) -> None:
-        """`stops`: the texts of stop tokens."""
+        """Copy the tokenizer. `stops` matches the texts of stop tokens."""
         self.name = tokenizer.name_or_path
-        self.tokenizer = copy.deepcopy(tokenizer)  # which is not for several threads at a time
+        self.tokenizer = copy.deepcopy(tokenizer)  # tokenizers are not thread-safe
         self.stops, self.tools, self.args = stops, list(tools), dict(args)
         self.mark = secrets.token_hex(8)
         self.as_text: bool | None = None
-        """Arguments of calls are JSON text, or objects; none where calls are no more than what an assistant says."""
+        """Arguments of calls are JSON text (True) or objects (False); None: calls are part of the assistant's text."""
         self.calling: dict[bool, bool] = {}
-        """Whether an assistant's turn must hold calls, for messages that begin with one of a tool, and for others."""
+        """Flag that the previous turn must have calls, for tails that begin with a tool message (True) and others."""
 
     def render(self, messages: Sequence[Message], header: bool, **args: Any) -> str:
         options = self.args | ({"tools": self.tools} if self.tools else {}) | args
@@ -58,11 +59,11 @@ class Template:
                     list(messages), add_generation_prompt=header, tokenize=False, **options
                 )
             )
-        except Exception as error:  # a template is a program, and may raise anything
+        except Exception as error:  # templates are programs and may raise anything
             raise Refused(f"the chat template refuses these messages: {first_line(error)}") from None
 
     def opened(self, messages: Sequence[Message], tools: Sequence[Any], quoted: Sequence[int]) -> list[Part]:
-        """A whole conversation and the header of the next turn, the contents of some of its messages quoted."""
+        """Render a conversation and the header of the next turn; quote the contents of the messages in `quoted`."""
         marked = [
             message | {"content": self._marked(n, message["content"])} if n in quoted else message
             for n, message in enumerate(messages)
@@ -71,7 +72,7 @@ class Template:
         return self._parts(text, [m if n in quoted else m | {"content": ""} for n, m in enumerate(messages)])
 
     def tail(self, messages: Sequence[Message]) -> tuple[str, list[Part]]:
-        """What ends the assistant's turn, up to a stop token, and what follows, of which contents are quoted."""
+        """Return the end of the assistant's turn up to its stop token, and the parts after it with quoted contents."""
         tool = bool(messages) and messages[0]["role"] == "tool"
         return self._tail(messages, calling=self.calling[tool])
 
@@ -84,24 +85,24 @@ class Template:
         pieces = self.render([*history, *marked], True, **args).split(f"{self.mark}z")
         after, called = pieces[-1], "tool_calls" in history[-1]
         if len(pieces) < 2 or (len(pieces) > 2 and not called):
-            raise Refused("the chat template does not show once what the assistant said")
+            raise Refused("the chat template does not print the assistant's text exactly once")
         stop, shown = self.stops.search(after), f"{after}{self.mark}o".index(f"{self.mark}o")
-        if stop and stop.start() < shown:  # it is the assistant's, not that of a message
+        if stop and stop.start() < shown:  # the stop token ends the assistant's turn, not a message
             return stop[0] if called else after[: stop.end()], after[stop.end() :]
         if called:
-            raise Refused("the chat template does not end a turn of calls by a stop token")
+            raise Refused("the chat template does not end a turn of calls with a stop token")
         return "", after
 
     def _said(self, text: str = "") -> Message:
         return {"role": "assistant", "content": f"{text}It is {self.mark}z"}
 
     def _called(self, messages: Sequence[Message] = (), name: str = "look") -> Message:
-        """As many calls as are answered."""
+        """Return an assistant's message with one call per tool message, at least one."""
         count = max(1, sum(message["role"] == "tool" for message in messages))
         return said_calls([Call(name, {"what": f"{self.mark}z"})] * count, as_text=bool(self.as_text))
 
     def _marked(self, number: int, content: str) -> str:
-        """Blanks at either end stay outside of the marks, as templates may strip them."""
+        """Put marks around a content. Leading and trailing blanks stay outside, since templates may strip them."""
         core = content.strip()
         if not core:
             return content
@@ -113,21 +114,21 @@ class Template:
         parts, shown, last = [Part(first, quoted=False)], set[str](), ("c", "")
         for side, number, piece in zip(pieces[::3], pieces[1::3], pieces[2::3], strict=True):
             if (last[0] == "o") if side == "o" else (last != ("o", number)):
-                raise Refused("the chat template takes a message apart")
+                raise Refused("the chat template splits a message")
             parts.append(Part(piece, quoted=side == "o"))
             shown.add(number)
             last = (side, number)
         if last[0] == "o":
-            raise Refused("the chat template cuts a message off")
+            raise Refused("the chat template truncates a message")
         for place, message in enumerate(messages):
             if message["content"].strip() and str(place) not in shown:
-                raise Refused(f"the chat template does not show messages whose role is {message['role']!r}")
+                raise Refused(f"the chat template does not print messages whose role is {message['role']!r}")
         return parts
 
-    # --- the proof ----------------------------------------------------------------------------------------------------
+    # --- checks of turn boundaries ------------------------------------------------------------------------------------
 
     def takes(self, *messages: Message) -> str:
-        """Why not; empty if it does."""
+        """Return why these messages cannot follow an assistant's turn; empty if they can."""
         tool, why = messages[0]["role"] == "tool", ""
         for calling in (False, True) if tool and self.as_text is not None else (False,):
             try:
@@ -140,26 +141,26 @@ class Template:
         return why
 
     def prove(self, *messages: Message) -> None:
-        """ModelError unless these messages have one tail, whatever came before."""
+        """Raise ModelError if the tail of these messages depends on the earlier conversation."""
         tool = bool(messages) and messages[0]["role"] == "tool"
         calling = self.calling[tool]
         try:
             wanted = self._split([ASKED, self._called(messages) if calling else self._said()], messages)
-        except Refused:  # and so they will be where they come
+        except Refused:  # these messages will be refused in a run, too
             return
         for what, history, args in self._histories(messages):
             if self.as_text is None and any("tool_calls" in message for message in history):
                 continue
             try:
                 end, after = self._split(history, messages, **args)
-            except Refused:  # no conversation comes to be like this
+            except Refused:  # no conversation can have this history
                 continue
             if calling or "tool_calls" in history[-1]:
-                end = wanted[0]  # some have a stop token of their own for calls
+                end = wanted[0]  # some templates end calls with a different stop token
             if (end, after) != wanted:
                 instead = ', or write environment.format = "hermes"' if tool else ""
                 raise ModelError(
-                    f"{self.name}: what its chat template puts after an assistant's turn depends on {what}, so that "
+                    f"{self.name}: what its chat template prints after an assistant's turn depends on {what}, so that "
                     f"turns cannot be joined: give the tokenizer a template in which it does not{instead}"
                 )
 
@@ -188,7 +189,7 @@ class Template:
             yield "the date", [ASKED, last], {"strftime_now": lambda form: "another day"}
 
     def strips_thinking(self) -> bool:
-        """Of earlier turns."""
+        """Return whether the template removes the thinking from earlier turns."""
         try:
             return "Perhaps that." not in self.render([ASKED, THOUGHT, ASKED], True)
         except Refused:
