@@ -20,7 +20,7 @@ from slipstream.studies.study import Study
 from slipstream.studies.table import SweepConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CHANGELOG.md"})
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 SETTING = re.compile(r"(?<![\w-])--([a-z_]+(?:\.[a-z_]+)+)")
 SHELLS = {"", "sh", "bash", "shell", "console", "text"}

@@ -19,8 +19,8 @@ ROW = re.compile(r"^\| `([\w/.]+)` \|", re.M)
 
 
 def order() -> list[str]:
-    """The files of README's table."""
-    table = (ROOT / "README.md").read_text("utf-8").partition("## Where to read")[2].partition("\n## ")[0]
+    """Return the files of the table in docs/files.md, in its order."""
+    table = (ROOT / "docs" / "files.md").read_text("utf-8")
     return [name.strip("/").replace("/", ".") for name in ROW.findall(table) if name != "examples/loop.py"]
 
 
