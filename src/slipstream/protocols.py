@@ -1,7 +1,7 @@
-"""What an engine is: three protocols, and nothing that needs torch.
+"""Protocols of the engines: samplers, scorers, graders and the learner. Nothing here needs torch.
 
-The pipeline sees engines through this file only. Whole groups go in and come out; `Handle.body` is the record itself in
-this process, or a reference to it elsewhere.
+The pipeline knows engines only through this file. Engines take and return whole groups. `Handle.body` is the record
+itself, or a reference to a record in another process.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from slipstream.records import Said as Said
 
 T = TypeVar("T")
 Mode = Literal["keep", "drain", "restart"]
-"""What a publish does to running requests: go on under the new weights, finish first, or begin again."""
+"""Effect of a publish on running requests: continue with the new weights, finish first, or start again."""
 Fingerprint = str
 Quote = dict[str, Any]
-"""A line of samples.jsonl."""
+"""One line of samples.jsonl."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw: temperature, min_p, top_k, top_p, each on what the one before left. Temperature 0 is greedy."""
+    """Sampling options. Temperature, min_p, top_k and top_p apply in this order. Temperature 0 is greedy."""
 
     max_tokens: int
     group: int = 1
     draws: int = 1
-    """At every position, the emitted token among them."""
+    """Tokens sampled independently at every position; the first of them is the emitted token."""
     best: int = 0
-    """How many of the likeliest ids are recorded at every position, beside the draws."""
+    """Number of most likely ids recorded at every position, in addition to the draws. 0 records none."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     keep_mask: bool = False
-    """Tell with every token what else these three left."""
+    """Record the sampling support of every token: the ids that min_p, top_k and top_p left."""
     greedy: bool = False
-    """Beside the group, an answer drawn greedily and graded, of which only the rewards stay (see `Graded`)."""
+    """Also generate and grade one greedy answer per prompt, and keep only its rewards (see `Graded`)."""
     alone: bool = False
-    """One answer of the student to each prompt, and no agent: by these engines are compared."""
+    """Generate one answer of the student without an agent. Comparisons between engines use this."""
     park: bool = False
-    """These sequences will probably be gone on with: what is known of them may be kept while the weights stay."""
+    """These sequences will probably be continued, so the engine may keep their cache until the weights change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class WeightsRef:
-    """All weights as one flat array of bytes (or a reference to it), the manifest that says what lies where, and the
-    version that whoever runs them writes on every token."""
+    """All weights as one flat byte array or a reference to it, with the position of each tensor and a version."""
 
     manifest: tuple[TensorSpec, ...]
     body: Any
@@ -69,32 +68,32 @@ class WeightsRef:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a publish did. The three times are the parts of the pause in which no token is drawn."""
+    """Result of a publish. `wait`, `load` and `rebuild` add up to the pause in which no token is sampled."""
 
     fingerprint: Fingerprint
-    """Of the weights that this engine will really run."""
+    """Fingerprint of the weights that the engine runs after the publish."""
     wait: float = 0.0
-    """Seconds until running requests stood still: a token boundary, or in drain mode their end."""
+    """Seconds until running requests reached a token boundary, or in drain mode their end."""
     load: float = 0.0
-    """Seconds in which weights were copied and their fingerprint taken."""
+    """Seconds in which weights were copied and their fingerprint computed."""
     rebuild: float = 0.0
-    """Seconds in which the prefixes of running requests went through the new weights."""
+    """Seconds in which the prefixes of running requests were recomputed with the new weights."""
     thrown: int = 0
-    """Tokens of running requests that begin again."""
+    """Discarded tokens of running requests that start again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weighed:
-    """How fresh a sample is, and what it counts for that."""
+    """Freshness score `f` and freshness weight `w` of a sample, and the values from which they are computed."""
 
     lag: int
-    """Updates since its oldest trained token."""
+    """Updates since the version of the oldest trained token."""
     roll: float
-    """Mean KL, over its trained tokens, from the student as it is to what drew them; infinite where none is known."""
+    """Mean of KL(current student ‖ sampling policy) over trained tokens; infinite if it is known for no token."""
     sup: float
-    """The same from what its teacher says of it to what it said."""
+    """Mean of KL(teacher now ‖ teacher when it scored the sample) over trained tokens; infinite as for `roll`."""
     roll_coverage: float
-    """Share of its trained tokens of which that is known."""
+    """Share of trained tokens whose KL is known for `roll`; `sup_coverage` is the same for `sup`."""
     sup_coverage: float
     f: float
     w: float
@@ -102,23 +101,23 @@ class Weighed:
 
 class Sampler(Protocol):
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
-        """The whole group: `sampling.group` responses, in the order of their index.
+        """Return the whole group: `sampling.group` responses, ordered by index.
 
-        `begun` is what some sampler has handed over of it: what is complete there is returned as it is, and the rest
-        goes on at its next token. Cancelling the call aborts the request and frees its room.
+        `begun` holds members that a sampler released earlier: complete members are returned unchanged, the others
+        continue at their next token. Cancelling the call aborts the request and frees its slots.
         """
         ...
 
     async def release(self, numbers: Collection[int] = ()) -> None:
-        """Hand over the groups of these prompts; all, if none are named.
+        """Release the groups of these prompts, or all groups if `numbers` is empty.
 
-        Their calls answer at the next token boundary with what they have (`records.handed_over`), without members of
-        which nothing is drawn yet, and their room is free.
+        Their `generate` calls return at the next token boundary with the tokens sampled so far
+        (`records.handed_over`), without members that have no token. Their slots are free afterwards.
         """
         ...
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
-        """Load weights at a token boundary; requests that came before run, or have run, under the old ones."""
+        """Load weights at a token boundary; `mode` decides what happens to running requests."""
         ...
 
 
@@ -126,112 +125,113 @@ class Scorer(Protocol):
     async def score(self, group: Group) -> list[Handle]: ...
 
     async def probe(self, texts: Sequence[Rollout], attempts: Attempts | None = None) -> list[Said]:
-        """Score texts that the coordinator made, and return the numbers themselves."""
+        """Score texts that the coordinator made, and return the log-probs themselves."""
         ...
 
 
 class MovingScorer(Scorer, Protocol):
-    """One whose weights come from the learner."""
+    """Scorer whose weights the learner publishes."""
 
     async def publish(self, weights: WeightsRef) -> Loaded:
-        """Load weights between two passes; every group is scored by one version, which its records name."""
+        """Load weights between two passes. One version scores a whole group, and its records hold that version."""
         ...
 
 
 class Relabeller(Scorer, Protocol):
-    """One that knows what it said under the contexts and the weights of before."""
+    """Scorer that can compare its scores with those under earlier weights and contexts."""
 
     async def relabel(self, group: Group) -> list[Handle]:
-        """Answers as of now to responses that were scored before, with how far they are from those; what has not moved
-        is as it was."""
+        """Score responses again, and record the KL between new and old scores; return unchanged ones as they are."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """How the weights of a teacher follow the student's: θ_T ← decay · θ_T + (1 − decay) · θ."""
+    """Rule by which a teacher's weights follow the student's: θ_T ← decay · θ_T + (1 − decay) · θ."""
 
     decay: float
     every: int
-    """Updates."""
+    """Number of updates between two moves of the teacher."""
     dtype: str
-    """In which its scorers run them."""
+    """Data type in which the teacher's scorers run its weights."""
 
 
 class Context(Protocol):
-    """What a teacher sees before a response, in place of the student's prompt."""
+    """Function that returns the tokens a teacher sees before a response, in place of the student's prompt."""
 
     def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
-        """Raises NoContext where it cannot be had."""
+        """Return the tokens, or raise NoContext if they cannot be built."""
         ...
 
     def close(self) -> None: ...
 
 
 class SamePrompt:
-    """The teacher sees what the student saw."""
-
     def __call__(self, rollout: Rollout, attempts: Attempts | None) -> Ints:
         return rollout.prompt.tokens
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: this context holds no resources."""
 
 
 class Learner(Protocol):
     async def prepare(self, batch: Batch) -> list[Counts]:
-        """Take in a batch, or a part of one, and freeze what is decided before its first gradient.
+        """Take in (a part of) a batch, fix its values for the update, and return each group's counts after rejection.
 
-        Old log-probs, what is rejected, advantages, weights. Returns the counts of what is left of every group.
+        Fixed values are old log-probs, rejected tokens, advantages and importance weights.
         """
         ...
 
     async def accumulate(self, batch: Batch, counts: Counts) -> list[Weighed]:
-        """Add the gradient of groups that were prepared (their bodies may be gone): sums divided by the counts.
+        """Add the gradient of prepared groups, whose bodies may be missing: sums divided by `counts`.
 
-        Returns what each sample counted, where freshness weighs them.
+        Return each sample's freshness weight, or an empty list if freshness weighting is off.
         """
         ...
 
     async def step(self, counts: Counts = ONE, lr: float = 1.0) -> Metrics:
-        """Divide what was accumulated as plain sums, clip, optimise; returns the metrics of all since the last step.
+        """Divide the accumulated gradient by `counts`, clip it, make an optimizer step, and return its metrics.
 
-        `lr` is what the learning rate that is due is multiplied by.
-        Raises NonFiniteError before a bad gradient touches the weights.
+        `lr` multiplies the scheduled learning rate. A gradient that is not finite raises NonFiniteError before it
+        changes the weights.
         """
         ...
 
     async def quote(self, batch: Batch) -> list[Quote]:
-        """What was said in these samples of the update in hand, whose bodies may be gone."""
+        """Return the lines of samples.jsonl for samples of the current update, whose bodies may be missing."""
         ...
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
-        """What any samples would count now; changes nothing."""
+        """Return the freshness weights that these samples would get now; change nothing."""
         ...
 
     async def compare(self, batch: Batch, teacher: str = "") -> Metrics:
         """Return how far the learner's log-probs are from those of the sampler and the teacher; change no weights.
 
-        With `teacher`, the name of a teacher that follows the student, use that teacher's weights in place of the
-        learner's: they must give the log-probs that the teacher returned."""
+        `teacher` names a teacher that follows the student. Its weights are then used in place of the learner's, and
+        must give the log-probs that the teacher returned.
+        """
         ...
 
     async def export(self, teacher: str = "") -> tuple[WeightsRef, Fingerprint]:
-        """The weights as they are, whose version is the number of the last update that was made; or those of a teacher
-        that follows them, moved first if this update is one after which it does, under the version of its last move."""
+        """Return the current weights, whose version is the number of the last completed update.
+
+        With `teacher`, return the weights of that following teacher; their version is the update of its last move. The
+        teacher is moved first if it is due after this update.
+        """
         ...
 
     async def save(self, path: Path, groups: Sequence[Group] = (), *, optimizer: bool = True) -> None:
-        """A HF directory; with `optimizer`, also what `restore` needs to go on, and groups on their way here."""
+        """Write a Hugging Face model directory; with `optimizer`, also the state and groups that `restore` reads."""
         ...
 
     async def restore(self, path: Path) -> Sequence[Group]:
-        """Go on from there; returns the groups that were saved."""
+        """Load the saved state, and return the saved groups."""
         ...
 
 
 class Unscored:
-    """In place of a scorer where there is no teacher: groups go on as they are."""
+    """Stand-in for a scorer in a run without teachers: it returns groups unchanged."""
 
     async def score(self, group: Group) -> list[Handle]:
         return list(group)
@@ -245,17 +245,17 @@ class Grader(Protocol):
 
 
 def greedy(reward: str) -> str:
-    """The name under which the greedy answer's reward stands beside a response's own."""
+    """Return the name under which a response's rewards hold this reward of the greedy answer."""
     return f"greedy_{reward}"
 
 
 class Graded:
-    """A sampler whose responses come with their rewards; one that failed has none, which is not a reward of 0.
+    """Sampler whose responses come with rewards; a failed response has no rewards, which differs from a reward of 0.
 
-    With `sampling.greedy` they also come with the rewards of the greedy answer to their prompt. That answer itself ends
-    here: nobody scores it or learns from it, and `Header.greedy_tokens` of the first response says what it cost.
+    With `sampling.greedy`, responses also hold the rewards of the greedy answer to their prompt. The greedy answer is
+    not scored or trained; `Header.greedy_tokens` of the first response is its length in tokens.
 
-    A group that is handed over is not graded yet, and its greedy answer is asked for again where it goes on.
+    A released group is not graded yet, and its greedy answer is generated again when the group continues.
     """
 
     def __init__(self, sampler: Sampler, grader: Grader) -> None:
@@ -266,7 +266,7 @@ class Graded:
             return await self._graded(prompt, sampling, begun)
         drawn, greedily = replace(sampling, greedy=False), Sampling(max_tokens=sampling.max_tokens, temperature=0)
         try:
-            async with asyncio.TaskGroup() as calls:  # whoever cancels, or fails, ends both
+            async with asyncio.TaskGroup() as calls:  # a failure or cancellation of one call ends both
                 members = calls.create_task(self._graded(prompt, drawn, begun))
                 best = calls.create_task(self._graded(prompt, greedily))
         except ExceptionGroup as errors:
@@ -279,7 +279,7 @@ class Graded:
         return beside(best.result()[0].header, members.result())
 
     async def release(self, numbers: Collection[int] = ()) -> None:
-        await asyncio.sleep(0)  # what was called before this has asked the sampler by then
+        await asyncio.sleep(0)  # lets `generate` calls that began earlier reach the sampler
         await self.sampler.release(numbers)
 
     async def _graded(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
@@ -293,7 +293,7 @@ class Graded:
 
 
 def with_grade(handle: Handle, graded: Header | None) -> Handle:
-    """As its episode was graded, if it was."""
+    """Copy the grade of the episode to this handle; return the handle unchanged if there is no grade."""
     if graded is None:
         return handle
     header = replace(handle.header, rewards=graded.rewards, ungraded=graded.ungraded, said=graded.said)
@@ -301,7 +301,7 @@ def with_grade(handle: Handle, graded: Header | None) -> Handle:
 
 
 def beside(best: Header, group: Group) -> list[Handle]:
-    """The group with the rewards of the greedy answer to its prompt. If there is none, there is nothing to learn."""
+    """Add the rewards of the greedy answer to every member, or mark all as failed or ungraded if that answer is."""
     if best.finish == "error":
         return [Handle(replace(handle.header, finish="error"), handle.body) for handle in group]
     if best.ungraded is not None:
@@ -315,28 +315,28 @@ def beside(best: Header, group: Group) -> list[Handle]:
 
 
 def of_teacher(found: Mapping[str, T], teacher: str) -> T:
-    """What belongs to a teacher. Where there is one only, it scores all."""
+    """Return the entry of this teacher. If there is only one entry, it serves all names."""
     return found[teacher] if len(found) > 1 else next(iter(found.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """What a runtime hands to the pipeline. `close` ends whatever it started."""
+    """Engines that a runtime gives to the pipeline. `close` ends everything that the runtime started."""
 
     samplers: tuple[Sampler, ...]
     scorers: Mapping[str, tuple[Scorer, ...]]
-    """Of each teacher, by its name; `Unscored` under no name where there is none."""
+    """Scorers by teacher name. A run without teachers has the single entry `""` with `Unscored`."""
     learner: Learner
     close: Callable[[], None]
     replace: Callable[[Any], Awaitable[Any]] | None = None
-    """Another sampler or scorer in place of one that died: it ends that one and all calls that are with it, and returns
-    the new one, loaded. None where engines share this process, and die with it."""
+    """Replace a dead sampler or scorer: end its process and its calls, and return a new engine with loaded weights.
+    None if the engines share this process."""
     hire: Callable[[str, str], Any] | None = None
-    """Room for one more of a kind (`sampler`, `teacher.NAME`), by a name of its own: what `replace` makes an engine of,
-    as of one that died. None as for `replace`."""
+    """Reserve resources for one more engine, given its kind (`sampler`, `teacher.NAME`) and its unique name. `replace`
+    makes an engine from the returned placeholder. None as for `replace`."""
     dismiss: Callable[[Any], Awaitable[None]] | None = None
-    """End one, and its process, when it has answered all that it was asked; or give up its room."""
+    """End an idle engine and its process, or give up a reservation of `hire`. None as for `replace`."""
     takes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """What one of a kind takes of what is free, for each kind of which more could be hired."""
+    """Resources that one engine needs, for each kind of which more can be started."""
     free: Callable[[], Mapping[str, float]] = dict
-    """GPUs and CPUs that nobody has, nor is about to get."""
+    """Return the numbers of GPUs and CPUs that are neither used nor reserved."""

@@ -118,8 +118,11 @@ LIES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], str]] = {
     "noise": (noise, "its scores are not of these tokens"),
     "negated": (lambda logp: -logp, "cannot be learned from, as teacher main gives token .* which is above 0"),
     "upside down": (lambda logp: np.log1p(-np.exp(logp) + 1e-3), "finds likely what the student finds unlikely"),
-    "clamped": (one_clamped, "answers cannot be learned from, as .* a log-prob of -9999, which stands for none"),
-    "not in float32": (lambda logp: np.full(logp.shape, -1e300), "no number that can be learned from"),
+    "clamped": (
+        one_clamped,
+        "answers cannot be learned from, as .* a log-prob of -9999, which is a placeholder for an unknown log-prob",
+    ),
+    "not in float32": (lambda logp: np.full(logp.shape, -1e300), "is not a usable number"),
 }
 """What a teacher says, and what is said of it."""
 

@@ -259,21 +259,21 @@ LASTING: dict[Fault, str] = {
     "broken": "answers 500: .*internal error",
     "cut": r"cannot be reached: RemoteProtocolError: peer closed connection",
     "refused": "answers 400: .*the server does not like it",
-    "not json": "answers what is not JSON: <html>It works!</html>",
+    "not json": "gives an answer that is not JSON: <html>It works!</html>",
     "no logprobs": "a wrong answer: no prompt_logprobs: the server must support them",
     "short": r"a wrong answer: \d+ rows of prompt_logprobs for \d+ tokens",
-    "deep": r"answers what is not JSON: \[\[\[\[",
-    "endless": r"answers more than 1 MiB, which nothing that was asked for can take",
-    "packed": r"packs its answers \(gzip\), and was told not to",
-    "null": r"a wrong answer: place \d+ is not a table of token ids and their log-probs",
-    "no ids": r"a wrong answer: place \d+ holds -1, which is no token id",
-    "shifted": r"a wrong answer: place \d+ holds no log-prob of token \d, which was sent there, but of \d",
-    "other ids": r"a wrong answer: place 1 holds no log-prob of token 2, which was sent there, but of 3",
-    "not tables": "a wrong answer: place 1 is not a table of token ids and their log-probs",
+    "deep": r"gives an answer that is not JSON: \[\[\[\[",
+    "endless": r"sends more than 1 MiB, which is more than the request can need",
+    "packed": r"compresses its answers \(gzip\): switch compression off there",
+    "null": r"a wrong answer: position \d+ is not a table of token ids and their log-probs",
+    "no ids": r"a wrong answer: position \d+ holds -1, which is not a token id",
+    "shifted": r"a wrong answer: position \d+ holds no log-prob of the sent token \d, but of \d",
+    "other ids": r"a wrong answer: position 1 holds no log-prob of the sent token 2, but of 3",
+    "not tables": "a wrong answer: position 1 is not a table of token ids and their log-probs",
 }
 ONLY_OF_SEVERAL: dict[Fault, str] = {
-    "few": r"a wrong answer: place \d+ holds 2 log-probs, asked for were the token's and 3",
-    "shifted": r"a wrong answer: place \d+ holds (no log-prob of token \d|\d beside its 3 best, not token \d)",
+    "few": r"a wrong answer: position \d+ holds 2 log-probs, but the request was for the token and 3",
+    "shifted": r"a wrong answer: position \d+ (holds no log-prob of the sent token|adds \d to its 3 best, not token)",
 }
 
 
@@ -288,7 +288,7 @@ def test_what_lasts_is_an_error_that_names_teacher_endpoint_and_fault(
         score(fake, k=k)
     said = str(caught.value)
     assert re.match(f"teacher main at {fake.url} (gives )?{message}", said), said
-    assert re.search(r"it was asked about p0/[01]$", said) and "\n" not in said
+    assert re.search(r"the request was for response p0/[01]$", said) and "\n" not in said
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == said and again.status == caught.value.status == (400 if fault == "refused" else 0)
 
@@ -308,7 +308,7 @@ def test_an_answer_that_comes_byte_by_byte_has_the_same_deadline(fake: FakeEndpo
 
 def test_an_answer_without_end_is_not_held(fake: FakeEndpoint) -> None:
     fake.always = "endless"
-    with pytest.raises(EndpointError, match="answers more than"):
+    with pytest.raises(EndpointError, match="sends more than"):
         run(Client(endpoint(fake)).ask("POST", "/completions", {"prompt": []}))
     assert fake.sent < 64 << 20, "what lies in buffers on the way, and no more"
 
@@ -318,16 +318,16 @@ def test_more_is_read_where_more_was_asked_for(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(client, "SPARE", 0)
     assert len(score(fake, k=5)) == 2
     monkeypatch.setattr(scorer, "ENTRY", 1)
-    with pytest.raises(EndpointError, match="answers more than 0 MiB"):
+    with pytest.raises(EndpointError, match="sends more than 0 MiB"):
         score(fake, k=5)
 
 
 UNUSABLE: dict[Fault, str] = {
-    "nan": "a log-prob of nan, which is no number that can be learned from",
-    "narrow": "a log-prob of -inf, which is no number that can be learned from",
-    "clamp": "a log-prob of -9999, which stands for none",
+    "nan": "a log-prob of nan, which is not a usable number",
+    "narrow": "a log-prob of -inf, which is not a usable number",
+    "clamp": "a log-prob of -9999, which is a placeholder for an unknown log-prob",
     "positive": "a log-prob of 0.5, which is above 0",
-    "bad rank": r"probabilities at place \d+ that add up to 2.\d+",
+    "bad rank": r"probabilities at position \d+ that add up to 2.\d+",
 }
 
 
@@ -352,7 +352,7 @@ def test_a_token_that_the_student_does_not_have_is_named(fake: FakeEndpoint) -> 
     async def work() -> None:
         await HttpScorer(endpoint(fake), k=TOY, vocabulary=TOY - 1).score(await toy_group())
 
-    with pytest.raises(EndpointError, match="names token 5 among its best, which the student does not have: write"):
+    with pytest.raises(EndpointError, match="has token 5 among its best, which the student does not have: use"):
         run(work())
 
 
@@ -511,7 +511,7 @@ def test_too_many_requests_are_no_outage_and_neither_is_a_wrong_answer() -> None
         assert not gate.failures
         with pytest.raises(Unavailable):
             await ask(gate, Unavailable("is busy", down=False, after=1000))
-        with pytest.raises(EndpointError, match="teacher main at URL asks to wait for another 8.. s"):
+        with pytest.raises(EndpointError, match="teacher main at URL asks to wait another 8.. s"):
             await ask(gate)
 
     virtual.run(work())
@@ -615,7 +615,10 @@ def test_one_bad_answer_costs_one_response_of_a_run_and_the_ledger_says_why(tmp_
     said = list[str]()
     train(tmp_path, fake, said=said)
     (entry,) = [entry for entry in read_lines(tmp_path / "ledger.jsonl") if "failed" in entry]
-    assert len(entry["failed"]) == 1 and "a log-prob of -9999, which stands for none" in entry["causes"][0]
+    assert (
+        len(entry["failed"]) == 1
+        and "a log-prob of -9999, which is a placeholder for an unknown log-prob" in entry["causes"][0]
+    )
     assert sum(line["teacher/invalid"] for line in read_lines(tmp_path / "metrics.jsonl")) == 1
     assert [line for line in said if "is left out, and later ones silently" in line] == [said[0]]
 
@@ -729,11 +732,11 @@ def refusing(change: Callable[[FakeEndpoint], None] = lambda _: None, need: Want
 CANNOT = {
     "another model": (
         refusing(model="qwen"),
-        "teachers.main.model = 'qwen': http://.* does not serve it, but 'teacher'",
+        "teachers.main.model = 'qwen': http://.* does not serve it; write one of its models: 'teacher'",
     ),
     "short context": (
         refusing(need=Wanted([1, 2], 3, longest=4096)),
-        r"teachers.main: .* context of 4096, and prompt \+ sampler.max_tokens \+ 1 are up to 4097: lower "
+        r"teachers.main: .* context of 4096, but prompt \+ sampler.max_tokens \+ 1 are up to 4097: lower "
         r"sampler.max_tokens, shorten the prompts, or start the server with --max-model-len 4097",
     ),
     "too few log-probs": (
@@ -742,11 +745,11 @@ CANNOT = {
     ),
     "fewer embeddings": (
         refusing(need=Wanted([1, 2], TOY, 10)),
-        "teachers.main: it cannot score token 6, the highest that the student may draw: does it have fewer embeddings",
+        "teachers.main: the endpoint cannot score token 6, the highest that the student may sample: does ",
     ),
     "other token ids": (
         refusing(lambda fake: fake.tell("other ids")),
-        "teachers.main.base_url = 'http://.*/v1': it cannot score .*holds no log-prob of token 2, which was sent there",
+        "teachers.main.base_url = 'http://.*/v1': it cannot score .*holds no log-prob of the sent token 2",
     ),
     "no prompt_logprobs": (
         refusing(lambda fake: setattr(fake, "always", "no logprobs")),
@@ -790,7 +793,7 @@ def test_rows_shifted_by_one_are_found_whichever_way_and_however_many_are_asked_
 
 @pytest.mark.parametrize("answer", [None, [], {}, {"choices": []}, {"choices": [{}, {}]}, {"choices": "x"}], ids=str)
 def test_what_is_no_answer_is_refused(answer: Any) -> None:
-    with pytest.raises(WrongAnswer, match="not one choice for one prompt|no prompt_logprobs"):
+    with pytest.raises(WrongAnswer, match="exactly one choice for one prompt|no prompt_logprobs"):
         read(answer, [1, 2], [1], k=0)
 
 

@@ -69,20 +69,20 @@ def told(logp: list[float], dtype: Any = np.float32) -> Handle:
 @pytest.mark.parametrize(
     "value, dtype, cause",
     [
-        (np.nan, np.float32, "a log-prob of nan, which is no number that can be learned from"),
+        (np.nan, np.float32, "a log-prob of nan, which is not a usable number"),
         (np.inf, np.float32, "a log-prob of inf, which is above 0"),
-        (-np.inf, np.float32, "a log-prob of -inf, which is no number that can be learned from"),
-        (-1e300, np.float64, "a log-prob of -1e+300, which is no number that can be learned from"),
+        (-np.inf, np.float32, "a log-prob of -inf, which is not a usable number"),
+        (-1e300, np.float64, "a log-prob of -1e+300, which is not a usable number"),
         (0.01, np.float32, "a log-prob of 0.01, which is above 0"),
         (3.2, np.float32, "a log-prob of 3.2, which is above 0"),
-        (-9999.0, np.float32, "a log-prob of -9999, which stands for none"),
-        (-999.0, np.float32, "a log-prob of -999, which stands for none"),
+        (-9999.0, np.float32, "a log-prob of -9999, which is a placeholder for an unknown log-prob"),
+        (-999.0, np.float32, "a log-prob of -999, which is a placeholder for an unknown log-prob"),
     ],
 )
 def test_what_is_no_log_prob_makes_a_failed_member_with_its_cause(value: float, dtype: Any, cause: str) -> None:
     handle = told([-1.0, value, -1.0], dtype)
     assert handle.header.finish == "error"
-    assert handle.header.cause == f"teacher main gives token 8 at place 1 of the response {cause}"
+    assert handle.header.cause == f"teacher main gives token 8 at position 1 of the response {cause}"
 
 
 def test_what_is_tiny_ends_at_the_floor_and_is_counted() -> None:
@@ -104,7 +104,8 @@ def test_probabilities_that_add_up_to_more_than_1_are_found() -> None:
     found = {"teacher_logp": logp[:, 0].copy(), "teacher_topk_logp": logp, "teacher_ids": ids}
     found["teacher_logp"][1:] = -1.0
     assert (
-        "probabilities at place 1 that add up to 1.200" in scored(response(7, 8, 9), teacher="t", **found).header.cause
+        "probabilities at position 1 that add up to 1.200"
+        in scored(response(7, 8, 9), teacher="t", **found).header.cause
     )
 
 
@@ -388,7 +389,8 @@ def clamped(logp_NM: np.ndarray) -> np.ndarray:
 
 def test_a_teacher_that_clamps_every_answer_stops_the_stage_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(
-        EngineError, match="scoring failed at the last 15 .*a log-prob of -9999, which stands for none$"
+        EngineError,
+        match="scoring failed at the last 15 .*a log-prob of -9999, which is a placeholder for an unknown log-prob$",
     ):
         train(tmp_path, Liar(clamped))
 

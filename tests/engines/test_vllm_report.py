@@ -48,7 +48,7 @@ def test_the_cause_is_one_line_and_the_rest_is_kept(log: str) -> None:
     written, cause = LOGS[log]
     report = Report()
     report.path.write_text(written)
-    assert report.cause() == f"{cause} (all of it is in {report.path})"
+    assert report.cause() == f"{cause} (full output: {report.path})"
     report.close()
     assert report.path.read_text() == written
     report.asked = False
@@ -57,7 +57,7 @@ def test_the_cause_is_one_line_and_the_rest_is_kept(log: str) -> None:
 
 def test_what_nobody_asked_for_is_gone_and_what_went_elsewhere_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     report = Report()
-    assert report.cause() == "the reason is in what it printed"
+    assert report.cause() == "its output shows the reason"
     assert report.environment == {"VLLM_LOGGING_CONFIG_PATH": str(report.config)}
     monkeypatch.setenv("VLLM_CONFIGURE_LOGGING", "0")
     assert not report.environment, "vLLM refuses both"
@@ -75,7 +75,7 @@ def test_errors_that_vllm_logs_are_what_it_tells() -> None:
         for handler in list(logger.handlers):
             logger.removeHandler(handler)
             handler.close()
-    assert report.cause().startswith("KeyError: 'bias' (all of it")
+    assert report.cause().startswith("KeyError: 'bias' (full output")
     assert "slow" not in report.path.read_text()
 
 

@@ -90,14 +90,14 @@ def test_what_is_too_large_to_come_back_leaves_a_workspace_as_it_was(workspace: 
         await opened.run(["sh", "-c", "for n in 1 2 3 4 5; do truncate -s 3M sparse$n; done"], limits=SMALL)
         return await take(opened, workspace, SMALL)
 
-    assert session(work) == "what is in the sandbox cannot be had: output"
+    assert session(work) == "the sandbox's files cannot be read: output"
     assert contents(workspace) == before
 
 
 @WALLED
 def test_a_workspace_that_does_not_fit_is_no_fault_of_the_agent(workspace: Path) -> None:
     (workspace / "large").write_bytes(bytes(SMALL.disk))
-    with pytest.raises(SandboxError, match=r"cannot be put into the sandbox: tar: large: "):
+    with pytest.raises(SandboxError, match=r"cannot be copied into the sandbox: tar: large: "):
         session(lambda opened: put(opened, workspace, SMALL))
 
 
@@ -167,7 +167,7 @@ def test_commands_share_a_workspace_and_nothing_else_until_one_submits(
     assert ran("cd a && X=1 && pwd; echo $PAGER $SECRET") == ("/work/a\ncat\n", 0, "")
     assert ran("pwd; echo [$X]; id -u; echo new > new", "a") == ("/work/a\n[]\n65534\n", 0, "")
     assert ran("ls; cat new", "/work/a") == ("b\nnew\nrun.sh\nup\nnew\n", 0, "")
-    assert ran("sleep 60", by=hasty) == ("", -1, "it was ended after 1 s")
+    assert ran("sleep 60", by=hasty) == ("", -1, "the command was stopped after 1 s")
     assert ran(f"echo x; echo {DONE}")[0] == f"x\n{DONE}\n"
     assert ran(f"echo {DONE}; exit 1")[1] == 1
     assert not (workspace / "a" / "new").exists()
@@ -193,7 +193,7 @@ def test_what_an_agent_did_comes_back_however_it_ends(workspace: Path) -> None:
 
 
 def test_an_agent_without_a_workspace_is_told() -> None:
-    with pytest.raises(ConfigError, match=r"environment\.workspace = '/nowhere' is no directory"):
+    with pytest.raises(ConfigError, match=r"environment\.workspace = '/nowhere' is not a directory"):
         Sandboxed(workspace="/nowhere")
 
 

@@ -442,7 +442,7 @@ def test_a_token_is_written_anew_for_its_owner_alone_and_through_no_link(tmp_pat
 def test_a_port_that_is_taken_is_told_in_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"environment.gateway.listen: 127.0.0.1:{port} cannot be had: "):
+        with pytest.raises(ConfigError, match=f"environment.gateway.listen: cannot listen at 127.0.0.1:{port}: "):
             Server("student", port=port)
 
 

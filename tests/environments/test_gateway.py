@@ -122,7 +122,7 @@ def test_how_to_draw_is_not_the_agents_to_say_and_a_person_is_told_once(capsys: 
 
     asyncio.run(main())
     assert capsys.readouterr().err == (
-        "gateway: an agent asks for a temperature of its own, in vain: [sampler] says how the student draws\n"
+        "gateway: an agent sends temperature, which is ignored: the [sampler] section sets how to sample\n"
     )
 
 
@@ -148,36 +148,36 @@ UNSERVED: dict[str, Any] = {
     "something_new": 1,
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no JSON": (b"{", "the body is no JSON"),
-    "too deep": (b"[" * 100_000, "the body is no JSON"),
-    "a list": ([], "the body is no JSON object"),
-    "no messages": ({}, "messages: is a list of messages"),
-    "a role": ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role: is none of"),
+    "no JSON": (b"{", "the body is not JSON"),
+    "too deep": (b"[" * 100_000, "the body is not JSON"),
+    "a list": ([], "the body is not a JSON object"),
+    "no messages": ({}, "messages: must be a list of at least one message"),
+    "a role": ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role: must be one of"),
     "an image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        'messages[0].content[0].type: is "image_url", and only text is served',
+        'messages[0].content[0].type: is "image_url", but only text is supported',
     ),
     "a beginning": (
         {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "So"}]},
-        "messages[1]: is the assistant's",
+        "messages[1]: must not be the assistant's",
     ),
     "arguments": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "messages[0].tool_calls[0].function.arguments: is no JSON object",
+        "messages[0].tool_calls[0].function.arguments: must be a JSON object",
     ),
-    "infinity": (b'{"messages": [], "metadata": 1e400}', "the body is no JSON: 1e400 is no finite number"),
-    "NaN": (b'{"messages": [], "metadata": NaN}', "the body is no JSON: NaN is no finite number"),
+    "infinity": (b'{"messages": [], "metadata": 1e400}', "the body is not JSON: 1e400 is no finite number"),
+    "NaN": (b'{"messages": [], "metadata": NaN}', "the body is not JSON: NaN is no finite number"),
     "infinity in a call": (
         {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"n": 1e400}'}}]}]},
-        "messages[0].tool_calls[0].function.arguments: is no JSON object",
+        "messages[0].tool_calls[0].function.arguments: must be a JSON object",
     ),
     **{
-        name: (ASKED | {name: value}, f"{name}: {json.dumps(value)} is not served; ")
+        name: (ASKED | {name: value}, f"{name}: {json.dumps(value)} is not supported; ")
         for name, value in UNSERVED.items()
     },
-    "a choice": (ASKED | {"tool_choice": "required"}, 'tool_choice: is "auto" or "none"'),
-    "a tool": (ASKED | {"tools": [{"function": {}}]}, "tools[0]: is no function with a name"),
-    "no tokens": (ASKED | {"max_tokens": 0}, "max_tokens: is a number of tokens, at least 1"),
+    "a choice": (ASKED | {"tool_choice": "required"}, 'tool_choice: must be "auto" or "none"'),
+    "a tool": (ASKED | {"tools": [{"function": {}}]}, "tools[0]: must be a function with a name"),
+    "no tokens": (ASKED | {"max_tokens": 0}, "max_tokens: must be a number of tokens, at least 1"),
 }
 
 
@@ -226,9 +226,9 @@ def test_what_asks_for_nothing_or_changes_nothing_is_served() -> None:
             where, body = f"{url}/inference/v1/generate", {"model": "x", "token_ids": PROMPT.tokens.tolist()}
             assert (await sent(where, body | {"sampling_params": sampling}))[0] == 200
             for more, says in (
-                ({"stop_token_ids": [5]}, "sampling_params.stop_token_ids: the student's turns end at ["),
-                ({"min_tokens": 5}, "sampling_params.min_tokens: 5 is not served"),
-                ({"logprobs": 5}, "sampling_params.logprobs: is 1"),
+                ({"stop_token_ids": [5]}, "sampling_params.stop_token_ids: the student's turns end only at ["),
+                ({"min_tokens": 5}, "sampling_params.min_tokens: 5 is not supported"),
+                ({"logprobs": 5}, "sampling_params.logprobs: must be 1"),
             ):
                 status, said = await sent(where, body | {"sampling_params": more})
                 assert status == 400 and said["error"]["message"].startswith(says), said
@@ -244,11 +244,16 @@ def test_paths_that_are_not_there_are_told_what_is() -> None:
             name = url.rpartition("/")[2]
             assert len(name) == 32
             for path, method, status, says in (
-                ("/", "GET", 404, f"nothing is served at GET /; there is {served}GET /sessions/{{session}}/v1/models"),
-                ("/sessions", "POST", 404, "nothing is served at POST /sessions; there is POST"),
+                (
+                    "/",
+                    "GET",
+                    404,
+                    f"nothing is served at GET /; the routes are {served}GET /sessions/{{session}}/v1/models",
+                ),
+                ("/sessions", "POST", 404, "nothing is served at POST /sessions; the routes are POST"),
                 ("/sessions/x/v1/models", "GET", 404, "there is no such session"),
-                (f"/sessions/{name}/v1/embeddings", "POST", 404, f"/v1/embeddings; there is {served}"),
-                (f"/sessions/{name}/v1/models", "POST", 405, f"/v1/models; there is {served}"),
+                (f"/sessions/{name}/v1/embeddings", "POST", 404, f"/v1/embeddings; the routes are {served}"),
+                (f"/sessions/{name}/v1/models", "POST", 405, f"/v1/models; the routes are {served}"),
             ):
                 got, said = await sent(f"{made.url}{path}", b"{}", method=method)
                 assert (got, says in said["error"]["message"]) == (status, True), said
@@ -816,7 +821,7 @@ def test_only_who_has_the_token_takes_episodes_and_grades_them() -> None:
             status, said = post(close, {"rewards": rewards}, headers=TOKEN)
             assert status == 400 and says in said["error"]["message"], said
         status, said = post(close, b'{"rewards": 1e400}', headers=TOKEN)
-        assert status == 400 and said["error"]["message"] == "the body is no JSON: 1e400 is no finite number"
+        assert status == 400 and said["error"]["message"] == "the body is not JSON: 1e400 is no finite number"
         assert post(close, {"rewards": {"right": 0.5, "x": 0.25}}, headers=TOKEN)[0] == 200
 
     async def main() -> None:

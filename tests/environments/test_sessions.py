@@ -194,7 +194,7 @@ def test_token_ids_that_go_on_from_a_lineage_continue_the_longest() -> None:
         assert sorted(row.turn.max() for row in rows) == [0, 3]
         check(policy, rows)
         for wrong in ([], [-1], [VOCABULARY]):
-            with pytest.raises(Refused, match=f"needs ids from 0 to {VOCABULARY - 1}"):
+            with pytest.raises(Refused, match=f"at least one id, each from 0 to {VOCABULARY - 1}"):
                 await session.generate(np.array(wrong, np.int64))
 
     ran(main())
@@ -295,7 +295,7 @@ def test_a_session_that_ends_cancels_what_runs_and_answers_no_more() -> None:
         call = asyncio.create_task(asked(session, [user("And?")]))
         await asyncio.sleep(0.01)
         session.close()
-        with pytest.raises(Refused, match="closed meanwhile"):
+        with pytest.raises(Refused, match="closed before the answer"):
             await call
         with pytest.raises(Refused, match="this session is closed"):
             await asked(session, [user("And?")])
@@ -317,7 +317,8 @@ def test_limits_are_told_in_the_word_at_which_agents_stop() -> None:
 
         session = session_of(Babble(), sampling=Sampling(max_tokens=60))
         with pytest.raises(
-            Refused, match=r"maximum context length is reached: this conversation has \d+ tokens, and may have \d+"
+            Refused,
+            match=r"maximum context length is reached: this conversation has \d+ tokens; at most \d+ are allowed",
         ):
             await conversed(session, 30)
         assert session.stopped == "length"

@@ -327,7 +327,7 @@ VERDICTS = {
     "write('\"much\"')": "its verdict: returned str 'much', which is not a number",
     "write(json.dumps({'a/b': 1}))": "its verdict: returned rewards by the names 'a/b': write up to 32 plain words",
     "write(' ' * (2 << 20))": "its verdict: has more than 1048576 bytes",
-    "os.mkfifo(verdict)": "its verdict: is no file",
+    "os.mkfifo(verdict)": "its verdict: is not a regular file",
     "os.symlink('/dev/zero', verdict)": "its verdict: .*Too many levels of symbolic links",
     "write('1'); sys.exit('so it goes')": "exit status 1: so it goes",
 }
@@ -346,7 +346,7 @@ def test_tests_that_cannot_be_loaded_are_no_reward_of_0(place: Place) -> None:
     for content in ("import nothing_of_this_name", ""):
         (place.path / "tests" / "test_mean.py").write_text(content)
         with pytest.raises(
-            EnvironmentFailed, match="exit status 1: .*/tests: there are no tests here, or they cannot be loaded"
+            EnvironmentFailed, match="exit status 1: .*/tests: no tests were found, or they cannot be loaded"
         ):
             place.rewards("", walled=False)
 

@@ -436,9 +436,12 @@ def test_an_endpoint_needs_no_model_here_but_the_same_tokenizer(
     "change, message",
     [
         (lambda fake: None, None),
-        (lambda fake: setattr(fake, "max_model_len", 13), r"context of 13, and .* are up to 14: lower sampler.max_tok"),
-        (lambda fake: setattr(fake, "vocabulary", 90), "cannot score token 10., the highest that the student may draw"),
-        (lambda fake: setattr(fake, "name", "other"), "does not serve it, but 'other'"),
+        (lambda fake: setattr(fake, "max_model_len", 13), r"context of 13, but .* are up to 14: lower sampler.max_tok"),
+        (
+            lambda fake: setattr(fake, "vocabulary", 90),
+            "cannot score token 10., the highest that the student may sample",
+        ),
+        (lambda fake: setattr(fake, "name", "other"), "does not serve it; write one of its models: 'other'"),
     ],
 )
 def test_endpoints_are_asked_before_anything_is_loaded(

@@ -484,7 +484,7 @@ ENDPOINT: dict[str, tuple[str, Fault | None, str]] = {
     "another model": (
         REMOTE.replace("model teacher", "model teacherr") + " --teachers.main.api_key_env KEY",
         None,
-        "teachers.main.model = 'teacherr': {url} does not serve it, but 'teacher'",
+        "teachers.main.model = 'teacherr': {url} does not serve it; write one of its models: 'teacher'",
     ),
     "a wrong path": (REMOTE.replace("{url}", "{url}/chat"), None, "{url}/chat"),
     "https at a plain port": (REMOTE.replace("{url}", "{https}"), None, "{https}"),

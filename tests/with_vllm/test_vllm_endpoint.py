@@ -128,7 +128,7 @@ def test_vllm_passes_the_check(server: str) -> None:
         ({}, {"k": MAX_LOGPROBS + 1}, f"start the server with --max-logprobs {MAX_LOGPROBS + 1}"),
         ({}, {"longest": CONTEXT}, f"--max-model-len {CONTEXT + 1}"),
         ({}, {"highest": 1000}, "cannot score token 1000"),
-        ({"model": "qwen"}, {}, "does not serve it, but 'teacher'"),
+        ({"model": "qwen"}, {}, "does not serve it; write one of its models: 'teacher'"),
         ({"key": SecretStr("wrong")}, {}, "teachers.main.api_key_env: the endpoint wants another key"),
     ],
     ids=str,

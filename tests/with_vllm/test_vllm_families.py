@@ -151,13 +151,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[SlipstreamError], str]] = {
         lambda: Qwen3NextConfig(**WIDE, **EXPERTS, **RECURRENT, num_experts=4, shared_expert_intermediate_size=32),
         EngineError,
         r"vLLM cannot run .* \(qwen3_next\) here: AssertionError: CPU GDN attention requires BF16 "
-        r"\(all of it is in .*\); write sampler.engine = 'native'",
+        r"\(full output: .*\); write sampler.engine = 'native'",
     ),
     "another-shape": (
         lambda: DeepseekV3Config(**PLAIN, **{**LATENT, "kv_lora_rank": 32}, first_k_dense_replace=2),
         EngineError,
         r"vLLM cannot run .* \(deepseek_v3\) here: ValueError: Head dimension 96 is not supported by MLA "
-        r"\(all of it is in .*\); write sampler.engine = 'native'",
+        r"\(full output: .*\); write sampler.engine = 'native'",
     ),
 }
 

@@ -443,7 +443,7 @@ def test_a_student_that_has_diverged_is_told_as_such(sampler: VllmSampler) -> No
     [
         ({"dtype": "float16"}, "sampler.engine_args.dtype cannot be set: sampler.dtype sets it"),
         ({"logprobs_mode": "raw_logprobs"}, "rollouts would not be"),
-        ({"gpu_memory_utilisation": 0.5}, "no argument of vLLM's engine; did you mean 'gpu_memory_utilization'"),
+        ({"gpu_memory_utilisation": 0.5}, "not an argument of vLLM's engine; did you mean 'gpu_memory_utilization'"),
         ({"max_model_len": 10_000}, "vLLM refuses .*10000"),
     ],
 )

@@ -72,5 +72,5 @@ def test_a_weight_that_nothing_new_gets_into_is_told(tmp_path: Path, careless: b
     """A loader that copies by itself says that it has loaded, and has written into no memory."""
     transfer = transfer_of(Model(careless=careless), tmp_path)
     transfer.start_weight_update()
-    with pytest.raises(RuntimeError, match=f"new weights do not get into 1 of vLLM's, {first} first"):
+    with pytest.raises(RuntimeError, match=f"vLLM did not load new weights for 1 parameters, first {first}"):
         transfer.receive_weights(published(tmp_path, without=without))

@@ -1,1 +1,1 @@
-"""What agents of others need to work for the gateway: their commands in the sandbox, and what verifies their work."""
+"""Tools for external agents behind the gateway: a sandbox for their commands, and a judge of their work."""

@@ -1,8 +1,8 @@
 """Run unit tests that call an agent's solution through the gateway's sandbox: `verify = "python3 -I judge.py DIR"`.
 
-The gateway puts this file into the directory where `verify` begins, so it uses nothing but the standard library.
-The tests run here. The solution runs in another sandbox, which sees neither the tests nor the verdict.
-Whatever the solution does there is only an answer to a test, so it cannot write the verdict.
+The gateway copies this file into the directory where `verify` starts, so it imports only the standard library.
+The tests run in this process. The solution runs in another sandbox without the tests or the verdict, so it can only
+return answers to the tests.
 """
 
 import builtins
@@ -29,16 +29,16 @@ except Exception as error:
     said = None, type(error).__name__, str(error)
 json.dump(said, answer)
 """
-"""What the sandbox runs for `call`. What the solution prints goes to standard error."""
+"""Program that `call` runs in the sandbox. Output that the solution prints goes to standard error."""
 RAISED = (
     *(ArithmeticError, AssertionError, AttributeError, FileNotFoundError, IndexError, KeyError, LookupError),
     *(NotImplementedError, OSError, OverflowError, RuntimeError, TypeError, ValueError, ZeroDivisionError),
 )
-"""Exceptions of the solution that `call` raises, too."""
+"""Exceptions of the solution that `call` raises as they are."""
 
 
 class Broken(BaseException):
-    """The solution gave no answer. This is no Exception, so that `assertRaises(Exception)` does not accept it."""
+    """Error of a solution that gave no answer; as a BaseException it does not satisfy `assertRaises(Exception)`."""
 
 
 def run(argv: list[str], stdin: str = "", seconds: float = 10.0) -> Any:
@@ -53,7 +53,7 @@ def run(argv: list[str], stdin: str = "", seconds: float = 10.0) -> Any:
 def call(function: str, *args: Any, **kwargs: Any) -> Any:
     """Call "module:function" of the solution in a new process. Arguments and result are copied as JSON.
 
-    An exception of the function is raised here if it is one of `RAISED`, and otherwise as a RuntimeError that names it.
+    An exception in `RAISED` is raised again here, and any other exception as a RuntimeError with its name.
     """
     module, _, name = function.partition(":")
     ran = run(["python3", "-I", "-c", CALL], json.dumps([module, name, args, kwargs]))
@@ -68,14 +68,12 @@ def call(function: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def main(directory: str) -> None:
-    """Write the reward: 1 if there were tests and none of them failed, else 0."""
-    sys.modules["judge"] = sys.modules["__main__"]  # where tests import `call` and `run` from
+    """Run the tests and write the reward: 1 if at least one test ran and none failed, else 0."""
+    sys.modules["judge"] = sys.modules["__main__"]  # tests import `call` and `run` from judge
     loader = unittest.TestLoader()
     tests = loader.discover(directory)
     if loader.errors or not tests.countTestCases():
-        sys.exit(
-            "\n".join([*map(str, loader.errors), f"{directory}: there are no tests here, or they cannot be loaded"])
-        )
+        sys.exit("\n".join([*map(str, loader.errors), f"{directory}: no tests were found, or they cannot be loaded"]))
     result = unittest.TextTestRunner().run(tests)
     with open(os.environ["SLIPSTREAM_VERDICT"], "w") as file:  # noqa: PTH123 (a file by itself)
         json.dump(float(result.wasSuccessful() and result.testsRun > len(result.skipped)), file)

@@ -1,7 +1,8 @@
-"""The commands of mini-swe-agent in the sandbox: `mini --environment-class slipstream.agents.mini.Sandboxed`.
+"""Sandbox for the commands of mini-swe-agent: `mini --environment-class slipstream.agents.mini.Sandboxed`.
 
-Its own environment runs them beside itself, with its network, its variables and all files. These begin in a copy of the
-workspace, which comes back once the agent has submitted, or ends otherwise. For one agent in a process.
+mini-swe-agent's own environment gives commands access to the network, the agent's variables and all files. In this
+environment, commands run in a copy of the workspace. The copy replaces the workspace when the agent ends. A process can
+run one agent.
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Limits, MiB, Ran, Session
 
 DONE = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""The first line of what is submitted."""
+"""First output line of the command by which the agent submits."""
 
 
 @dataclass(kw_only=True)
 class Settings:
-    """What may stand under `environment` in a config of mini-swe-agent."""
+    """Settings under `environment` in a config of mini-swe-agent."""
 
     workspace: str = field(default_factory=lambda: os.environ.get("SLIPSTREAM_WORKSPACE", ""))
-    """A directory, in which the commands begin."""
+    """Directory that is copied into the sandbox; commands start there."""
     sandbox: str = "bubblewrap"
     cwd: str = ""
-    """Within the workspace, or an absolute path of the sandbox."""
+    """Directory of commands: relative to the workspace, or an absolute path in the sandbox; "" is the workspace."""
     env: dict[str, str] = field(default_factory=dict)
     timeout: float = 30.0
-    """Seconds of a command."""
+    """Most seconds of a command."""
     memory: int = 1024
-    """MiB of a command."""
+    """Most MiB of memory of a command."""
     disk: int = 256
-    """MiB of the workspace."""
+    """Most MiB of the workspace."""
     processes: int = 64
 
     @property
@@ -59,7 +60,7 @@ class Sandboxed:
         self.config = Settings(**settings)
         self.workspace = Path(self.config.workspace)
         if not self.config.workspace or not self.workspace.is_dir():
-            raise ConfigError(f"environment.workspace = {self.config.workspace!r} is no directory")
+            raise ConfigError(f"environment.workspace = {self.config.workspace!r} is not a directory")
         self.loop = asyncio.Runner()
         self.session: Session | None = self.loop.run(self._begun())
         atexit.register(self.close)
@@ -74,7 +75,7 @@ class Sandboxed:
         return session
 
     def execute(self, action: Mapping[str, Any], cwd: str = "") -> dict[str, Any]:
-        """One command. What it says on either of its two outputs comes as one."""
+        """Run one command, and return its output and errors as one text; raise Submitted if the agent submits."""
         assert self.session is not None
         variables = [f"{name}={value}" for name, value in self.config.env.items()]
         there = ["env", "-C", cwd or self.config.cwd or ".", *variables, "bash", "-c", action.get("command", "")]
@@ -88,24 +89,24 @@ class Sandboxed:
         from minisweagent.exceptions import Submitted
 
         self.close()
-        told = {"exit_status": "Submitted", "submission": submission}
-        raise Submitted({"role": "exit", "content": submission, "extra": told})
+        extra = {"exit_status": "Submitted", "submission": submission}
+        raise Submitted({"role": "exit", "content": submission, "extra": extra})
 
     def close(self) -> None:
-        """What was made of the workspace is there afterwards."""
+        """Copy the workspace back from the sandbox, and close the sandbox."""
         if self.session is None:
             return
         session, self.session = self.session, None
         atexit.unregister(self.close)
         try:
             if fault := self.loop.run(take(session, self.workspace, self.config.limits)):
-                print(f"{self.workspace} is as it was: {fault}", file=sys.stderr)
+                print(f"{self.workspace} is unchanged: {fault}", file=sys.stderr)
         finally:
             self.loop.run(session.close())
             self.loop.close()
 
     def get_template_vars(self, **more: Any) -> dict[str, Any]:
-        """What prompts may name, nothing of this machine's variables among it."""
+        """Return the variables for prompt templates, without this machine's environment variables."""
         return asdict(self.config) | platform.uname()._asdict() | {"node": "sandbox"} | more
 
     def serialize(self) -> dict[str, Any]:
@@ -114,12 +115,12 @@ class Sandboxed:
 
 
 def observed(ran: Ran, limits: Limits) -> dict[str, Any]:
-    """As mini-swe-agent tells its model."""
+    """Return the result of a command in the format that mini-swe-agent shows to its model."""
     ended = {
-        "timeout": f"it was ended after {limits.seconds:g} s",
-        "output": f"it was ended: more than {limits.output >> 20} MiB of output",
-        "memory": f"it was ended: more than {limits.memory >> 20} MiB of memory",
-        "disk": f"it was ended: more than {limits.disk >> 20} MiB of files, or too many of them",
+        "timeout": f"the command was stopped after {limits.seconds:g} s",
+        "output": f"the command was stopped: more than {limits.output >> 20} MiB of output",
+        "memory": f"the command was stopped: more than {limits.memory >> 20} MiB of memory",
+        "disk": f"the command was stopped: more than {limits.disk >> 20} MiB of files, or too many files",
     }
     code = -1 if ran.code is None else ran.code
     return {"output": ran.out + ran.err, "returncode": code, "exception_info": ended.get(ran.status, "")}

@@ -1,4 +1,4 @@
-"""A directory that goes into a session of the sandbox, and comes back: what was made there leads us nowhere."""
+"""Copies of a workspace into a sandbox and back; links that leave the workspace are dropped."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ TAKE = ("/bin/sh", "-c", "tar --ignore-failed-read -cf - . 2>/dev/null | base64 
 
 
 async def put(session: Session, directory: Path, limits: Limits) -> None:
-    """Before anything of a model's was run there, so what goes wrong is no fault of it."""
+    """Copy a directory into a new sandbox; raise SandboxError on failure, as no program of a model has run yet."""
     ran = await session.run(PUT, stdin=packed(directory), limits=limits)
     if ran.status != "ok" or ran.err:
-        raise SandboxError(f"{directory} cannot be put into the sandbox: {why(ran)}")
+        raise SandboxError(f"{directory} cannot be copied into the sandbox: {why(ran)}")
 
 
 async def take(session: Session, directory: Path, limits: Limits) -> str:
-    """Afterwards, in place of what is in the directory; why not, where it stays as it is."""
+    """Replace the directory's contents by the sandbox's; return why this failed, or an empty string."""
     ran = await session.run(TAKE, limits=replace(limits, output=2 * limits.disk))
     if ran.status != "ok":
-        return f"what is in the sandbox cannot be had: {why(ran)}"
+        return f"the sandbox's files cannot be read: {why(ran)}"
     fresh = directory.with_name(f"{directory.name}.new")
     try:
         fresh.mkdir()
@@ -38,9 +38,9 @@ async def take(session: Session, directory: Path, limits: Limits) -> str:
         for each in fresh.iterdir():
             each.rename(directory / each.name)
     except (tarfile.TarError, binascii.Error, OSError) as error:
-        return f"what is in the sandbox cannot be kept: {error}"
+        return f"the sandbox's files cannot be stored: {error}"
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)  # which it may not have become
+        shutil.rmtree(fresh, ignore_errors=True)  # it may not exist
     return ""
 
 
@@ -57,7 +57,7 @@ def emptied(directory: Path) -> None:
 
 
 def packed(directory: Path) -> str:
-    """As base64 of a tar: text is what goes in."""
+    """Return the directory as a tar archive in base64, because a sandbox accepts only text as input."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w", format=tarfile.GNU_FORMAT) as tar:
         for each in sorted(directory.iterdir()):
@@ -66,9 +66,8 @@ def packed(directory: Path) -> str:
 
 
 def unpack(archive: bytes, into: Path) -> None:
-    """Files, directories, and links that stay within; devices, pipes and all other links are left out. Links come last,
-    so no file is written through one."""
-    links = list[tuple[Path, str]]()
+    """Unpack files, directories, and links that stay within `into`; skip devices, pipes and other links."""
+    links = list[tuple[Path, str]]()  # created last, so that no file is written through a link
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
         for member in tar:
             name, first = PurePosixPath(member.name), PurePosixPath(member.linkname)
@@ -95,8 +94,7 @@ def write(place: Path, content: bytes, *, executable: bool) -> None:
 
 
 def within(link: Sequence[str], target: str) -> bool:
-    """Whether it leads upwards first and no further than to the top, then downwards: whatever it passes on its way down
-    is of this kind, too."""
+    """Return true if a relative link goes up at most to the top of the workspace, and then only down."""
     parts = PurePosixPath(target).parts
     up = next((n for n, part in enumerate(parts) if part != ".."), len(parts))
     return not target.startswith("/") and up < len(link) and ".." not in parts[up:]

@@ -1,1 +1,1 @@
-"""What runs a model. `base.py` holds the protocols and is all that the pipeline sees."""
+"""Engines that run models. The pipeline imports only `base.py`, which holds their protocols."""

@@ -1,8 +1,8 @@
-"""Which token is drawn: a pure function of (seed, position, column) and the distribution.
+"""Token sampling as a pure function of (seed, position, column) and the distribution.
 
-The random numbers are counter-based: nothing is consumed, so a response does not depend on its neighbours in the batch,
-and the extra draws do not disturb the emitted token. Guarantor of invariant 4: a log-prob is that of the distribution
-which was drawn from, after temperature, top-p, top-k and min-p.
+Random numbers are counter-based. Therefore a response does not depend on its neighbours in the batch. Draws (extra
+tokens sampled at the same position) do not change the emitted token. This file guarantees invariant 4: a log-prob
+belongs to the distribution that was sampled from, after temperature, min-p, top-k and top-p.
 
 Shapes: N rows, M draws, V vocabulary.
 """
@@ -22,19 +22,19 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
+    """Shift int64 right, filling with zeros."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _scramble(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64; int64 arithmetic wraps as uint64 does."""
+    """Apply the finaliser of splitmix64; int64 arithmetic wraps in the same way as uint64."""
     for bits, factor in _MIX:
         x = (x ^ _shift(x, bits)) * factor
     return x ^ _shift(x, 31)
 
 
 def uniforms(seed_N: Tensor, position_N: Tensor, draws: int) -> Tensor:
-    """Uniform numbers in [0, 1), float64 [N, M]: column j of row i is a hash of (seed, position, j)."""
+    """Return uniform numbers in [0, 1), float64 [N, M]: column j of row i is a hash of (seed, position, j)."""
     column_M = torch.arange(1, draws + 1, device=seed_N.device)
     state_N = _scramble(seed_N + _GOLDEN * (position_N + 1))
     bits_NM = _scramble(state_N[:, None] + _GOLDEN * column_M)
@@ -42,10 +42,10 @@ def uniforms(seed_N: Tensor, position_N: Tensor, draws: int) -> Tensor:
 
 
 def process(logits_NV: Tensor, sampling: Sampling) -> Tensor:
-    """Log-probs of the distribution that will be drawn from; −inf where a token was cut, NaN where there is none."""
+    """Return log-probs of the distribution to sample from: −inf for cut tokens, NaN in rows without a distribution."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if sampling.temperature == 0:
-        best_N1, id_N1 = logits_NV.max(-1, keepdim=True)  # NaN where a logit is
+        best_N1, id_N1 = logits_NV.max(-1, keepdim=True)  # NaN if any logit is NaN
         logp_NV = torch.full_like(logits_NV, -torch.inf).scatter_(1, id_N1, 0.0)
         return logp_NV.masked_fill(~best_N1.isfinite(), torch.nan)
     logp_NV = (logits_NV / sampling.temperature).log_softmax(-1)
@@ -68,14 +68,14 @@ def _cut(logp_NV: Tensor, drop_NV: Tensor) -> Tensor:
 
 
 def kept_ids(logp_NV: Tensor) -> list[NDArray[np.int32]]:
-    """What `process` left of each row."""
+    """Return the sampling support of each row: the ids that `process` did not cut."""
     row, ids = (logp_NV > -torch.inf).nonzero(as_tuple=True)
     sizes = torch.bincount(row, minlength=len(logp_NV)).tolist()
     return np.split(ids.cpu().numpy().astype(np.int32), np.cumsum(sizes)[:-1])
 
 
 def draw(logp_NV: Tensor, uniform_NM: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert the distribution function at every uniform number: ids [N, M] and their log-probs."""
+    """Invert the cumulative distribution at every uniform number; return ids [N, M] and their log-probs."""
     cdf_NV = logp_NV.double().exp().cumsum(-1)
     if not cdf_NV[:, -1].isfinite().all():
         raise NonFiniteError("the student's logits are not finite: has training diverged? Lower learner.lr")

@@ -1,4 +1,4 @@
-"""What a student said, for a person: a line of samples.jsonl, made where the records are."""
+"""Lines of samples.jsonl, which show responses as text; they are made in the process that holds the records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
-    """With special tokens, as they were seen and written; the lists have an entry for each token that is trained."""
+    """Return a line of samples.jsonl: texts include special tokens, and lists have one entry per trained token."""
     rollout, teacher = sample.rollout, sample.teacher_logp
     trained = rollout.loss_mask
     turns = [("said" if said else "seen", decode(tokens.tolist())) for said, tokens in said_and_seen(rollout)]
@@ -40,10 +40,9 @@ def quote(header: Header, sample: Scored, update: int, decode: Decode) -> Quote:
 
 
 def rounded(numbers: Iterable[float]) -> list[float | None]:
-    """What JSON has no word for is left out."""
+    """Round to 4 decimals, and replace NaN and infinite numbers, which JSON cannot hold, by None."""
     return [round(x, 4) if math.isfinite(x) else None for x in numbers]
 
 
 def as_numbers(tokens: Sequence[int]) -> str:
-    """For engines that know no text."""
     return " ".join(map(str, tokens))

@@ -1,6 +1,6 @@
-"""Groups of records on disk: what is an array in `groups.safetensors`, all else in `groups.json`, nothing pickled.
+"""Groups of records on disk: arrays in `groups.safetensors`, all other fields in `groups.json`, nothing pickled.
 
-Whatever a record can hold comes back as it was, dtypes included. A prompt that members share is written once.
+Reading returns exactly what was written, including data types. A prompt shared by several members is written once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from slipstream.run_dir.atomic_files import writing
 
 ARRAYS, REST = "groups.safetensors", "groups.json"
 NESTED: dict[str, type[Any]] = {"rollout": Rollout, "kept": Kept}
-"""Fields that are records themselves; a prompt is one too, and is named by its number among all prompts."""
+"""Fields that are records themselves. Prompts are stored in a separate list, and records hold the position in it."""
 
 
 def write_groups(path: Path, groups: Sequence[Group]) -> None:
-    """Into a directory; a RunDirError names what JSON cannot hold, and a disk that is full."""
+    """Write groups into a directory; raise RunDirError if JSON cannot hold a value or the disk is full."""
     writer = Writer()
     written = [[{"header": asdict(h.header), "body": writer.body(h.body)} for h in group] for group in groups]
     with writing(path):
@@ -51,7 +51,7 @@ class Writer:
         self.arrays: dict[str, NDArray[Any]] = {}
         self.prompts: list[dict[str, Any]] = []
         self.numbers: dict[int, int] = {}
-        """Where among these a prompt is, by its identity: the caller holds it."""
+        """Positions in `prompts` by `id(prompt)`; the ids stay valid because the caller holds the prompts."""
 
     def body(self, body: Any) -> dict[str, Any] | None:
         if body is None:
@@ -60,7 +60,7 @@ class Writer:
         return self.record(body)
 
     def record(self, of: Any) -> dict[str, Any]:
-        """Every field: an array by its name, a record as one, and all else as it is."""
+        """Return all fields for JSON: array fields as their names in `arrays`, and nested records as dicts."""
         found: dict[str, Any] = {}
         for name in (field.name for field in fields(of)):
             match value := getattr(of, name):
@@ -79,7 +79,7 @@ class Writer:
 
     def array(self, value: NDArray[Any]) -> str:
         name = str(len(self.arrays))
-        self.arrays[name] = np.ascontiguousarray(value)  # safetensors writes bytes as they lie, in whatever order
+        self.arrays[name] = np.ascontiguousarray(value)  # safetensors ignores strides and writes memory order
         return name
 
     def prompt(self, prompt: Prompt) -> int:

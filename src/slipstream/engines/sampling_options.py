@@ -1,4 +1,4 @@
-"""What a config asks of samplers."""
+"""Sampling options that follow from a config."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def eval_sampling(config: Config) -> Sampling:
 
 
 def asked_by_loss(config: Config) -> Asks | None:
-    """Nothing where there is no distillation."""
+    """Return the requirements of the distillation loss, or None if the config has no distillation."""
     return config.loss.asks if config.loss.weight else None

@@ -1,12 +1,12 @@
-"""What a teacher says is looked at once, where it becomes a record: by every engine, before anybody learns from it.
+"""Checks of a teacher's scores, which every engine makes once, when the scores become a record.
 
-A learner computes in float32 or wider, so that is what a log-prob must be believable in. One that is not (NaN,
-infinite, above 0, or a number that servers write where they have none) makes its response a failed member of its group,
-with the cause; one that is merely tiny ends at FLOOR, here and nowhere else, and is counted.
+A log-prob is checked in float32, the lowest precision of a learner. Invalid log-probs are NaN, infinite, above 0, or
+placeholders that servers write for unknown tokens. A response with an invalid log-prob becomes a failed member of its
+group, with the cause. A valid log-prob below FLOOR is raised to FLOOR, only in this file, and counted.
 
-Whoever scores what is scored already says how far the two answers are apart.
+If a response was scored before, the header of the new record holds the difference of the two scores.
 
-Shapes: N trained tokens, X numbers for each of them.
+Shapes: N trained tokens, X log-probs of each of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 from slipstream.records import Attempts, Group, Handle, Ints, Rollout, Said, Scored, graded, header_of
 
 FLOOR = -100.0
-"""Less likely than e^-100 is impossible enough; how impossible is a matter of rounding, and would rule the gradient."""
+"""Lowest log-prob of a record. Lower values are mostly rounding error, and would dominate the gradient."""
 PLACEHOLDER = -999.0
-"""No softmax comes so low. Servers write −999, −9999 or −1e30 for a token that they know nothing of."""
+"""Highest placeholder that servers write for unknown tokens (−999, −9999 or −1e30); no softmax gets so low."""
 TOLERANCE = 1e-3
-"""By which a log-prob may exceed 0: servers round. What exceeds it by less becomes 0."""
+"""Amount by which a log-prob may exceed 0, because servers round; such log-probs become 0."""
 MASS = 1 + 10 * TOLERANCE
-"""To which the probabilities of different tokens may add up."""
+"""Largest sum allowed for the probabilities of different tokens."""
 Found = Mapping[str, NDArray[Any]]
 """The fields of `Scored` that a teacher fills."""
 
@@ -36,8 +36,10 @@ Found = Mapping[str, NDArray[Any]]
 def scored(
     handle: Handle, *, teacher: str, version: int = 0, seen: Ints | None = None, **found: NDArray[Any]
 ) -> Handle:
-    """The response with what its teacher, of that version, says of it behind the tokens that it has `seen`, or a failed
-    member with the cause."""
+    """Return the response with its teacher's scores, or a failed member with the cause if the scores are invalid.
+
+    `seen` holds the tokens that the teacher saw before the response; None means the student's prompt.
+    """
     rollout = graded(handle)
     header = replace(header_of(rollout, teacher=teacher), teacher_version=version, attempts=handle.header.attempts)
     context = None if seen is None or np.array_equal(seen, rollout.prompt.tokens) else seen
@@ -69,7 +71,7 @@ def scored(
 
 
 class Probed:
-    """A scorer that also says what it scores (`Scorer.probe`)."""
+    """Base class that implements `Scorer.probe` by `score`."""
 
     async def score(self, group: Group) -> list[Handle]:
         raise NotImplementedError
@@ -92,7 +94,7 @@ def failed(handle: Handle, cause: str, *, teacher: str) -> Handle:
 
 
 def name_of(context: Ints | None) -> str:
-    """What a teacher saw, by its tokens; none, where it was the student's prompt."""
+    """Return an id of the teacher's context: a digest of its tokens, or "prefix" for the student's prompt (None)."""
     if context is None:
         return "prefix"
     return f"context-{hashlib.blake2b(context.astype(np.int32).tobytes(), digest_size=8).hexdigest()}"
@@ -104,25 +106,25 @@ IDS: dict[str, Callable[[Rollout, Found], Any]] = {
     "teacher_best_logp": lambda rollout, found: rollout.best_ids,
     "teacher_topk_logp": lambda rollout, found: found["teacher_ids"],
 }
-"""Whose log-probs each field holds."""
+"""Functions that return the token ids to which each field's log-probs belong."""
 DIFFERENT = ("teacher_best_logp", "teacher_topk_logp")
-"""Fields in which every token stands once: they are parts of one distribution."""
+"""Fields that hold different tokens of one distribution, so their probabilities add up to at most 1."""
 
 
 def problems(rollout: Rollout, found: Found) -> Iterator[str]:
-    """What cannot be, each in words that go on after `gives`."""
+    """Yield descriptions of invalid scores, worded to follow "teacher NAME gives"."""
     place_N = np.flatnonzero(rollout.loss_mask)
     for name in IDS:
         if name not in found or not len(place_N):
             continue
-        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is found
+        with np.errstate(over="ignore"):  # numbers too large for float32 become infinite, and are reported
             logp_NX = columns(found[name]).astype(np.float32)
         if (at := unbelievable(logp_NX)) is not None:
             token, place, logp = IDS[name](rollout, found)[at], place_N[at[0]], columns(found[name])[at]
-            yield f"token {token} at place {place} of the response {why(float(logp))}"
+            yield f"token {token} at position {place} of the response {why(float(logp))}"
         if name in DIFFERENT and (mass_N := np.exp(logp_NX).sum(1)).max() > MASS:
             n = int(mass_N.argmax())
-            yield f"probabilities at place {place_N[n]} that add up to {mass_N[n]:.3f}"
+            yield f"probabilities at position {place_N[n]} that add up to {mass_N[n]:.3f}, more than 1"
     if "teacher_hidden" in found and not finite(found["teacher_hidden"]):
         yield "hidden states that are not finite"
 
@@ -132,8 +134,8 @@ def columns(logp: NDArray[Any]) -> NDArray[Any]:
 
 
 def unbelievable(logp_NX: NDArray[np.float32]) -> tuple[int, int] | None:
-    """Where the first number stands that is no log-prob."""
-    wrong_NX = ~((logp_NX <= TOLERANCE) & (logp_NX > PLACEHOLDER))  # NaN compares with nothing
+    """Return the position of the first invalid log-prob, or None if all are valid."""
+    wrong_NX = ~((logp_NX <= TOLERANCE) & (logp_NX > PLACEHOLDER))  # NaN fails both comparisons
     return tuple(np.argwhere(wrong_NX)[0].tolist()) if wrong_NX.any() else None
 
 
@@ -141,21 +143,21 @@ def why(logp: float) -> str:
     if logp > TOLERANCE:
         return f"a log-prob of {logp:g}, which is above 0"
     if np.isfinite(logp) and logp > -1e9:
-        return f"a log-prob of {logp:g}, which stands for none"
-    return f"a log-prob of {logp:g}, which is no number that can be learned from"
+        return f"a log-prob of {logp:g}, which is a placeholder for an unknown log-prob"
+    return f"a log-prob of {logp:g}, which is not a usable number"
 
 
 def finite(array: NDArray[Any]) -> bool:
-    """bf16 travels as its 16 bits, of which eight ones in the exponent are infinite or NaN."""
+    """Return true if all numbers are finite; uint16 holds the bits of bf16, where exponent 0xFF is infinite or NaN."""
     if array.dtype == np.uint16:
         return not bool(((array & 0x7F80) == 0x7F80).any())
     return bool(np.isfinite(array).all())
 
 
 def apart(one: Scored, other: Scored) -> float:
-    """Root mean square of the differences of all log-probs of one response, scored twice.
+    """Return the root mean square difference between the log-probs of one response that was scored twice.
 
-    Of the best tokens the values are compared by rank: two that are nearly as likely may change places.
+    Most likely tokens are compared by rank, because tokens of similar probability may swap ranks.
     """
     pairs = [(getattr(one, name), getattr(other, name)) for name in IDS]
     gaps = [(np.asarray(b, np.float64) - a).reshape(-1) for a, b in pairs if a is not None and b is not None]

@@ -1,6 +1,7 @@
-"""Weights on their way: as flat bytes from the learner to the samplers, and the fingerprint of what really runs there.
+"""Weights as flat bytes, which the learner publishes to other engines, and fingerprints of weights.
 
-Whatever loads them says so by the same fingerprint: a CRC-32 of each tensor, by whoever runs it, and one hash of those.
+A fingerprint is one hash over the CRC-32 of each tensor. An engine that loads weights returns the fingerprint of the
+tensors that it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from slipstream.errors import ModelError
 from slipstream.protocols import Fingerprint, TensorSpec, WeightsRef
 
 OUTPUTS = {"o_proj", "out_proj", "c_proj", "dense", "down_proj", "dense_4h_to_h", "fc2", "fc_out", "w2", "experts"}
-"""How families name the last projection of an attention or a feed-forward layer; of experts all weights count."""
+"""Names of the last projection of an attention or feed-forward layer, and of experts, in all model families."""
 
 
 def is_adapter(name: str) -> bool:
@@ -31,13 +32,13 @@ def is_fingerprinted(name: str) -> bool:
 
 
 def fingerprinted(names: Iterable[str]) -> list[str]:
-    """The output projections of layers, experts and adapters, or all weights where no name is known."""
+    """Return the names of output projections, experts and adapters, or all names if none of them is known."""
     every = list(names)
     return list(filter(is_fingerprinted, every)) or every
 
 
 def raw(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU: no copy of a contiguous one."""
+    """Return the bytes of a CPU tensor; a contiguous tensor is not copied."""
     return cast("np.ndarray[Any, Any]", tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
@@ -53,28 +54,27 @@ def combined(checksums: Iterable[int]) -> Fingerprint:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank. All take part."""
+    """Return the full tensor on every rank. All ranks must call this function."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def view_of(spec: TensorSpec, flat: Tensor) -> Tensor:
-    """A tensor where it lies among the bytes."""
     part = flat[spec.offset : spec.offset + spec.nbytes]
     return part.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
 def check_fits(shapes: Mapping[str, tuple[int, ...]], weights: WeightsRef) -> None:
-    """All that is published is in the model, and the other way round, in the same shapes."""
+    """Raise ModelError unless published weights and model have the same tensors in the same shapes."""
     if missing := set(shapes.items()) ^ {(spec.name, spec.shape) for spec in weights.manifest}:
         names = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(missing)[:3])
         raise ModelError(f"weights do not fit the model: {names} on one side only")
 
 
-# --- of a model in this process --------------------------------------------------------------------------
+# --- models in this process ------------------------------------------------------------------------------
 
 
 def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What changes in training: the adapters, where there are any. Tied weights once, under their first name."""
+    """Yield the trained parameters: adapters if there are any, else all; tied weights once, under their first name."""
     named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
     yield from [pair for pair in named if is_adapter(pair[0])] or named
 
@@ -82,9 +82,9 @@ def published(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def export_weights(
     model: nn.Module, dtype: str, *, version: int = 0, keep: bool = True, others: Mapping[str, Tensor] | None = None
 ) -> WeightsRef:
-    """All weights, once each, in the precision in which the sampler runs them; `others` in place of the model's own.
+    """Return all published weights once, converted to `dtype`; tensors in `others` replace the model's own.
 
-    Where several ranks share the model all must take part, and those that do not `keep` it get the manifest only.
+    All ranks of a sharded model must call this function. Ranks with `keep=False` get only the manifest.
     """
     manifest, offset, kind = [], 0, getattr(torch, dtype)
     for name, tensor in published(model):
@@ -100,7 +100,7 @@ def export_weights(
 
 
 def load_weights(model: nn.Module, weights: WeightsRef) -> None:
-    """Copy into the model, converting to its dtype; every parameter must be there, in its shape."""
+    """Copy published weights into the model and convert them to its dtype; names and shapes must match."""
     own = dict(published(model))
     check_fits({name: tuple(tensor.shape) for name, tensor in own.items()}, weights)
     for spec in weights.manifest:
@@ -108,7 +108,7 @@ def load_weights(model: nn.Module, weights: WeightsRef) -> None:
 
 
 def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> None:
-    """`source` may be read-only, of which torch would not make a tensor."""
+    """Copy bytes into a tensor. `source` may be read-only, which torch tensors do not support."""
     if target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous():
         np.copyto(raw(target), source)
     else:
@@ -120,13 +120,12 @@ def _load(target: Tensor, dtype: torch.dtype, source: np.ndarray[Any, Any]) -> N
 def fingerprint(
     model: nn.Module, dtype: str, *, exported: WeightsRef | None = None, still: dict[str, int] | None = None
 ) -> Fingerprint:
-    """A hash of what really runs, as `dtype`.
+    """Return a hash of the model's weights, converted to `dtype`.
 
-    Samplers stand still while it is taken, and it guards against accidents only: so a CRC-32 of each tensor (twice as
-    fast as SHA-256 in hardware), and a hash of those. A single wrong tensor goes unseen once in 2^32.
+    The hash must be fast because samplers pause, and must only detect accidents. CRC-32 is twice as fast as SHA-256 in
+    hardware, and misses one wrong tensor with probability 2^-32.
 
-    Weights that were just `exported` are not gathered again; `still` keeps the checksums of all others, which never
-    change, for the next time.
+    Tensors in `exported` are not gathered again. `still` caches the checksums of all other tensors, which never change.
     """
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     specs = {spec.name: spec for spec in exported.manifest} if exported else {}

@@ -1,17 +1,16 @@
-"""A sampler whose responses are episodes: the student's turns, and what its environment answers, as one lineage.
+"""Sampler whose responses are episodes: turns of the student and answers of its environment, in one lineage.
 
-Every turn is a call of its own to the sampler below, whose prompt is all that was so far: nothing that was sampled
-becomes text and tokens again. Draws go on with the tokens that were sampled (`Prompt.offset`), so an episode does not
-depend on how many calls it was made in. A publish between two turns costs nothing, and one that begins again begins a
-turn again.
+Each turn is one call to the wrapped sampler. Its prompt holds all earlier tokens, so sampled tokens are never converted
+to text and back. `Prompt.offset` counts the sampled tokens, so an episode does not depend on its number of calls. A
+publish between two turns costs nothing. A publish in mode `restart` repeats only the current turn.
 
-Three kinds of failure are kept apart. What the student does wrong is answered by its environment, counted and trained.
-A limit ends an episode, which says so in `finish` and is graded. An environment that hangs, crashes or raises is tried
-again, and then its episode is left out: that is no reward of 0, and the rest of the group goes on. A try that ended
-with a process that others were in, too, is not counted; the next one is alone in its process.
+There are three kinds of failure. The environment answers errors of the student; they are counted and trained. A limit
+ends an episode, is recorded in `finish`, and the episode is graded. An environment that hangs, crashes or raises is
+retried. After the last retry the episode is dropped without a reward, and the rest of the group continues. A try is not
+counted if the failed process also held other environments; a later try then gets a process of its own.
 
-An episode that is handed over, or whose environment has failed, goes on with another environment, to which every turn
-is told again; if what it answers is not what was seen, the episode begins again.
+A released episode, or one whose environment failed, continues with a new environment that receives all earlier turns
+again. If the answers differ from the recorded ones, the rest of the episode is sampled anew.
 """
 
 from __future__ import annotations
@@ -43,18 +42,16 @@ from slipstream.records import (
 
 T = TypeVar("T")
 TRIES = 3
-"""How often an episode is begun whose environment fails."""
+"""Number of tries of an episode whose environment fails."""
 TURN = "turn"
-"""A span in which the student speaks; all others are its environment's."""
+"""Name of the spans in which the student generates; all other spans are steps of its environment."""
 LOOP = 3
-"""The same call with the same answer so many times running is a loop."""
+"""Number of consecutive equal tool calls with equal answers that count as a loop."""
 
 
 class Environment(Protocol):
-    """Of one episode."""
-
     async def ready(self) -> None:
-        """Wait for a process, which is not the episode's time."""
+        """Wait until the environment's process runs; this does not count as time of the episode."""
         ...
 
     async def start(self, given: dict[str, Any]) -> None: ...
@@ -62,41 +59,41 @@ class Environment(Protocol):
     async def step(self, reply: Reply) -> Step: ...
 
     async def close(self) -> dict[str, float]:
-        """Its rewards. A step that is still at work is ended first, or waited for."""
+        """Return the rewards, after stopping a running step or waiting for it."""
         ...
 
     def drop(self) -> None:
-        """Nobody waits for it any more."""
+        """Discard the environment without its rewards."""
         ...
 
 
 class Policy(Sampler, Protocol):
-    """Whoever draws a turn."""
+    """Sampler that generates single turns."""
 
     def close(self) -> None: ...
 
 
 class Environments(Protocol):
     def place(self, *, alone: bool = False) -> Environment:
-        """One that is to be started; `alone`: in a process that no other is in."""
+        """Return an environment that is not started yet; `alone` gives it a process of its own."""
         ...
 
     def close(self) -> None: ...
 
 
 class Renders(Protocol):
-    """From tokens to replies, and from what an environment says to tokens."""
+    """Converter from sampled tokens to replies, and from messages of an environment to tokens."""
 
     stop_ids: frozenset[int]
 
     def parse(self, ids: Ints, *, cut: bool = False) -> Reply:
-        """`cut`: the turn did not end by itself."""
+        """Return the reply in a turn's tokens; `cut` means that the turn has no stop token at its end."""
         ...
 
     def extend(self, ids: Ints, messages: Sequence[Message]) -> Ints: ...
 
     def text(self, ids: Ints) -> str:
-        """Special tokens and all."""
+        """Return the text of the tokens, including special tokens."""
         ...
 
 
@@ -105,30 +102,30 @@ class Limits:
     turns: int
     calls: int
     turn_tokens: int | None
-    """The longest turn; what is left of the episode's tokens without it."""
+    """Most tokens of a turn. None: only the remaining tokens of the episode limit a turn."""
     seconds: float
-    """Of an episode."""
+    """Most seconds of an episode."""
     step_seconds: float
-    """Of an environment, to start, to answer once, and to close."""
+    """Most seconds in which an environment may start, answer once, or close."""
 
 
 class Left(Exception):
-    """The episode is to be handed over as it is."""
+    """The episode has to be released in its current state."""
 
 
 @dataclass
 class Call:
-    """A group that somebody waits for."""
+    """Running call for a group."""
 
     prompt: Prompt
     sampling: Sampling
     leaving: asyncio.Future[None]
-    """Done when it is to be handed over."""
+    """Done as soon as the group must be released."""
     ended: asyncio.Future[None]
 
 
 class Calls:
-    """Groups that somebody waits for, whose members are made beside each other."""
+    """Running calls, each of which generates the members of its group concurrently."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -137,7 +134,7 @@ class Calls:
     async def answered(
         self, prompt: Prompt, sampling: Sampling, member: Callable[[Call, int], Coroutine[Any, Any, T]]
     ) -> list[T]:
-        """All members of a group. Whoever cancels, or fails, ends all."""
+        """Return all members of a group. A failure or cancellation of one member ends all."""
         loop = asyncio.get_running_loop()
         call = Call(prompt, sampling, loop.create_future(), loop.create_future())
         self.open.append(call)
@@ -152,7 +149,6 @@ class Calls:
         return [each.result() for each in members]
 
     async def release(self, numbers: Collection[int] = ()) -> None:
-        """These are handed over, or all of them."""
         calls = [call for call in self.open if not numbers or call.prompt.number in numbers]
         for call in calls:
             if not call.leaving.done():
@@ -164,26 +160,24 @@ class Calls:
 
 @dataclass
 class Episode:
-    """One so far."""
-
     call: Call
     index: int
     until: float
     failures: int
     parts: list[Rollout | Ints] = field(default_factory=list)
-    """Turns, and what was seen between."""
+    """Turns, and the observed tokens between them."""
     tokens: int = 0
     sampled: int = 0
     turns: int = 0
-    """Those that are complete."""
+    """Number of complete turns; a released turn is not counted."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     seen: list[Any] = field(default_factory=list)
-    """The last few replies that called something, with what they were answered."""
+    """Latest replies with tool calls, and their answers; empty after a reply without a tool call."""
     looped: bool = False
     silent: bool = False
-    """What was said last has no text."""
+    """True if the latest reply has no text."""
     spans: list[tuple[str, float, float]] = field(default_factory=list)
-    """Turns and steps: when each began, and how many seconds it took."""
+    """Name, start time and duration in seconds of each turn and step."""
 
     @property
     def room(self) -> int:
@@ -197,7 +191,7 @@ class Episode:
         self.tokens += len(part.tokens) if isinstance(part, Rollout) else len(part)
 
     def asks(self) -> Prompt:
-        """For the next turn."""
+        """Return the prompt of the next turn."""
         prompt = self.call.prompt
         so_far = [part.tokens if isinstance(part, Rollout) else part for part in self.parts]
         return replace(
@@ -249,7 +243,7 @@ class Episodes:
         return tuple((what, self._now() - began, seconds) for what, began, seconds in header.spans)
 
     async def _member(self, call: Call, place: int, begun: Rollout | None) -> Handle | None:
-        """One episode; none if nothing of it is there yet, as it is handed over."""
+        """Play one episode; return None if it is released before it has any token."""
         if begun is not None and begun.finish != "released":
             return Handle(header_of(begun), begun)
         failures, suspected, alone = 0, 0, False
@@ -300,7 +294,6 @@ class Episodes:
         }
 
     async def _turns(self, episode: Episode, environment: Environment, begun: Rollout | None) -> Finish:
-        """Up to its end, or to where it is handed over."""
         known = parts_of(begun) if begun is not None else []
         complete = int(begun.outcome["turns"]) if begun is not None else 0
         while True:
@@ -345,7 +338,7 @@ class Episodes:
             if known:
                 seen = known.pop(0)
                 assert isinstance(seen, np.ndarray)
-                if not np.array_equal(seen, tail):  # it is another world than it was
+                if not np.array_equal(seen, tail):  # the new environment answers differently from the failed one
                     known.clear()
             episode.add(tail)
 
@@ -365,8 +358,11 @@ class Episodes:
         return rollout
 
     async def _in_time(self, episode: Episode, what: str, asked: Coroutine[Any, Any, T], *, late: bool = False) -> T:
-        """EnvironmentFailed if it hangs, TimeoutError if that was all of the episode's time, Left if it is to be handed
-        over meanwhile. `late`: a step may still be at work, so there is time for the rest of it, too."""
+        """Wait for the environment within its time limit.
+
+        Raise EnvironmentFailed if it hangs, TimeoutError at the end of the episode's time, and Left on a release.
+        `late` doubles the limit, because a step may still be running.
+        """
         began, limit = self._now(), self.limits.step_seconds * (2 if late else 1)
         left = max(episode.until - began, 0.0) if what == "step" else limit
         try:
@@ -380,7 +376,7 @@ class Episodes:
             episode.spans.append((what, began, self._now() - began))
 
     async def _unless_left(self, call: Call, asked: Coroutine[Any, Any, T], limit: float | None = None) -> T:
-        """Left if the episode is to be handed over before this is done, TimeoutError if it takes longer."""
+        """Wait for `asked`; raise Left if the group is released first, and TimeoutError after `limit` seconds."""
         task = asyncio.ensure_future(asked)
         either: list[asyncio.Future[Any]] = [task, call.leaving]
         try:

@@ -1,8 +1,7 @@
-"""Work that shares cores, on the clock of the event loop: as many pieces as there are cores go at full speed, more of
-them share evenly.
+"""Simulated work that shares CPU cores, timed by the clock of the event loop.
 
-Because all who work are served at the same rate, one clock of service is enough: it goes as fast as each of them does,
-and a piece of work ends when that clock has advanced by its seconds.
+Work runs at full speed while there are enough cores; otherwise all pieces of work slow down equally. One service clock
+is therefore enough: it advances at that common rate. Work ends when the clock has advanced by the work's seconds.
 """
 
 from __future__ import annotations
@@ -14,49 +13,49 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 ROUNDING = 1e-9
-"""Seconds that are none."""
+"""Rounding error of the clocks in seconds; smaller differences count as 0."""
 
 
 @dataclass(order=True)
 class Work:
     end: float
-    """On the clock of service."""
+    """Time on the service clock."""
     number: int
     done: Callable[[], None] = field(compare=False)
     wide: float = field(compare=False)
-    """How many cores it would keep busy."""
+    """Number of cores that the work keeps busy."""
     began: float = field(compare=False)
     over: bool = field(default=False, compare=False)
 
 
 class Cores:
     def __init__(self, count: float = math.inf, *, others: float = 0.0) -> None:
-        """`others` is how many strangers work on the same cores all the time."""
+        """Create `count` cores; `others` is the number of cores that other programs keep busy all the time."""
         self.count, self.others = count, others
         self.wide = 0.0
-        """Cores that are asked for now."""
+        """Number of cores that the running work needs."""
         self.done = 0.0
-        """Seconds of work, of every core that it kept busy, that have ended."""
+        """Core-seconds of work that has ended."""
         self.served = self.at = 0.0
-        """What the clock of service showed at some time of the loop."""
+        """The service clock showed `served` at the event loop's time `at`."""
         self.works: list[Work] = []
         self.number = 0
         self.timer: asyncio.TimerHandle | None = None
 
     @property
     def rate(self) -> float:
-        """Seconds of work that each does in a second."""
+        """Seconds by which the service clock advances in one second."""
         return min(1.0, self.count / (self.wide + self.others)) if self.wide else 1.0
 
     def time(self) -> float:
-        """The clock of service."""
+        """Return the time of the service clock, after advancing it to now."""
         now = asyncio.get_running_loop().time()
         self.served = now if math.isinf(self.count) else self.served + (now - self.at) * self.rate
         self.at = now
         return self.served
 
     def begin(self, seconds: float, done: Callable[[], None], *, wide: float = 1.0) -> Work:
-        """`done` is called when so many seconds of work are done."""
+        """Start work, and call `done` when this many seconds of work are completed."""
         now = self.time()
         work = Work(now + seconds, self.number, done, wide, now)
         self.number += 1
@@ -85,7 +84,6 @@ class Cores:
         self.done += work.wide * (self.served - work.began)
 
     def _set(self) -> None:
-        """Wake up when the next work ends."""
         if self.timer:
             self.timer.cancel()
             self.timer = None

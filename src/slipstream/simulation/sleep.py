@@ -1,8 +1,8 @@
-"""Engines that only take time: what the pipeline would do on machines that are not here.
+"""Simulated engines that only take time, to predict the pipeline's behaviour on other machines.
 
-Samplers decode all their running rows in steps whose duration depends on how many there are, and on how many tokens
-they attend to; scorers and the learner take so long for so many tokens. They may share cores. Responses have a length
-and versions, and nothing else. Meant for a virtual clock.
+A sampler decodes all running rows in steps. The duration of a step depends on the number of rows and on the tokens that
+they attend to. Durations of scorers and the learner depend on the number of tokens. Engines may share cores. Responses
+have only a length and versions. Use these engines with a virtual clock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from slipstream.records import ONE, Attempts, Batch, Counts, Group, Handle, Head
 from slipstream.simulation.cores import Cores, Work
 
 Length = Callable[[Prompt, int], int]
-"""Tokens of a prompt's response with this index in its group."""
+"""Function that returns the number of tokens of a prompt's response, given its index in the group."""
 Step = Callable[[int], float]
-"""Seconds in which so many running rows get one token each."""
+"""Function that returns the seconds of a decoding step, given the number of running rows."""
 Cost = Callable[[int], float]
-"""Seconds for so many tokens."""
+"""Function that returns seconds, given a number of tokens."""
 
 
 @dataclass(eq=False)
@@ -36,24 +36,24 @@ class Request:
     lengths: list[int]
     answer: asyncio.Future[list[Handle]]
     begun: dict[int, Header] = field(default_factory=dict)
-    """What each member had when it came, if it had anything."""
+    """Headers by index of the members that already had tokens when the request arrived."""
     left: int = 0
-    """Rows that are still running."""
+    """Number of rows that are still running."""
     began: float = 0.0
-    """The sampler's step count when it was seated."""
+    """Step count of the sampler when the request got its slots."""
     versions: list[tuple[float, int]] = field(default_factory=list)
-    """From which step on it ran under which version."""
+    """Pairs of a step and the version that runs from this step on."""
 
     def missing(self, index: int) -> int:
-        """Tokens that this member lacked when it came."""
+        """Return the tokens that this member still needed when the request arrived."""
         return self.lengths[index] - (self.begun[index].tokens if index in self.begun else 0)
 
     def whole(self, index: int) -> int:
-        """Tokens of this member's sequence, its prompt included, when it is complete."""
+        """Return the tokens of this member's complete sequence, including its prompt."""
         return len(self.prompt.tokens) + self.lengths[index]
 
     def unread(self) -> int:
-        """Tokens that are to be read before it runs; its members share their prompt."""
+        """Return the tokens to prefill before the request runs; members share their prompt."""
         return len(self.prompt.tokens) + sum(header.tokens for header in self.begun.values())
 
 
@@ -71,9 +71,11 @@ class SleepSampler:
         gather: int = 0,
         cores: Cores | None = None,
     ) -> None:
-        """`load` is how many seconds a publish stands still, beside those in which it reads running rows again if it
-        `rebuilds` them. `context` is what a step takes longer for every token that its rows attend to, and `read` how
-        long it takes to read so many tokens, for which all rows wait. So many slots `gather` before some are filled."""
+        """Create a sampler. Requests wait until `gather` slots are free; times are in seconds.
+
+        `load` is the pause of a publish, and `rebuilds` adds the prefill of all running rows. `context` is the extra
+        time of a step for every attended token. `read` returns the time of a prefill, during which all rows wait.
+        """
         self.length, self.step, self.slots, self.load = length, step, slots, load
         self.per_token, self.read, self.rebuilds, self.gather = context, read, rebuilds, gather
         self.cores = cores or Cores()
@@ -81,24 +83,24 @@ class SleepSampler:
         self.waiting: deque[Request] = deque()
         self.running: dict[Request, None] = {}
         self.rows: list[tuple[float, int, Request, int]] = []
-        """A heap: the step at which a row ends, a number that breaks ties, its request, and its index there."""
+        """Heap of running rows: the step at which a row ends, a tie breaker, its request, and its index there."""
         self.seated = self.count = 0
         self.steps = 0.0
-        """Steps made so far, as of `at`."""
+        """Decoding steps completed at time `at`."""
         self.context = 0.0
-        """Tokens that the running rows attend to, as of `at`."""
+        """Tokens that the running rows attend to at time `at`."""
         self.unread = 0.0
-        """Seconds of reading that come before the next step, as of `at`."""
+        """Seconds of prefill at time `at` that remain before the next step."""
         self.at = 0.0
-        """On the clock of the cores."""
+        """Time of the latest update of this state, on the service clock of the cores."""
         self.filling = -1.0
-        """When slots were last filled, for all who come at the same time."""
+        """Time when slots were last filled; requests that arrive at the same time need not wait for `gather`."""
         self.paused = False
-        """Nothing is seated until a publish is done."""
+        """True during a publish: waiting requests get no slots."""
         self.still = False
-        """Rows make no step while weights are loaded."""
+        """True while weights are loaded: rows make no step."""
         self.work: Work | None = None
-        """Until the next row ends."""
+        """Work on the cores until the next row ends; None if no row runs."""
         self.drained: asyncio.Event | None = None
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
@@ -126,7 +128,7 @@ class SleepSampler:
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
         clock = asyncio.get_running_loop().time
         began, thrown = clock(), 0
-        self.paused = True  # nothing new is seated
+        self.paused = True  # waiting requests get no slots
         if mode == "drain" and self.running:
             self.drained = asyncio.Event()
             await self.drained.wait()
@@ -157,7 +159,7 @@ class SleepSampler:
         return Loaded(str(self.version), wait=stood - began, load=loaded - stood, rebuild=rebuild, thrown=thrown)
 
     def _prefixes(self) -> int:
-        """Tokens of all that runs; members of a group share their prompt."""
+        """Return the tokens of all running rows; members of a group share their prompt."""
         shared = sum((request.left - 1) * len(request.prompt.tokens) for request in self.running)
         return int(self.context) - shared
 
@@ -176,17 +178,17 @@ class SleepSampler:
         self.context += steps * self.count
 
     def _seconds(self, steps: float) -> float:
-        """Of so many steps from here: every one is longer than the one before by what its rows have grown."""
+        """Return the seconds of the next `steps` steps; each is longer than the last because its rows have grown."""
         first = self.step(self.count) + self.per_token * self.context
         return steps * first + self.per_token * self.count * steps**2 / 2
 
     def _steps(self, seconds: float) -> float:
-        """In so many seconds from here: the inverse."""
+        """Return the number of steps in the next `seconds` seconds: the inverse of `_seconds`."""
         first, more = self.step(self.count) + self.per_token * self.context, self.per_token * self.count
         return 2 * seconds / (first + sqrt(first**2 + 2 * more * seconds))
 
     def _go_on(self) -> None:
-        """Seat what fits, and wake up when the next row ends."""
+        """Give slots to waiting requests that fit, and set the timer to the end of the next row."""
         if self.at == self.filling or not self.count or self.slots - self.count >= self.gather:
             self.filling = self.at
             while self.waiting and not self.paused and self.count + len(self.waiting[0].lengths) <= self.slots:
@@ -213,7 +215,7 @@ class SleepSampler:
             self.seated += 1
 
     def _end(self) -> None:
-        """The next row has ended, and all that end with it."""
+        """Complete the next row, and all rows that end at the same step."""
         self._catch_up()
         self._step(max(0.0, self.rows[0][0] - self.steps))
         while self.rows and self.rows[0][0] <= self.steps + 1e-6:
@@ -231,7 +233,7 @@ class SleepSampler:
         self._go_on()
 
     def _leave(self, end: float, request: Request, index: int) -> None:
-        """A row that ends, or would have ended, at this step."""
+        """Remove a row that ends, or would have ended, at step `end`."""
         self.count -= 1
         self.context = self.context - request.whole(index) + (end - self.steps) if self.count else 0.0
 
@@ -255,7 +257,7 @@ class SleepSampler:
         self.context = self.unread = 0.0
 
     def _handle(self, request: Request, index: int, steps: int | None = None) -> Handle:
-        """A member, complete; or as it is so many steps after it was seated."""
+        """Return a member: complete, or with `steps` in its state that many steps after it got its slot."""
         begun, missing = request.begun.get(index), request.missing(index)
         drawn = missing if steps is None else min(steps, missing)
         edges = [(min(int(step - request.began), drawn), version) for step, version in request.versions]
@@ -279,15 +281,13 @@ class SleepSampler:
         return Handle(header, None)
 
     def _so_far(self, request: Request) -> list[Handle]:
-        """What there is of a group, without members that have no token."""
+        """Return the members of a group in their current state, without members that have no token."""
         steps = int(self.steps - request.began) if request in self.running else 0
         have = [self._handle(request, index, steps) for index in range(len(request.lengths))]
         return [handle for handle in have if handle.header.tokens]
 
 
 class Server:
-    """Works on one thing at a time, in the order in which they came."""
-
     def __init__(self, cost: Cost, cores: Cores | None = None) -> None:
         self.cost, self.cores = cost, cores or Cores()
         self.turn = asyncio.Lock()
@@ -323,7 +323,7 @@ class SleepLearner(Server):
         return {}
 
     async def quote(self, batch: Batch) -> list[Quote]:
-        return []  # nobody said anything
+        return []  # responses have no tokens to show
 
     async def weigh(self, batch: Batch) -> list[Weighed]:
         return [by_lag(self.steps - header.oldest) for header in batch.headers]
@@ -344,6 +344,6 @@ class SleepLearner(Server):
 
 
 def by_lag(lag: int) -> Weighed:
-    """Nothing drifts."""
+    """Return the freshness weight of a sample whose student and teacher have not drifted: 1 / (lag + 1)."""
     f = 1 / (max(0, lag) + 1)
     return Weighed(lag=lag, roll=0.0, sup=0.0, roll_coverage=1.0, sup_coverage=1.0, f=f, w=f)

@@ -1,9 +1,9 @@
-"""A tabular model whose every distribution is known: the next token depends on the last one only.
+"""Engines for a tabular model whose distributions are all known: the next token depends only on the last token.
 
-For tests of the pipeline and for studying estimators. The same records, draws, protocols and estimators as the real
-engines; a row of the table is the distribution after one token. Durations, if given, pass on the event loop's clock.
+They serve tests of the pipeline and studies of estimators, and use the records, protocols and estimators of the real
+engines. A row of the table holds the logits after one token. Optional durations pass on the event loop's clock.
 
-Shapes: V vocabulary, N trained tokens, M draws.
+Shapes: V vocabulary, N trained tokens, M draws (tokens sampled at the same position, the emitted token first).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ from slipstream.records import (
 
 EOS = 0
 Cost = Callable[[int], float]
-"""Seconds for so many tokens."""
+"""Function that returns seconds, given a number of tokens."""
 
 
 def free(_: int) -> float:
@@ -87,25 +87,23 @@ def table_of(weights: WeightsRef) -> Tensor:
 
 
 def previous(rollout: Rollout) -> Tensor:
-    """The token before every trained one."""
+    """Return the token before each trained token."""
     before = np.concatenate([rollout.prompt.tokens[-1:], rollout.tokens[:-1]])
     return torch.from_numpy(before[rollout.loss_mask].astype(np.int64))
 
 
 @dataclass
 class Response:
-    """One response as it is written, token by token."""
-
     place: int
     last: int
     actions: list[NDArray[np.int32]] = field(default_factory=list)
     logps: list[NDArray[np.float64]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     kept: list[Ints] = field(default_factory=list)
-    """Where it is asked for."""
+    """Sampling support of each token; empty unless `Sampling.keep_mask` is set."""
 
 
-def going_on(place: int, begun: Rollout) -> Response:
+def continued_response(place: int, begun: Rollout) -> Response:
     kept = begun.kept.rows() if begun.kept is not None else []
     rows = list(begun.actions), list(begun.action_logp), begun.versions.tolist()
     return Response(place, int(begun.tokens[-1]), *rows, kept)
@@ -113,8 +111,6 @@ def going_on(place: int, begun: Rollout) -> Response:
 
 @dataclass(eq=False)
 class Open:
-    """A group that somebody waits for."""
-
     prompt: Prompt
     sampling: Sampling
     rows: list[Response]
@@ -122,10 +118,10 @@ class Open:
 
 
 class ToySampler:
-    """Between two tokens of a group it gives way, so that a publish takes effect at any token boundary."""
+    """Sampler that yields to the event loop after each token, so a publish takes effect at any token boundary."""
 
     def __init__(self, table_VV: Tensor, *, seconds: float = 0.0) -> None:
-        """`seconds` is how long a token takes; all running responses get theirs at the same time."""
+        """Create a sampler whose responses each get one token every `seconds`."""
         self.table, self.seconds, self.version = table_VV.clone(), seconds, 0
         self.waiting: set[Open] = set()
         self.running: set[Open] = set()
@@ -138,7 +134,7 @@ class ToySampler:
             prompt,
             sampling,
             [
-                going_on(place, known[place]) if place in known else Response(place, int(prompt.tokens[-1]))
+                continued_response(place, known[place]) if place in known else Response(place, int(prompt.tokens[-1]))
                 for place in range(sampling.group)
             ],
         )
@@ -188,7 +184,6 @@ class ToySampler:
         return Loaded(fingerprint(self.table), wait=clock() - began, thrown=thrown)
 
     def _write(self, row: Response, prompt: Prompt, sampling: Sampling) -> None:
-        """The next token of a response."""
         seed_N = torch.tensor([derive_seed(prompt.seed, prompt.first + row.place)])
         uniform_NM = uniforms(seed_N, torch.tensor([prompt.offset + len(row.actions)]), sampling.draws)
         logp_NV = process(self.table[row.last][None], sampling)
@@ -252,7 +247,7 @@ class ToyScorer(Probed):
 
 
 class ToyLearner:
-    """Plain gradient descent on Monte-Carlo reverse KL."""
+    """Learner with plain gradient descent on Monte-Carlo reverse KL."""
 
     def __init__(
         self,
@@ -266,16 +261,16 @@ class ToyLearner:
         self.table, self.lr, self.cost = table_VV.clone().requires_grad_(), lr, cost
         self.judge = Judge(freshness) if freshness is not None else None
         self.loss = 0.0
-        """Since the last step."""
+        """Sum of the losses since the last step."""
         self.update = self.made = 0
-        """The update in hand, and the last one of which a step was made."""
+        """The current update, and the last update that completed its step."""
         self.samples: dict[tuple[int, int], Scored] = {}
-        """Of the update in hand."""
+        """Samples of the current update, by group number and index."""
         self.weighed: list[tuple[int, int]] = []
-        """Samples since the last step."""
+        """Keys of the samples that were accumulated with freshness weights since the last step."""
         self.follow = follow or {}
         self.teachers = {name: (0, table_VV.clone()) for name in self.follow}
-        """Those that follow: the update after which each last moved, and what it is."""
+        """Teachers that follow the student: the update of their last move, and their table."""
 
     async def prepare(self, batch: Batch) -> list[Counts]:
         if batch.update != self.update:
@@ -313,7 +308,7 @@ class ToyLearner:
         return [each.weighed for each in judged]
 
     def _logp(self, samples: Sequence[Scored]) -> Tensor:
-        """Of all draws, [N, M]."""
+        """Return the student's log-probs of all draws, [N, M]."""
         logp_NV = self.table.log_softmax(-1)[torch.cat([previous(sample.rollout) for sample in samples])]
         actions_NM = torch.from_numpy(np.concatenate([sample.rollout.actions for sample in samples]).astype(np.int64))
         logp_NM = logp_NV.gather(1, actions_NM)
@@ -396,7 +391,7 @@ class ToyLearner:
 
 
 class ToyGrader:
-    """Rewards a response for ending by itself."""
+    """Grader that gives reward 1 to a response that ends with EOS, and 0 to any other."""
 
     async def grade(self, group: Group) -> list[Handle]:
         return [Handle(replace(h.header, rewards={"ended": float(h.header.finish == "eos")}), h.body) for h in group]

@@ -1,11 +1,11 @@
-"""An endpoint that ships, on loopback only: a real model behind it, and every fault that real ones were seen to have.
+"""Fake endpoint on the loopback interface, with a real model and all faults that were observed at real endpoints.
 
     with FakeEndpoint(table(logq_VV)) as fake:       # or: model("builtin:teacher")
-        fake.tell("cut", "busy", "shifted")          # of the next three completions
+        fake.tell("cut", "busy", "shifted")          # faults of the next three completions
         ...                                          # base_url = fake.url, model = fake.name
 
-It serves until the block ends, and goes with its process. `python -m slipstream.testing.endpoint builtin:teacher 8000`
-serves one from a terminal, at this port or any that is free, until Ctrl-C or so long after the last request.
+The endpoint serves until the block ends. `python -m slipstream.testing.endpoint builtin:teacher 8000` serves from a
+terminal until Ctrl-C, or until IDLE seconds after the last request; without a port it uses a free one.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -30,18 +30,17 @@ Fault = Literal["slow", "busy", "broken", "cut", "refused", "not json", "deep", 
                 "no logprobs", "short", "few", "nan", "null", "positive", "clamp", "narrow", "shifted", "other ids",
                 "no ids", "not tables", "bad rank"]  # fmt: skip
 Scores = Callable[[Sequence[int]], NDArray[np.floating[Any]]]
-"""From token ids to log-probs [T, V]: row t is the distribution of token t, row 0 of nothing."""
+"""Function from token ids to log-probs [T, V]: row t is the distribution of token t, and row 0 is unused."""
 IDLE = 600.0
-"""Seconds without a request after which a server that was started from a terminal ends."""
+"""Seconds without a request after which a server started from a terminal ends."""
 
 
 def table(logq_VV: NDArray[np.floating[Any]]) -> Scores:
-    """The next token depends on the last one only."""
+    """Return scores of a model whose next token depends only on the last token."""
     return lambda tokens: np.concatenate([np.zeros((1, logq_VV.shape[1])), logq_VV[list(tokens[:-1])]])
 
 
 def model(name: str) -> Scores:
-    """A HF model, on the CPU."""
     import torch
 
     from slipstream.engines.native.model import load_model
@@ -69,22 +68,22 @@ class FakeEndpoint(Loopback):
         lists: bool = True,
         port: int = 0,
     ) -> None:
-        """`lists` its models; wants a `key`, if one is given."""
+        """Create an endpoint; `lists` serves the list of models, and `key` is required from clients if given."""
         super().__init__(port)
         self.scores, self.name, self.vocabulary, self.key, self.lists = scores, name, vocabulary, key, lists
         self.max_logprobs, self.max_model_len = max_logprobs, max_model_len
         self.faults: deque[Fault] = deque()
         self.always: Fault | None = None
-        """Until it is set back."""
+        """Fault of every completion; None uses `faults`."""
         self.seconds = 0.05
-        """How long slow is, and how long it takes from one byte to the next where they trickle."""
+        """Duration of the fault "slow", and seconds between two bytes of the fault "trickle"."""
         self.sent = 0
-        """Bytes of answers without an end."""
+        """Bytes sent by the faults "endless" and "trickle"."""
         self.retry_after: str | None = "0.05"
         self.requests: list[dict[str, Any]] = []
-        """All completions that were asked for."""
+        """Bodies of all completion requests."""
         self.most, self.running = 0, 0
-        """Requests at a time."""
+        """Highest and current number of concurrent requests."""
         self.asked = time.monotonic()
         self.lock = threading.Lock()
 
@@ -93,13 +92,12 @@ class FakeEndpoint(Loopback):
         return f"{super().url}/v1"
 
     def tell(self, *faults: Fault) -> None:
-        """What goes wrong with the next completions, one by one."""
+        """Queue faults, one for each of the next completions."""
         self.faults.extend(faults)
 
-    # --- what it answers -------------------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------------------------
 
     def get(self, to: BaseHTTPRequestHandler) -> None:
-        """Its models."""
         if self._turned_away(to):
             return
         listed = {"id": self.name, "object": "model", "max_model_len": self.max_model_len}
@@ -155,13 +153,13 @@ class FakeEndpoint(Loopback):
         return (400, {"error": {"message": message}}) if message else None
 
     def _failed(self, to: BaseHTTPRequestHandler, fault: Fault | None) -> bool:
-        """Faults that are not in the rows of an answer."""
+        """Send an answer with a fault outside its rows; return false if the fault is not of this kind."""
         match fault:
             case "busy":
                 after = {} if self.retry_after is None else {"Retry-After": self.retry_after}
                 send(to, 429, {"error": {"message": "too many requests"}}, **after)
             case "broken":
-                # some servers repeat what they were sent
+                # some servers repeat the client's headers
                 send(to, 500, {"error": {"message": f"internal error ({to.headers['Authorization']})"}})
             case "refused":
                 send(to, 400, {"error": {"message": "the server does not like it"}})
@@ -183,7 +181,7 @@ class FakeEndpoint(Loopback):
         return True
 
     def _pour(self, to: BaseHTTPRequestHandler, part: bytes, pause: float) -> None:
-        """Until whoever asked is gone."""
+        """Send the part again and again until the client disconnects."""
         to.send_response(200)
         to.send_header("Content-Type", "application/json")
         to.end_headers()
@@ -193,7 +191,7 @@ class FakeEndpoint(Loopback):
 
 
 def prompt_logprobs(logp_TV: NDArray[np.floating[Any]], tokens: Sequence[int], k: int) -> list[Any]:
-    """As vLLM gives them: none for the first token; the token's own log-prob, and those of the k best."""
+    """Return rows in vLLM's format: None for the first token, else log-probs of the token and the k best."""
     rows: list[Any] = [None]
     for t in range(1, len(tokens)):
         best = np.argsort(-logp_TV[t], kind="stable")[:k].tolist()
@@ -208,7 +206,7 @@ def prompt_logprobs(logp_TV: NDArray[np.floating[Any]], tokens: Sequence[int], k
 
 
 def spoilt(rows: list[Any], fault: Fault | None) -> list[Any] | None:
-    """The rows of an answer, with something wrong in the last of them, or in all."""
+    """Return the rows of an answer with a fault in the last row or in all rows."""
     last: dict[str, Any] = rows[-1]
     token = next(iter(last))
     match fault:

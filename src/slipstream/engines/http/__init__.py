@@ -1,1 +1,1 @@
-"""Teachers behind OpenAI-compatible endpoints: HTTP, and what came back, checked."""
+"""Teachers behind OpenAI-compatible HTTP endpoints, and checks of their answers."""

@@ -1,11 +1,11 @@
-"""When an endpoint may be asked: it is not hammered while it is down, nor before the time that it has named.
+"""Circuit breaker of an endpoint: no requests during an outage, or before the time in a Retry-After header.
 
-    closed ──LIMIT failures in a row──▶ open ──a pause──▶ one call goes, to see ──success──▶ closed
-                                         ▲                          │
-                                         └─── a longer pause ◀──failure
+    closed ──LIMIT failures in a row──▶ open ──pause──▶ one probe request ──success──▶ closed
+                                         ▲                      │
+                                         └─ longer pause ◀───failure
 
-Calls that come meanwhile wait, but not for ever: after OUTAGE they hear what is wrong. Whoever asked may come back, so
-an outage costs time and no group, until the tries of the pipeline have an end.
+Other calls wait meanwhile. After OUTAGE seconds they raise the error. The pipeline then retries the group, so an outage
+costs time but no group, until the retries of the pipeline are used up.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from collections.abc import AsyncIterator
 from slipstream.errors import EndpointError
 
 LIMIT = 5
-"""Failures in a row that are an outage."""
+"""Number of failures in a row that counts as an outage."""
 PAUSES = (1.0, 30.0)
-"""Seconds before the first look whether it is over, and at most between two."""
+"""Seconds before the first probe request, and most seconds between two probe requests."""
 OUTAGE = 120.0
-"""Seconds that one call waits for the end of an outage."""
+"""Most seconds that a call waits for the end of an outage."""
 SPREAD = 0.2
-"""Seconds over which those who waited for the same moment come."""
+"""Seconds over which calls that waited for the same time are randomly spread."""
 
 
 class Unavailable(Exception):
-    """One request was not answered. `down`: that speaks for an outage. `again`: the next may well be."""
+    """Failure of one request: `down` counts towards an outage, `again` permits a retry after `after` seconds."""
 
     def __init__(self, what: str, *, down: bool = True, again: bool = True, after: float = 0.0) -> None:
         super().__init__(what)
@@ -39,10 +39,10 @@ class Breaker:
     def __init__(self, where: str) -> None:
         self.where = where
         self.failures, self.cause, self.since = 0, "", 0.0
-        """In a row, why the last, and when the first."""
+        """Number of failures in a row, cause of the last, and time of the first."""
         self.probing, self.pause = False, PAUSES[0]
         self.earliest = 0.0
-        """Nothing is asked before."""
+        """Time before which no request is sent."""
         self.changed = asyncio.Event()
 
     @property
@@ -51,7 +51,7 @@ class Breaker:
 
     @contextlib.asynccontextmanager
     async def passage(self) -> AsyncIterator[None]:
-        """Wait until a request may go, and watch how it ends."""
+        """Wait until a request may be sent, and record its success or failure."""
         probe = await self._admitted()
         try:
             yield
@@ -62,7 +62,7 @@ class Breaker:
             else:
                 self._fine()
             raise
-        except EndpointError:  # it has answered, whatever it was
+        except EndpointError:  # the endpoint has answered, so there is no outage
             self._fine()
             raise
         else:
@@ -73,7 +73,7 @@ class Breaker:
                 self.changed.set()
 
     async def _admitted(self) -> bool:
-        """Whether this request is the one that goes to see."""
+        """Wait until a request may be sent; return true if it is the probe request of an outage."""
         now = asyncio.get_running_loop().time
         began = now()
         while self.open or now() < self.earliest:
@@ -82,7 +82,7 @@ class Breaker:
                 return True
             if now() - began >= OUTAGE:
                 down = f"has been down for {now() - self.since:.0f} s: it {self.cause}"
-                busy = f"asks to wait for another {self.earliest - now():.0f} s"
+                busy = f"asks to wait another {self.earliest - now():.0f} s"
                 raise EndpointError(f"{self.where} {down if self.open else busy}")
             until = began + OUTAGE
             if now() < self.earliest:

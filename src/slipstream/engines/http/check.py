@@ -1,6 +1,6 @@
-"""Before anything starts: does an endpoint serve the model, take token ids, and give the log-probs that the loss needs?
+"""Check of an endpoint before a run, by a few small requests.
 
-A few tiny requests, each of which would otherwise be the first surprise of a run.
+The endpoint must serve the model, accept token ids, and return the log-probs that the loss needs.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ NOT_THERE = (404, 405, 501)
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run will ask of a teacher."""
+    """Requirements of a run for a teacher."""
 
     tokens: Sequence[int]
-    """Some that it will see, two or more."""
+    """At least two tokens of the run's data."""
     highest: int
-    """The highest id that the student may draw."""
+    """Highest token id that the student may sample."""
     longest: int
-    """Tokens of its longest prompt and response."""
+    """Tokens of the longest prompt and response together."""
     k: int = 0
 
 
 async def check(endpoint: Endpoint, need: Wanted) -> str:
-    """What was found, in a line; raises ConfigError for what is to be changed."""
+    """Check an endpoint and return a line about it; raise ConfigError with what to change if it cannot be used."""
     client, where = Client(endpoint), f"teachers.{endpoint.teacher}"
     try:
         context = await _served(client, endpoint, where)
         if context is not None and context < need.longest + 1:
             raise ConfigError(
-                f"{where}: {endpoint.url} serves {endpoint.model} with a context of {context}, and prompt + "
+                f"{where}: {endpoint.url} serves {endpoint.model} with a context of {context}, but prompt + "
                 f"sampler.max_tokens + 1 are up to {need.longest + 1}: lower sampler.max_tokens, shorten the prompts, "
                 f"or start the server with --max-model-len {need.longest + 1}"
             )
@@ -62,11 +62,11 @@ def believed(found: LogProbs, endpoint: Endpoint) -> None:
 
 
 async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
-    """Whether the model is there; returns its context, where the server tells."""
+    """Raise ConfigError if the model is not served; return its context length, or None if the server omits it."""
     try:
         answer = await client.ask("GET", "/models")
     except EndpointError as error:
-        if error.status in NOT_THERE:  # not every gateway lists its models; the next request shows
+        if error.status in NOT_THERE:  # some gateways do not list their models; the next request tests the model
             return None
         raise
     listed = answer.get("data") if isinstance(answer, dict) else None
@@ -75,29 +75,29 @@ async def _served(client: Client, endpoint: Endpoint, where: str) -> int | None:
     models = {model.get("id"): model for model in listed if isinstance(model, dict)}
     if endpoint.model not in models:
         raise ConfigError(
-            f"{where}.model = {endpoint.model!r}: {endpoint.url} does not serve it, but "
-            f"{', '.join(map(repr, models)) or 'nothing'}"
+            f"{where}.model = {endpoint.model!r}: {endpoint.url} does not serve it; write one of its models: "
+            f"{', '.join(map(repr, models)) or 'none'}"
         )
     length = models[endpoint.model].get("max_model_len")
     return length if isinstance(length, int) else None
 
 
 async def _gives(client: Client, endpoint: Endpoint, need: Wanted, where: str) -> None:
-    """What goes wrong here did not before: it is about this number, or this id."""
+    """Check `k` log-probs per token and the highest token id; earlier checks passed, so one of these is the cause."""
     try:
         if need.k:
             believed(await _ask(client, endpoint, need.tokens, need.k), endpoint)
     except EndpointError as error:
         raise ConfigError(
-            f"{where}.max_logprobs: the loss needs {need.k} log-probs per token, and this does not give them: start "
-            f"the server with --max-logprobs {need.k}, or lower loss.k ({error})"
+            f"{where}.max_logprobs: the loss needs {need.k} log-probs per token, which the endpoint does not return: "
+            f"start the server with --max-logprobs {need.k}, or lower loss.k ({error})"
         ) from None
     try:
         await _ask(client, endpoint, [*need.tokens, need.highest], 0)
     except EndpointError as error:
         raise ConfigError(
-            f"{where}: it cannot score token {need.highest}, the highest that the student may draw: does it have fewer "
-            f"embeddings? ({error})"
+            f"{where}: the endpoint cannot score token {need.highest}, the highest that the student may sample: does "
+            f"the teacher have fewer embeddings? ({error})"
         ) from None
 
 

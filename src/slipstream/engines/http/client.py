@@ -1,10 +1,10 @@
-"""One endpoint: pooled connections, so many requests at a time, short retries, and no secret in any message.
+"""HTTP client of one endpoint, with pooled connections, limited concurrency, short retries, and no key in messages.
 
-What is over in a second or two is tried again here: a cut connection, a 5xx, a 429, after as long as the server asks.
-All else, and whatever lasts, is raised as an EndpointError: the pipeline tries whole groups again, with longer pauses.
+Short failures (a cut connection, status 5xx or 429) are retried here, after the pause that the server asks for. Other
+and longer failures raise EndpointError; the pipeline then retries whole groups with longer pauses.
 
-A server may be anything: of an answer no more is read than the question can have asked for, as it comes, unpacked
-already; from the first try to connect to its last byte it has one deadline.
+Servers are not trusted. At most as many bytes are read as the request can need, and compressed answers are refused. One
+deadline covers a request from connecting to the last byte.
 """
 
 from __future__ import annotations
@@ -27,28 +27,24 @@ from slipstream.engines.http.breaker import Breaker, Unavailable
 from slipstream.errors import ConfigError, EndpointError, first_line
 
 PAUSES = (0.25, 1.0, 4.0)
-"""Seconds, more or less, before a request is tried again."""
+"""Mean seconds before each retry of a request; the actual pause is random."""
 CONNECT = 10.0
 """Seconds in which a connection must be accepted."""
 IDLE = 4.0
-"""Seconds for which an idle connection is kept: servers close theirs after 5, and not always in time to say so."""
+"""Seconds for which an idle connection is kept, less than the 5 s after which servers close it without notice."""
 SHOWN = 200
-"""Characters of an answer that are shown."""
+"""Most characters of an answer in an error message."""
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
-"""What OpenSSL calls it when the other side speaks plain HTTP."""
+"""OpenSSL's error names if the server uses plain HTTP."""
 SPARE = 1 << 20
-"""Bytes that an answer may have beside what was asked for: lists of models are long, too."""
+"""Bytes that an answer may have in addition to the expected ones, for example a list of models."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a teacher is, and how it may be asked."""
-
     teacher: str
-    """Its name in the config."""
     url: str
     model: str
-    """Its name there."""
     key: SecretStr | None = None
     concurrency: int = 32
     timeout: float = 120.0
@@ -59,14 +55,11 @@ class Endpoint:
 
 
 TAKEN: dict[str, str] = {}
-"""What environment variables held that are no longer there."""
+"""Values of environment variables that were removed from the environment."""
 
 
 def key_from_environment(field: str, variable: str | None) -> SecretStr | None:
-    """The key in an environment variable that a config names.
-
-    It is taken from there: no process that is started later inherits it. Who calls the endpoint is handed the key.
-    """
+    """Return the key in an environment variable, and remove the variable so that child processes do not inherit it."""
     if variable is None:
         return None
     if variable in os.environ:
@@ -74,8 +67,8 @@ def key_from_environment(field: str, variable: str | None) -> SecretStr | None:
     key = TAKEN.get(variable, "").strip()
     if not key:
         raise ConfigError(f"{field} = {variable!r}: this environment variable is not set: export it, or drop {field}")
-    if not re.fullmatch(r"[\x21-\x7e]+", key):  # HTTP libraries repeat what they refuse
-        raise ConfigError(f"{field} = {variable!r}: what this environment variable holds cannot be a key")
+    if not re.fullmatch(r"[\x21-\x7e]+", key):  # HTTP libraries show a header that they refuse
+        raise ConfigError(f"{field} = {variable!r}: the value of this environment variable cannot be a key")
     return SecretStr(key)
 
 
@@ -85,7 +78,7 @@ class Client:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None, *, expected: int = 0) -> Any:
-        """What the endpoint answers, from JSON of so many bytes, and SPARE more; raises EndpointError."""
+        """Return the endpoint's JSON answer of at most `expected` + SPARE bytes; raise EndpointError on failure."""
         await self._attach()
         for pause in (*PAUSES, None):
             try:
@@ -98,9 +91,9 @@ class Client:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.5))
         try:
             return await asyncio.to_thread(json.loads, content)
-        except (ValueError, RecursionError):  # brackets within brackets within brackets
+        except (ValueError, RecursionError):  # RecursionError: brackets nested too deeply
             shown = self._shown(content)
-            raise EndpointError(f"{self.where} answers what is not JSON: {shown}") from None
+            raise EndpointError(f"{self.where} gives an answer that is not JSON: {shown}") from None
 
     async def _once(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> bytes:
         timeout, url = self.endpoint.timeout, self.endpoint.url + path
@@ -124,10 +117,10 @@ class Client:
         raise EndpointError(f"{self.where} {said}", status=status)
 
     async def _read(self, response: httpx2.Response, most: int) -> bytes:
-        """All of an answer, or the beginning of one that is a refusal."""
+        """Return the whole answer, or the first bytes of an error answer."""
         if (packing := response.headers.get("content-encoding", "identity")) != "identity":
             raise EndpointError(
-                f"{self.where} packs its answers ({self._shown(packing.encode())}), and was told not to"
+                f"{self.where} compresses its answers ({self._shown(packing.encode())}): switch compression off there"
             )
         content = bytearray()
         async for part in response.aiter_raw():
@@ -136,12 +129,12 @@ class Client:
                 break
             if len(content) > most:
                 raise EndpointError(
-                    f"{self.where} answers more than {most >> 20} MiB, which nothing that was asked for can take"
+                    f"{self.where} sends more than {most >> 20} MiB, which is more than the request can need"
                 )
         return bytes(content)
 
     async def _attach(self) -> None:
-        """Connections belong to an event loop, and are closed with it."""
+        """Open a connection pool for the running event loop, which is closed together with the loop."""
         loop, endpoint = asyncio.get_running_loop(), self.endpoint
         if loop is self.loop:
             return
@@ -163,7 +156,7 @@ class Client:
         OPEN.setdefault(loop, []).append(closing)
 
     def _shown(self, content: bytes) -> str:
-        """The beginning of what a server said, without the key: some repeat it."""
+        """Return the beginning of an answer for a message, without the key, which some servers repeat."""
         text = content[: 100 * SHOWN].decode(errors="replace")
         if self.endpoint.key is not None:
             text = text.replace(self.endpoint.key.get_secret_value(), "[key]")
@@ -172,7 +165,7 @@ class Client:
 
 
 async def closed_with_its_loop(client: httpx2.AsyncClient) -> AsyncGenerator[None]:
-    """When asyncio ends a loop, it first closes the generators that are still open there."""
+    """Close the client when the event loop ends, because asyncio then closes open generators."""
     try:
         yield
     finally:
@@ -180,9 +173,9 @@ async def closed_with_its_loop(client: httpx2.AsyncClient) -> AsyncGenerator[Non
 
 
 OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, list[AsyncGenerator[None]]] = WeakKeyDictionary()
-"""Kept until their loop is gone, whoever lets go of the client before."""
+"""Generators of each loop, kept so that a discarded client is closed only with its loop."""
 
 
 def retry_after(header: str | None) -> float:
-    """Seconds; a date is as good as nothing said."""
+    """Return the seconds in a Retry-After header, or 0 if it is missing or holds a date."""
     return float(header) if header and re.fullmatch(r"\d{1,6}(\.\d+)?", header) else 0.0

@@ -1,9 +1,10 @@
-"""A teacher behind an OpenAI-compatible endpoint: each response, as token ids after its prompt, is one request.
+"""Scorer by a teacher behind an OpenAI-compatible endpoint; one request holds the token ids of prompt and response.
 
-The answer to `prompt_logprobs` is the teacher's log-prob of every token that was sent, and with `teacher_topk` of its k
-best: the emitted token comes besides them, also where it is not among them.
+The answer's `prompt_logprobs` hold the teacher's log-prob of each sent token, and for `teacher_topk` those of the k
+best tokens. The emitted token is always included.
 
-Asked again, how far it has moved is known of those tokens only: a lower bound of the KL over the vocabulary.
+When a response is scored again, the KL between both scores is computed from these tokens. It is a lower bound of the KL
+over the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from slipstream.protocols import Context, SamePrompt
 from slipstream.records import Floats, Group, Handle, Ints, Rollout, Scored, graded
 
 TINY = 1e-12
-"""The least that a token, or all others together, count as: answers are rounded."""
+"""Lowest probability of a token, or of all other tokens together, because answers are rounded."""
 ENTRY = 256
-"""Bytes, at most and on average, of one log-prob in an answer: its id, rank and text are there too."""
+"""Upper bound of the mean number of bytes of a log-prob in an answer, with its id, rank and text."""
 
 
 class HttpScorer(Probed):
@@ -37,10 +38,7 @@ class HttpScorer(Probed):
         vocabulary: int = HIGHEST,
         context: Context | None = None,
     ) -> None:
-        """`k` of the teacher's best tokens with each position; without, the emitted token's log-prob alone.
-
-        `vocabulary` is the student's.
-        """
+        """Request the `k` best tokens per position, or for 0 the emitted token; `vocabulary` is the student's size."""
         self.client, self.name, self.model = Client(endpoint), endpoint.teacher, endpoint.model
         self.k, self.vocabulary, self.context = k, vocabulary, context or SamePrompt()
 
@@ -60,7 +58,7 @@ class HttpScorer(Probed):
                 task.cancel()
 
     def close(self) -> None:
-        """Connections end with the event loop that made them."""
+        """Do nothing: connections are closed with their event loop."""
 
     async def _score(self, handle: Handle) -> Handle:
         return await self._asked(handle)
@@ -69,8 +67,7 @@ class HttpScorer(Probed):
         return await self._asked(handle, before=handle.body)
 
     async def _asked(self, handle: Handle, before: Scored | None = None) -> Handle:
-        """What it says of a response; with how far that is from what it said before, and that itself if it would see
-        the same."""
+        """Score a response, and add the KL to the scores in `before`; return `before` if the context is unchanged."""
         rollout = graded(handle)
         try:
             seen = self.context(rollout, handle.header.attempts)
@@ -89,12 +86,12 @@ class HttpScorer(Probed):
             found = await log_probs(self.client, self.model, sent, places, k=self.k)
             if (found.ids_NK >= self.vocabulary).any():
                 raise EndpointError(
-                    f"{self.client.where} names token {found.ids_NK.max()} among its best, which the student does not "
-                    'have: write a loss on the emitted token (loss.kind = "reverse_kl_mc"), or run the teacher here'
+                    f"{self.client.where} has token {found.ids_NK.max()} among its best, which the student does not "
+                    'have: use a loss on the emitted token (loss.kind = "reverse_kl_mc"), or a local teacher'
                 )
         except EndpointError as error:
             where = f"{rollout.prompt.id}/{rollout.index}"
-            raise EndpointError(f"{error}; it was asked about {where}", status=error.status) from None
+            raise EndpointError(f"{error}; the request was for response {where}", status=error.status) from None
         cached: dict[str, Any] = (
             {"teacher_ids": found.ids_NK, "teacher_topk_logp": found.logp_NK}
             if self.k
@@ -104,8 +101,10 @@ class HttpScorer(Probed):
 
 
 def moved_at_least(now: dict[str, Any], before: Scored) -> Floats:
-    """KL(now ‖ then) at every trained position, of the tokens whose log-prob is known of both, and all others as one:
-    at most that over the vocabulary, as no coarser view sees more."""
+    """Return a lower bound of KL(now ‖ then) at every trained position.
+
+    Tokens whose log-prob is known in both scores count separately, and all others count as one token.
+    """
     assert before.teacher_logp is not None
     p_NB, q_NB = probability(now["teacher_logp"])[:, None], probability(before.teacher_logp)[:, None]
     if "teacher_ids" in now:
@@ -127,7 +126,7 @@ def probability(logp: Floats) -> Floats:
 
 
 async def log_probs(client: Client, model: str, sent: list[int], places: Ints, *, k: int) -> LogProbs:
-    """Of the tokens at these places. The one token that a server generates at least is thrown away."""
+    """Request log-probs of the tokens at `places`; the one token that a server must generate is discarded."""
     body = {"model": model, "prompt": sent, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": k}
     answer = await client.ask("POST", "/completions", body, expected=ENTRY * len(sent) * (k + 1))
     try:

@@ -1,9 +1,8 @@
-"""Rollouts and teacher scores by vLLM, in a process of its own that this one starts.
+"""Rollouts and teacher scores by vLLM, which runs in a child process.
 
-`core` starts the engine and keeps it on an event loop of its own, `sampler` and `scorer` speak the pipeline's
-protocols, `report` keeps what its processes say, `worker` and `layers` are what runs inside vLLM's worker: the files
-that reach into it, written against VERSION.
+`core` starts the engine on a separate event loop. `sampler` and `scorer` implement the pipeline's protocols. `report`
+keeps the output of vLLM's processes. `worker` and `layers` run inside vLLM's worker and use internals of VERSION.
 """
 
 VERSION = "0.32"
-"""What they were written against. Under another version there is one draw at every position."""
+"""vLLM version whose internals `worker` and `layers` use. Other versions sample only one draw per position."""

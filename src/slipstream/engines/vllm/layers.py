@@ -1,8 +1,7 @@
-"""Where vLLM keeps the weights that are fingerprinted, and whether they are what really runs. For vLLM 0.32.
+"""Location of fingerprinted weights in vLLM's model, and checksums of the weights that run. For vLLM 0.32.
 
-Weights have two kinds of names: those of transformers' modules, under which a learner publishes them, and those of
-checkpoints, which vLLM's loaders know. They differ where transformers fuses what checkpoints hold apart, as it does
-with experts.
+A learner publishes weights under the names of transformers' modules, and vLLM's loaders use the names of checkpoints.
+The names differ where transformers fuses weights that checkpoints hold separately, for example of experts.
 
 Shapes: E experts, F their inner width, H hidden, K inputs of a linear layer.
 """
@@ -32,26 +31,26 @@ from slipstream.engines.native.files import empty_model
 from slipstream.engines.weights import checksum, raw
 
 PROBED = 256
-"""Most columns of a packed weight that are compared with what was loaded."""
+"""Most columns of a packed weight that are compared with the loaded weight."""
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PLAIN = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
-"""Kernels whose layout of the experts is that of the checkpoint, but for what CPUs pack."""
+"""Kernels that keep the checkpoint's layout of experts, except for packing on CPUs."""
 
 
 @cache
 def twin_of(name: str) -> PreTrainedModel:
-    """The model as transformers has it, without weights."""
+    """Return transformers' version of the model, without weights."""
     return empty_model(name)
 
 
 def as_saved(twin: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """As a checkpoint holds them. Layer by layer, because what is split is copied."""
+    """Yield weights under a checkpoint's names, one layer at a time, because splitting copies weights."""
     for _, layer in groupby(weights, key=lambda pair: _layer(pair[0])):
         yield from revert_weight_conversion(twin, dict(layer)).items()
 
 
 def _layer(name: str) -> str:
-    """`model.layers.3` of whatever is in it, and nothing for all else."""
+    """Return the name's prefix up to its layer number, as `model.layers.3`, or an empty string if it has none."""
     parts = name.split(".")
     number = next((at for at, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
@@ -65,11 +64,11 @@ class Home:
     layer: Any
     attribute: str
     turned: bool
-    """Whether transformers has inputs where vLLM has outputs."""
+    """True if transformers stores the transpose of vLLM's weight."""
 
 
 def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Home | str:
-    """Where vLLM's model has what is `name` in transformers', or why that could not be checked."""
+    """Return the location of transformers' weight `name` in vLLM's model, or the reason why it cannot be checked."""
     owner, attribute = name.rpartition(".")[::2]
     module = twin.get_submodule(owner)
     saved, _ = next(as_saved(twin, [(name, twin.get_parameter(name))]))
@@ -77,19 +76,19 @@ def place_of(name: str, model: nn.Module, twin: PreTrainedModel) -> Home | str:
         found = _module(model, saved.partition(".experts.")[0] + ".experts") or _module(model, owner)
         layer = next((m for m in found.modules() if isinstance(m, RoutedExperts)), None) if found else None
         if layer is None:
-            return f"vLLM keeps {name} elsewhere"
+            return f"vLLM does not keep {name} under this name"
         method = layer.quant_method
         if not isinstance(method, UnquantizedFusedMoEMethod) or method.unquantized_backend not in PLAIN:
-            return f"vLLM keeps {name} as its kernel likes it (engine_args.moe_backend = 'triton' leaves it as it is)"
+            return f"vLLM's kernel changes the layout of {name} (engine_args.moe_backend = 'triton' keeps it)"
         return Home(layer, EXPERTS[attribute], turned=getattr(module, "is_transposed", False))
     layer = _module(model, saved.rpartition(".")[0])
     if not isinstance(getattr(layer, attribute, None), Tensor):
-        return f"vLLM keeps {name} elsewhere"
+        return f"vLLM does not keep {name} under this name"
     return Home(layer, attribute, turned=isinstance(module, Conv1D) and attribute == "weight")
 
 
 def _module(model: nn.Module, name: str) -> nn.Module | None:
-    """Under its name in a checkpoint, which vLLM's modules on the way to it may change."""
+    """Return a module by its name in a checkpoint, renamed as vLLM's parent modules demand; None if it is missing."""
     modules = dict(model.named_modules())
     for path, module in modules.items():
         prefix = f"{path}." if path else ""
@@ -98,11 +97,11 @@ def _module(model: nn.Module, name: str) -> nn.Module | None:
     return modules.get(name)
 
 
-# --- what runs there -----------------------------------------------------------------------------------------
+# --- weights that run ----------------------------------------------------------------------------------------
 
 
 def checksum_of(place: Home, loaded: Tensor) -> int:
-    """CRC-32 of a weight if this worker runs its part of it, otherwise of what it runs instead."""
+    """Return the CRC-32 of the loaded weight if this worker runs its part of it, else of what the worker runs."""
     layer, running = place.layer, getattr(place.layer, place.attribute)
     expected = loaded.mT if place.turned else loaded
     if isinstance(layer, RoutedExperts):
@@ -116,7 +115,6 @@ def checksum_of(place: Home, loaded: Tensor) -> int:
 
 
 def _part(layer: Any, loaded: Tensor) -> Tensor:
-    """What one worker has of a linear layer."""
     if isinstance(layer, ColumnParallelLinear):
         loaded = loaded.chunk(layer.tp_size, 0)[layer.tp_rank]
     elif isinstance(layer, RowParallelLinear) and loaded.ndim == 2:
@@ -125,7 +123,7 @@ def _part(layer: Any, loaded: Tensor) -> Tensor:
 
 
 def _unpacked(layer: Any, expected: Tensor) -> tuple[Tensor, Tensor]:
-    """CPUs run a packed copy: unit vectors bring columns of it back, to be compared with these."""
+    """Return sampled columns of a CPU's packed weight, recovered by unit vectors, and the expected columns."""
     size = expected.shape[1]
     columns = torch.linspace(0, size - 1, min(size, PROBED)).long()
     units_KK = torch.zeros(len(columns), size, dtype=expected.dtype)
@@ -135,7 +133,7 @@ def _unpacked(layer: Any, expected: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _experts(layer: Any, loaded: Tensor, running: Tensor, *, inputs: bool) -> Tensor:
-    """What one worker has of the experts, as its kernel has them: CPUs fill the inner width up, and pack."""
+    """Return this worker's part of the experts in its kernel's layout; CPUs pad the inner width and pack."""
     if layer.expert_map is not None:
         loaded = loaded[layer.expert_map[: len(loaded)].cpu() >= 0]
     size, rank = layer.moe_config.tp_size, layer.moe_config.tp_rank
@@ -150,5 +148,5 @@ def _experts(layer: Any, loaded: Tensor, running: Tensor, *, inputs: bool) -> Te
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """To the bit: weights that are not numbers are equal to themselves."""
+    """Compare the bits of two tensors, so that NaN equals NaN."""
     return one.shape == other.shape and bool((raw(one) == raw(other)).all())

@@ -1,4 +1,4 @@
-"""What vLLM's processes say of what goes wrong: one line is told, and the rest is kept in a file."""
+"""Error output of vLLM's processes: all of it is kept in a file, and messages quote one line of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ELSEWHERE = r"CalledProcessError|RuntimeError: Error raised in subprocess"
 CAUSE = re.compile(rf"^(?:\w+\.)*(?!{ELSEWHERE})(\w+(?:Error|Exception)\b.*|Worker proc .* died.*)$", re.MULTILINE)
-"""The last line of a traceback that does not pass on another's, or that a process ended without one."""
+"""Last line of a traceback that does not forward another process's error, or the line of a process that died."""
 
 
 class Report:
@@ -28,12 +28,12 @@ class Report:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For vLLM's processes, unless somebody sees to their logging."""
+        """Return variables that configure the logging of vLLM's processes, unless the user configures logging."""
         return {} if "VLLM_CONFIGURE_LOGGING" in os.environ else {"VLLM_LOGGING_CONFIG_PATH": str(self.config)}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Processes that begin here write their errors into the file, and so does this one meanwhile."""
+        """Redirect standard error of this process, and of processes started meanwhile, into the file."""
         kept = os.dup(2)
         with self.path.open("ab") as file:
             os.dup2(file.fileno(), 2)
@@ -43,13 +43,13 @@ class Report:
             os.dup2(kept, 2)
             os.close(kept)
 
-    def cause(self, otherwise: str = "the reason is in what it printed") -> str:
-        """What went wrong first, and where all of it is."""
+    def cause(self, otherwise: str = "its output shows the reason") -> str:
+        """Return the first error and the path of the file, or `otherwise` if the file holds no error."""
         found = CAUSE.search(self.path.read_text())
         if found is None:
             return otherwise
         self.asked = True
-        return f"{found[1].removesuffix('.')} (all of it is in {self.path})"
+        return f"{found[1].removesuffix('.')} (full output: {self.path})"
 
     def close(self) -> None:
         if not self.asked:

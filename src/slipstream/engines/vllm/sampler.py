@@ -1,15 +1,17 @@
-"""Rollouts by vLLM: token ids in and out, a request for every member of a group, weights between two tokens.
+"""Sampler by vLLM: token ids in and out, one request for every member of a group, new weights between two tokens.
 
-A publish pauses vLLM at a token boundary, sends the weights through a file in shared memory by vLLM's own weight
-transfer, forgets all prefixes, and goes on: vLLM labels every token with the version that drew it. In keep mode running
-requests stay where they are and their prefixes are computed again under the new weights; in restart mode vLLM aborts
-them, and their groups, which wait here, ask again.
+A publish pauses vLLM at a token boundary and clears its prefix cache. vLLM's weight transfer then loads the weights
+from a file in shared memory. vLLM labels every token with the version that sampled it. In keep mode running requests
+continue, and their prefixes are computed again with the new weights. In restart mode vLLM aborts them, and their
+groups, which wait here, send new requests.
 
-vLLM draws from one stream of random numbers per request. So what a later call adds to a response has a stream of its
-own, which follows from seed, index and where it begins: the same each time, but not what one call would have drawn.
-What calls have in common is vLLM's to keep (its prefix cache); `Sampling.park` tells it nothing.
+vLLM has one stream of random numbers per request. The continuation of a response is a new request, whose stream depends
+on seed, index and position. It is reproducible, but differs from the tokens of a single request. vLLM's prefix cache
+serves tokens that requests share; `Sampling.park` has no effect.
 
-Everything below `generate` and `publish` runs on the loop of `Core`. Shapes: T tokens, M draws.
+Methods called by `generate` and `publish` run on the loop of `Core`.
+
+Shapes: T tokens, M draws (tokens sampled at the same position, the emitted token first).
 """
 
 from __future__ import annotations
@@ -48,21 +50,21 @@ EXTENSION = "slipstream.engines.vllm.worker.Extension"
 SHARED_MEMORY = Path("/dev/shm")
 ENDS: dict[str, Finish] = {"stop": "eos", "length": "length", "abort": "released"}
 AGAIN = 0.01
-"""Seconds after which a request is aborted again that had not come to vLLM."""
+"""Seconds after which an abort is repeated, for requests that had not reached vLLM yet."""
 PAUSES: dict[Mode, str] = {"keep": "keep", "drain": "wait", "restart": "abort"}
 
 
 @dataclass(eq=False)
 class Open:
-    """A group that somebody waits for, and what has come back of it."""
+    """Running group, with the results that have arrived."""
 
     prompt: Prompt
     sampling: Sampling
     begun: dict[int, Rollout] = field(default_factory=dict)
-    """What other calls left of its members, by their index."""
+    """Members with tokens from earlier calls, by index."""
     done: dict[int, Any] = field(default_factory=dict)
     calls: dict[str, asyncio.Task[None]] = field(default_factory=dict)
-    """The requests to vLLM, by their names."""
+    """Tasks of the requests to vLLM, by request id."""
     released: bool = False
 
     @property
@@ -71,7 +73,7 @@ class Open:
 
     @property
     def left(self) -> list[int]:
-        """The members that are still to be drawn."""
+        """Indices of the members that are not complete."""
         found = self.begun
         return [i for i in self.indices if i not in found or found[i].finish == "released"]
 
@@ -85,7 +87,7 @@ class Open:
         return begun + sum(len(output.token_ids) for output in self.done.values())
 
     def so_far(self, index: int) -> Rollout | None:
-        """A member, with what earlier calls drew of it."""
+        """Return a member with all its tokens, including those of earlier calls; None if it has no token."""
         begun, output = self.begun.get(index), self.done.get(index)
         if output is None or not output.token_ids:
             return begun
@@ -95,7 +97,7 @@ class Open:
 
 class VllmSampler:
     def __init__(self, settings: Settings, *, stop_ids: set[int], draws: int = 1, best: int = 0) -> None:
-        """For requests of so many draws and no more, or of one draw and so many best ids."""
+        """Start vLLM for at most `draws` draws, or for one draw and at most `best` best ids."""
         self.settings, self.draws, self.best, self.stop_ids = settings, draws, best, sorted(stop_ids)
         self.shapes = shapes_of(settings.model)
         self.checked = fingerprinted(self.shapes)
@@ -106,7 +108,7 @@ class VllmSampler:
         self.open: set[Open] = set()
         self.numbers = count()
         self.failure: EngineError | None = None
-        """Why nothing is drawn any more: weights that came in halves are nobody's."""
+        """Error of a publish that failed halfway; no tokens are sampled afterwards. None if no publish failed."""
         try:
             self.core.wait(self._ready())
         except BaseException:
@@ -115,22 +117,22 @@ class VllmSampler:
 
     async def _ready(self) -> None:
         self.publishing, self.counted = asyncio.Lock(), asyncio.Event()
-        """`counted` is set but while a restart counts what it throws away."""
+        """`counted` is cleared while a restart counts the discarded tokens."""
         self.counted.set()
         for found in await self.core.rpc(
             "slipstream_ready", names=self.checked, hook=known(version()) and not self.best
         ):
             if found["unchecked"]:
                 raise ModelError(
-                    f"{self.settings.named}: {found['unchecked']}, so what runs could not be checked; "
+                    f"{self.settings.named}: {found['unchecked']}, so the weights that run cannot be checked; "
                     f"{self.settings.instead}"
                 )
             if self.draws > 1 and not found["hooked"]:
                 raise EngineError(
-                    f"loss.m = {self.draws}: vLLM {version()} runs {found['runner']}, which draws one token only; "
+                    f"loss.m = {self.draws}: vLLM {version()} runs {found['runner']}, which samples only one token; "
                     "write loss.m = 1, or sampler.engine = 'native'"
                 )
-        try:  # what it cannot run is told before a run begins
+        try:  # a first request finds errors before the run begins
             await self._group(Prompt(id="first", number=-1, tokens=np.zeros(1, np.int32)), Sampling(max_tokens=1))
         except Exception as error:
             raise failed(self.settings, self.core.report, error) from error
@@ -149,12 +151,12 @@ class VllmSampler:
             )
         if sampling.draws > self.draws or sampling.best > self.best:
             raise EngineError(
-                f"{sampling.draws} draws and {sampling.best} best ids were asked for, and the engine was started for "
+                f"a call needs {sampling.draws} draws and {sampling.best} best ids, but the engine was started for "
                 f"{self.draws} and {self.best}"
             )
         if 0 < sampling.temperature < COLDEST:
             raise EngineError(
-                f"vLLM does not draw at temperature {sampling.temperature}: write 0, or at least {COLDEST}"
+                f"vLLM does not sample at temperature {sampling.temperature}: write 0, or at least {COLDEST}"
             )
         return await self.core.call(self._group(prompt, sampling, begun))
 
@@ -165,7 +167,7 @@ class VllmSampler:
         for group in [group for group in self.open if not numbers or group.prompt.number in numbers]:
             group.released = True
             while running := [call for call in group.calls.values() if not call.done()]:
-                await self.core.llm.abort(list(group.calls))  # those that have come to it by now
+                await self.core.llm.abort(list(group.calls))  # only requests that have reached vLLM
                 await asyncio.wait(running, timeout=AGAIN)
 
     async def _group(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
@@ -179,7 +181,7 @@ class VllmSampler:
                 group.done.clear()
                 if group.released:
                     break
-                async with asyncio.TaskGroup() as members:  # whoever cancels, or fails, aborts them all
+                async with asyncio.TaskGroup() as members:  # one failure or cancellation aborts all
                     group.calls = {
                         name: members.create_task(self._member(group, index, name))
                         for index, name in zip(group.left, map(str, self.numbers), strict=False)
@@ -194,7 +196,7 @@ class VllmSampler:
         return [Handle(header_of(rollout), rollout) for rollout in rollouts]
 
     async def _member(self, group: Open, index: int, name: str) -> None:
-        """The rest of a response: what was drawn of it before is read with the prompt."""
+        """Generate the rest of a response; earlier tokens of the response are part of vLLM's prompt."""
         from vllm.inputs import TokensPrompt
 
         if self.failure is not None:
@@ -222,7 +224,7 @@ class VllmSampler:
             seed=seed,
             max_tokens=sampling.max_tokens - drawn,
             stop_token_ids=self.stop_ids,
-            ignore_eos=True,  # it ends where our stop ids say, and those hold it
+            ignore_eos=True,  # the stop ids include EOS
             logprobs=0 if greedy else sampling.best or sampling.draws - 1,
             flat_logprobs=True,
             detokenize=False,
@@ -233,7 +235,7 @@ class VllmSampler:
     # --- publishing ------------------------------------------------------------------------------------------
 
     async def publish(self, weights: WeightsRef, mode: Mode) -> Loaded:
-        # before anything is touched: vLLM warns of what is missing, and dies of a wrong shape
+        # checked first, because vLLM only warns of missing weights and crashes on a wrong shape
         check_fits(self.shapes, weights)
         return await self.core.call(self._publish(weights, mode))
 
@@ -246,7 +248,7 @@ class VllmSampler:
                 await llm.pause_generation(mode=PAUSES[mode], clear_cache=True)
                 thrown = sum(group.tokens for group in self.open if group.aborted)
                 still = time.perf_counter()
-                # once begun it goes to its end, whether or not anybody still waits for it
+                # a load that has begun must end, even if the caller is cancelled
                 with self.core.load():
                     found = await finished(asyncio.ensure_future(self._load(weights)))
                 loaded = time.perf_counter()
@@ -289,7 +291,7 @@ def arguments(logprobs: int) -> dict[str, Any]:
 
 
 async def finished(task: asyncio.Future[Any]) -> Any:
-    """Its result; where the caller is cancelled meanwhile, that goes on after the end."""
+    """Return a task's result; if the caller is cancelled, wait for the task's end before the cancellation."""
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -298,23 +300,23 @@ async def finished(task: asyncio.Future[Any]) -> Any:
 
 
 def raised_in(error: Exception) -> str:
-    """What a worker raised, without what vLLM puts around it."""
+    """Return a worker's error message without the text that vLLM adds around it."""
     return re.sub(r".*Worker failed with error '(.*)', please check .*", r"\1", str(error), flags=re.DOTALL)
 
 
 def shared_memory() -> Path | None:
-    """Where a file is memory that other processes map; the usual place for temporary files without."""
+    """Return a directory in shared memory, or None (the default directory) if there is none."""
     return SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
 
 
 def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
-    """Of all weights, tied ones once, as a learner exports them."""
+    """Return the shapes of all weights that a learner exports, tied ones once."""
     return {name: tuple(parameter.shape) for name, parameter in empty_model(model).named_parameters()}
 
 
 def rollout_of(prompt: Prompt, index: int, output: Any, sampling: Sampling) -> Rollout:
     tokens = np.array(output.token_ids, np.int32)
-    if sampling.temperature == 0:  # vLLM reports what the token had before it was the only one
+    if sampling.temperature == 0:  # vLLM reports log-probs before greedy selection
         actions_TM = np.repeat(tokens[:, None], sampling.draws, 1)
         logp_TM = np.zeros(actions_TM.shape, np.float32)
     else:

@@ -1,7 +1,9 @@
-"""A teacher in vLLM: each response, as token ids after its prompt, is one request for the log-probs of a prompt.
+"""Scorer by a teacher in vLLM; one request asks for prompt log-probs of the token ids of prompt and response.
 
-Of the emitted token alone and of the k best they come from every runner; of any other tokens (several draws) only from
-the V2 runner, on GPUs. Shapes: T tokens, N trained ones, M draws, K top-k.
+Every runner of vLLM returns log-probs of the emitted token and of the k best. Only the V2 runner on GPUs returns those
+of other tokens, which losses with several draws need.
+
+Shapes: T tokens, N trained tokens, M draws (tokens sampled at the same position), K top-k.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class VllmScorer(Probed):
         vocabulary: int,
         context: Context | None = None,
     ) -> None:
-        """`k` of the teacher's best tokens with each position, or else the draws. `vocabulary` is the student's."""
+        """Score the `k` best tokens of the teacher, or for 0 the draws; `vocabulary` is the student's size."""
         self.name, self.model, self.vocabulary = name, settings.model, vocabulary
         self.k, self.draws = k, draws
         self.context = context or SamePrompt()
@@ -60,7 +62,7 @@ class VllmScorer(Probed):
         from vllm.inputs import TokensPrompt
 
         sent = [*prefix.tolist(), *rollout.tokens.tolist()]
-        if len(sent) >= self.core.context:  # vLLM wants room for one more
+        if len(sent) >= self.core.context:  # vLLM needs room for one generated token
             raise ModelError(
                 f"teacher {self.name}: prompt {rollout.prompt.id} and its response have {len(sent)} tokens, and vLLM "
                 f"scores at most {self.core.context - 1} by {self.model}"
@@ -71,14 +73,14 @@ class VllmScorer(Probed):
         if self.draws > 1:
             logp_NM = np.array(output.prompt_token_id_logprobs, np.float32)[trained]
             return {"teacher_logp": logp_NM[:, 0], "teacher_action_logp": logp_NM}
-        rows = len(prefix) - 1 + trained  # there is nothing before the first token
+        rows = len(prefix) - 1 + trained  # the first token has no log-prob
         logp_NK = np.array(output.prompt_logprobs.logprobs, np.float32).reshape(len(sent) - 1, -1)[rows]
         if not self.k:
             return {"teacher_logp": logp_NK[:, 0], "teacher_action_logp": logp_NK}
         ids_NK = np.array(output.prompt_logprobs.token_ids, np.int32).reshape(len(sent) - 1, -1)[rows, 1:]
         if (ids_NK >= self.vocabulary).any():
             raise ModelError(
-                f"teacher {self.name}: among the best tokens of {self.model} are some that the student does not have; "
+                f"teacher {self.name}: the best tokens of {self.model} include some that the student does not have; "
                 f"write teachers.{self.name}.engine = 'native', which leaves them out"
             )
         return {"teacher_logp": logp_NK[:, 0], "teacher_ids": ids_NK, "teacher_topk_logp": logp_NK[:, 1:]}
@@ -88,7 +90,7 @@ class VllmScorer(Probed):
 
         asked: dict[str, Any] = {"prompt_logprobs": self.k}
         if self.draws > 1:
-            # vLLM takes so many ids for every token: where none is trained, any will do
+            # vLLM needs the same number of ids for every token; for tokens that are not trained any ids will do
             ids_TM = np.repeat(rollout.tokens[:, None], self.draws, 1)
             ids_TM[rollout.loss_mask] = rollout.actions
             asked = {"prompt_logprob_token_ids": ids_TM, "prompt_logprob_start": prefix - 1}

@@ -1,13 +1,13 @@
-"""What runs inside vLLM's workers: how weights come in, what really runs, and the extra draws. For vLLM 0.32.
+"""Extension of vLLM's workers that loads weights, computes checksums and samples draws. For vLLM 0.32.
 
-vLLM imports this file because `worker_extension_cls` names a class of it, before it loads the model.
+vLLM imports this file before it loads the model, because `worker_extension_cls` names one of its classes.
 
-**Weights** come by vLLM's own weight transfer, with one more backend: every worker maps a file in shared memory and
-takes its part, by vLLM's loaders, which write into the tensors that run already (CUDA graphs stay valid).
+**Weights** arrive by an additional backend of vLLM's weight transfer. Every worker maps a file in shared memory and
+loads its part by vLLM's loaders. They write into the existing tensors, so CUDA graphs stay valid.
 
-**Draws** beyond the emitted token take the place of the top log-probs that vLLM returns with it: `logprobs = M − 1`
-asks for so many. They are made where the V1 runner's sampler has the log-probs of what it drew from, temperature and
-truncation included, by random numbers of their own, so the emitted tokens are the same with and without them.
+**Draws** are extra tokens sampled at the same position as the emitted token. They replace the top log-probs that vLLM
+returns; `logprobs = M − 1` requests them. They are sampled in the V1 runner's sampler, from its log-probs after
+temperature and truncation. Separate random numbers leave the emitted tokens unchanged.
 
 Shapes: N requests of a step, M draws, V vocabulary, K inputs of a linear layer.
 """
@@ -39,7 +39,7 @@ from slipstream.protocols import TensorSpec
 
 BACKEND = "slipstream"
 Spec = tuple[str, str, list[int], int, int]
-"""name, dtype, shape, offset and number of bytes."""
+"""Name, dtype, shape, offset and number of bytes of a tensor."""
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class File(WeightTransferUpdateInfo):  # type: ignore[misc]
     manifest: list[Spec]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Under a learner's names, as views of the file: nothing is read before it is used, and nothing written."""
+        """Yield the weights under a learner's names, as copy-on-write views of the mapped file."""
         flat = torch.from_numpy(np.memmap(self.path, np.uint8, mode="c"))
         for name, dtype, shape, offset, nbytes in self.manifest:
             yield name, view_of(TensorSpec(name, dtype, tuple(shape), offset, nbytes), flat)
@@ -73,11 +73,11 @@ class FileTransfer(WeightTransferEngine[NoInfo, File]):  # type: ignore[misc]
         if current_platform.is_cpu():
             for layer in self.model.modules():
                 if isinstance(layer, RoutedExperts):
-                    # experts are packed for a CPU where their kernel is made, and then never again
+                    # CPU experts are packed only when their kernel is created, so the kernel must be created again
                     layer.quant_method.moe_kernel = None
         initialize_layerwise_reload(self.model)
         for layer in self.model.modules():
-            # buffers are not published, and in a layer that is loaded vLLM would leave in them what memory holds
+            # buffers are not published, and vLLM would leave them uninitialized in a reloaded layer
             kept = {name: buffer for name, buffer in layer.named_buffers(recurse=False) if buffer.is_meta}
             if kept and layer._parameters:
                 _, running = get_layerwise_info(layer).kernel_tensors
@@ -88,10 +88,10 @@ class FileTransfer(WeightTransferEngine[NoInfo, File]):  # type: ignore[misc]
         loaded = set(self.model.load_weights(as_saved(twin_of(self.model_config.model), update_info)))
         constant = {name for name in wanted if name.rpartition(".")[2] in SKIP_LOAD_TENSORS}
         if missing := sorted((wanted - loaded | self._untouched()) - constant - self._tied()):
-            raise RuntimeError(f"new weights do not get into {len(missing)} of vLLM's, {missing[0]} first")
+            raise RuntimeError(f"vLLM did not load new weights for {len(missing)} parameters, first {missing[0]}")
 
     def _untouched(self) -> set[str]:
-        """Weights of layers that nothing came for: loaders that copy by themselves write into the void here."""
+        """Return weights of layers that received nothing; loaders that copy directly bypass the layerwise reload."""
         found = set()
         for path, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
@@ -103,7 +103,7 @@ class FileTransfer(WeightTransferEngine[NoInfo, File]):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
         head = getattr(self.model, "lm_head", None)
         if current_platform.is_cpu() and self._tied() and head is not None:
-            # a tied head gets no weights of its own, and on CPUs keeps a packed copy of the old ones
+            # a tied head receives no weights, and on CPUs keeps a packed copy of the old ones
             head.quant_method.process_weights_after_loading(head)
 
     def _tied(self) -> set[str]:
@@ -117,14 +117,14 @@ WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
 
 
 class Extension:
-    """Methods for `collective_rpc`, mixed into vLLM's worker class."""
+    """Mixin of vLLM's worker class with methods for `collective_rpc`."""
 
     model_runner: Any
     vllm_config: Any
     slipstream_places: dict[str, Home]
 
     def slipstream_ready(self, names: list[str], hook: bool) -> dict[str, Any]:
-        """Hook the draws into the runner that they are for; say what is here, and why a weight cannot be checked."""
+        """Install the draws in a supported runner; return its name, and why a weight cannot be checked, if any."""
         runner = self.model_runner
         with set_current_vllm_config(self.vllm_config):
             twin = twin_of(self.vllm_config.model_config.model)
@@ -142,7 +142,7 @@ class Extension:
 
     @torch.no_grad()
     def slipstream_checksums(self, path: str, manifest: list[Spec]) -> dict[str, int]:
-        """CRC-32 of each fingerprinted weight as it really runs; the file is what it should be."""
+        """Return the CRC-32 of each fingerprinted weight that runs, compared with the weights in the file."""
         places = self.slipstream_places
         with set_current_vllm_config(self.vllm_config):
             return {name: checksum_of(places[name], loaded) for name, loaded in File(path, manifest) if name in places}
@@ -152,7 +152,7 @@ class Extension:
 
 
 class MoreDraws:
-    """In place of `Sampler.gather_logprobs`: the emitted token, then draws of the same distribution."""
+    """Replacement of `Sampler.gather_logprobs` that returns the emitted token, then draws of its distribution."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -163,7 +163,7 @@ class MoreDraws:
         if num_logprobs:
             seed_N, position_N = self._streams(logprobs.device)
             uniform_NM = uniforms(seed_N, position_N, num_logprobs + 1)[:, 1:]
-            # an exception here would end the engine: what is not finite goes on as it is, and is told of there
+            # an exception here would end the engine, so rows that are not finite become NaN and are reported later
             sound_N1 = logprobs.exp().sum(1, keepdim=True).isfinite()
             ids_NM, logp_NM = draw(logprobs.where(sound_N1, 0.0), uniform_NM)
             ids_N1 = torch.cat([ids_N1, ids_NM], 1)
@@ -171,7 +171,7 @@ class MoreDraws:
         return LogprobsTensors(ids_N1.int(), logp_N1, torch.zeros_like(token_ids))
 
     def _streams(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Seed of every request, and how many tokens its response has."""
+        """Return the seed of every request, and the number of tokens of its response."""
         batch, requests = self.runner.input_batch, self.runner.requests
         n = batch.num_reqs
         seeds = [requests[name].sampling_params.seed or 0 for name in batch.req_ids[:n]]

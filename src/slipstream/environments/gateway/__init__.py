@@ -1,1 +1,1 @@
-"""Agents that speak a chat API: their calls are turns of the student, and their sessions episodes."""
+"""Gateway for agents that use a chat API: a call is a turn of the student, and a session is an episode."""

@@ -1,10 +1,10 @@
-"""A sampler whose responses are what agents did: each has a session for its calls, and every lineage is a row.
+"""Sampler whose responses are episodes of external agents. Each episode has a session for the agent's calls.
 
-How an episode ends is told apart as in `Episodes`: by itself, at a limit (whatever the agent makes of that), or by a
-failure of the agent, which is tried again and then left out. An agent that never calls has failed.
+Every lineage of a session is a row of the group. An episode ends by itself, at a limit, or by a failure of the agent.
+An episode that failed is retried, and dropped after the last try. An agent that never calls has failed.
 
-A session cannot move. Of a group that is handed over, agents wait here, and go on if it is gone on with here; elsewhere
-episodes that are not complete begin again.
+A session cannot move to another sampler. Agents of a released group wait, and continue if the group continues at this
+sampler. At another sampler, incomplete episodes start again.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ if TYPE_CHECKING:
     from slipstream.environments.gateway.server import Server
 
 KEPT = 300.0
-"""Seconds that an agent whose episode was handed over waits for it to come back."""
+"""Seconds that the agent of a released episode waits for the episode to continue."""
 Key = tuple[int, int, int, Sampling]
-"""An episode: number and seed of its prompt, its index, and how it is drawn."""
+"""Key of an episode: number and seed of its prompt, its index, and its sampling options."""
 
 
 class Player(Protocol):
-    """An agent at work."""
-
     async def ended(self) -> str:
-        """Wait until it has; why it failed, or nothing."""
+        """Wait until the agent ends; return the reason if it failed, else an empty string."""
         ...
 
     async def end(self) -> None:
-        """Its time is over."""
+        """Stop the agent, because the time of its episode is over."""
         ...
 
     async def rewards(self) -> dict[str, float]: ...
@@ -46,7 +44,7 @@ class Player(Protocol):
 
 class Players(Protocol):
     def playing(self, row: dict[str, Any], base_url: str, session: str) -> AbstractAsyncContextManager[Player]:
-        """One that has begun."""
+        """Start an agent for this row, and yield it."""
         ...
 
     def close(self) -> None: ...
@@ -65,7 +63,7 @@ class Agents:
         step_seconds: float,
         at_once: int,
     ) -> None:
-        """`seconds` of an episode, `step_seconds` for its rewards, `at_once` agents at a time."""
+        """Limit an episode to `seconds`, its rewards to `step_seconds`, and the running agents to `at_once`."""
         self.policy, self.renderer, self.players, self.server = policy, renderer, players, server
         self.bounds, self.seconds, self.step_seconds = bounds, seconds, step_seconds
         self.publish = policy.publish
@@ -73,7 +71,7 @@ class Agents:
         self.room: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self.calls = Calls(policy)
         self.playing: dict[Key, Playing] = {}
-        """Episodes at work, among them those that were handed over and may be gone on with here."""
+        """Running episodes, including released ones that may continue here."""
 
     async def generate(self, prompt: Prompt, sampling: Sampling, begun: Group = ()) -> list[Handle]:
         if sampling.alone:
@@ -100,14 +98,14 @@ class Agents:
         await self.calls.release(numbers)
 
     async def _member(self, call: Call, index: int, known: list[Handle]) -> list[Handle]:
-        """The lineages of one episode, or what there is of them if it is handed over; complete ones as they are."""
+        """Return the lineages of one episode, incomplete if it is released; return complete ones unchanged."""
         if known and all(handle.body.finish != "released" for handle in known):
             return known
         key = call.prompt.number, call.prompt.seed, index, call.sampling
         playing = self.playing.pop(key, None)
         if playing is not None and playing.waits is not None:
             playing.waits.cancel()
-        if playing is not None and not known:  # it is to begin anew
+        if playing is not None and not known:  # the episode starts again
             await ended(playing.task)
             playing = None
         if playing is None:
@@ -132,7 +130,7 @@ class Agents:
                 self.playing.pop(key, None)
 
     def _forget(self, key: Key) -> None:
-        """Nobody has come back for it: it goes on elsewhere, or was dropped."""
+        """End a released episode that did not continue here within KEPT seconds."""
         self.playing.pop(key).task.cancel()
 
     async def _episode(self, call: Call, index: int, playing: Playing) -> list[Handle]:
@@ -180,7 +178,7 @@ class Agents:
         }
 
     async def _ended(self, session: Session, player: Player) -> str | None:
-        """Why the agent failed, empty if it has ended well; none if its time was over before."""
+        """Return why the agent failed, an empty string if it succeeded, or None if its time is over."""
         ended = asyncio.create_task(player.ended())
         either: list[asyncio.Future[Any]] = [ended, session.failure]
         try:
@@ -211,7 +209,7 @@ class Agents:
             async with asyncio.timeout(self.step_seconds):
                 return await player.rewards()
         except TimeoutError:
-            raise EnvironmentFailed("timeout", f"its rewards took more than {self.step_seconds:g} s") from None
+            raise EnvironmentFailed("timeout", f"the rewards took more than {self.step_seconds:g} s") from None
 
     def close(self) -> None:
         for playing in self.playing.values():
@@ -224,12 +222,12 @@ class Agents:
 
 @dataclass(eq=False)
 class Playing:
-    """An episode at work, which waits here while it is handed over: nothing else has its agent."""
+    """Running episode, which also holds its agent while it is released."""
 
     task: asyncio.Task[list[Handle]] = field(init=False)
     session: Session | None = None
     waits: asyncio.TimerHandle | None = None
-    """Its end, if nobody comes back for it."""
+    """Timer that ends a released episode; None while the episode runs."""
 
     def so_far(self) -> list[Handle]:
         assert self.session is not None
@@ -238,7 +236,7 @@ class Playing:
 
 
 async def ended(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it has cleaned up, also where who waits is cancelled meanwhile."""
+    """Cancel a task and wait until it has cleaned up, even if the waiting task is cancelled meanwhile."""
     if not task.done():
         task.cancel()
         try:

@@ -1,4 +1,4 @@
-"""Where conversations stand: what of them was said, as tokens and as what an agent was told of it."""
+"""State of an agent's conversations: their tokens, and digests of the messages that the agent received."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ class Branch:
     prompt: Ints
     seed: int
     ids: Ints = field(init=False)
-    """Its prompt, and all since."""
+    """Prompt and all later tokens."""
     parts: list[Rollout | Ints] = field(default_factory=list)
     sampled: int = 0
     busy: bool = False
     latest: int = 0
-    """The number of its latest call."""
 
     def __post_init__(self) -> None:
         self.ids = self.prompt
@@ -40,14 +39,14 @@ class Branch:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a conversation stood when a call was answered."""
+    """State of a conversation when a call was answered."""
 
     branch: Branch
     length: int
-    """Tokens of the branch up to there."""
+    """Tokens of the branch up to this answer."""
     messages: int
     turn: Ints
-    """What was sampled last."""
+    """Tokens of this answer."""
 
 
 def joined(*parts: Ints) -> Ints:
@@ -56,18 +55,18 @@ def joined(*parts: Ints) -> Ints:
 
 
 def named(ids: Ints) -> bytes:
-    """A digest of them, whatever their type."""
+    """Return a digest of token ids that does not depend on their integer type."""
     return hashlib.blake2b(ids.astype(np.int64).tobytes(), digest_size=16).digest()
 
 
 def canonical(message: Message) -> str:
-    """What of a message makes it another one."""
+    """Return the parts of a message that distinguish it from other messages."""
     calls = [[each["function"]["name"], each["function"]["arguments"]] for each in message.get("tool_calls") or ()]
     return json.dumps([message["role"], message["content"], message.get("name"), calls], sort_keys=True)
 
 
 def chained(messages: Sequence[Message], tools: Tools) -> list[bytes]:
-    """Digests of a conversation: of its first n messages, for every n from 0."""
+    """Return digests of the conversation's first n messages, for every n from 0."""
     found = [digest(b"", json.dumps(list(tools), sort_keys=True))]
     for message in messages:
         found.append(digest(found[-1], canonical(message)))

@@ -1,8 +1,8 @@
-"""Inside a sandbox: a port that leads to the gateway's socket, and the agent beside it.
+"""Program inside an agent's sandbox that forwards a TCP port to the gateway's socket, and runs the agent.
 
     python3 bridge.py SOCKET PORT -- COMMAND …
 
-A file by itself, for whatever Python there is; it ends with the command, and as that did.
+This file imports only the standard library. It ends when the command ends, with the same exit status.
 """
 
 import socket
@@ -17,7 +17,7 @@ def copy(source: socket.socket, target: socket.socket) -> None:
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
     except OSError:
-        pass  # either has gone
+        pass  # one side has closed the connection
 
 
 def both(inner: socket.socket, path: str) -> None:
@@ -25,7 +25,7 @@ def both(inner: socket.socket, path: str) -> None:
         try:
             outer.connect(path)
         except OSError:
-            return  # the gateway is gone
+            return  # the gateway has ended
         back = threading.Thread(target=copy, args=(outer, inner), daemon=True)
         back.start()
         copy(inner, outer)

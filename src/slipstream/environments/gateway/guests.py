@@ -1,10 +1,10 @@
-"""Agents that are started elsewhere: each takes an episode that waits, and says when it has ended.
+"""External agents, which another program starts: it takes a waiting episode, and reports the episode's end.
 
-POST /sessions              the next one: its id, base_url and row
-POST /sessions/ID/close     with {"rewards": a number, or several by name}, if it has any
+POST /sessions              take the next episode; returns id, base_url and row
+POST /sessions/ID/close     end an episode, with optional {"rewards": a number, or several by name}
 
-Both need the run's token. Whoever has it grades, so the row of an episode has its ground truth. An agent is given the
-base_url of its session alone, which is enough to ask for completions and not enough to grade them.
+Both requests need the run's token. The program that has the token grades, so a row includes its ground truth. An agent
+gets only the base_url of its session, which permits completions but no grading.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slipstream.environments.gateway.sessions import Refused
 from slipstream.rewards.functions import rewards_of
 
 POLL = 20.0
-"""Seconds in which who asks for an episode waits for one."""
+"""Most seconds that a request for an episode waits."""
 
 
 @dataclass(eq=False)
@@ -31,14 +31,14 @@ class Guest:
     taken: asyncio.Future[None]
     closed: asyncio.Future[dict[str, float]]
     grace: float
-    """Seconds in which it may still close, with its rewards, when its time is over."""
+    """Seconds after the end of the episode's time in which it may still be closed with rewards."""
 
     async def ended(self) -> str:
         await asyncio.shield(self.closed)
         return ""
 
     async def end(self) -> None:
-        """It is told so when it asks for more."""
+        """Do nothing: the agent's next request is refused."""
 
     async def rewards(self) -> dict[str, float]:
         await asyncio.wait([self.closed], timeout=self.grace)
@@ -97,20 +97,20 @@ class Guests:
             async with asyncio.timeout(POLL):
                 return wire.dumped((await asking).offer)
         except TimeoutError:
-            raise Refused(503, "no episode waits; ask again", code="no_episode") from None
+            raise Refused(503, "no episode is waiting; repeat the request", code="no_episode") from None
 
     def close_session(self, session: str, body: bytes) -> bytes:
         """End an episode with the rewards in the body; return the receipt as JSON."""
-        said = wire.loaded(body) if body.strip() else {}
+        given = wire.loaded(body) if body.strip() else {}
         guest = self.playing_now.get(session)
         if guest is None or guest.closed.done():
             raise Refused(410, "this session is closed", code="session_closed")
         try:
-            rewards = rewards_of(said.get("rewards"))
-        except Exception as error:  # whatever is wrong with them is for who sent them
-            raise wire.wrong("rewards", f"{error}: a number, or several by name") from None
+            rewards = rewards_of(given.get("rewards"))
+        except Exception as error:  # any error in rewards is an error of their sender
+            raise wire.wrong("rewards", f"{error}: write a number, or several by name") from None
         guest.closed.set_result(rewards)
         return wire.dumped({"id": session, "closed": True})
 
     def close(self) -> None:
-        """There is nothing to end: they are told when they ask for more."""
+        """Do nothing: further requests of external agents are refused."""

@@ -1,12 +1,10 @@
-"""Judge an agent's work, out of reach of what the agent wrote: what `environment.gateway.verify` is given.
+"""Directory and sandbox for the judge of an agent's work, the program in `environment.gateway.verify`.
 
-The judge is the program that `verify` names. It begins in a new directory, with a new HOME, and in a sandbox of its
-own if the agent had one. It alone has the row with its answer, and the file for the verdict.
+Nothing that the agent wrote can influence the judge. The judge starts in a new directory with a new HOME, and in a
+separate sandbox if the agent had one. Only the judge has the row with its answer, and the file for the verdict.
 
-The solution is a copy of the workspace. The judge asks over a socket for programs to be run there. They run in another
-sandbox, which holds nothing but the copy.
-
-The agent's processes have all ended before the copy is made.
+The solution is a copy of the workspace, made after all processes of the agent have ended. The judge requests over a
+socket that programs run there. They run in another sandbox, which holds only the copy.
 """
 
 from __future__ import annotations
@@ -30,19 +28,19 @@ from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Limits, MiB, Ran, Session
 
 LARGEST = 256 * MiB
-"""Bytes that a workspace may have to be judged."""
+"""Most bytes of a workspace that is judged."""
 FILES = 50_000
-"""Files and directories that it may have."""
+"""Most files and directories of a workspace that is judged."""
 LIMITS = Limits(seconds=60.0, memory=1024 * MiB, disk=1024 * MiB, output=MiB, processes=64)
-"""Limits of the sandbox in which the solution runs. Its disk has room for any workspace that may be judged."""
+"""Limits of the solution's sandbox; `disk` is larger than any workspace that is judged."""
 OURS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO)
-"""Errors of a copy that are this machine's, and say nothing about the agent."""
+"""Error numbers of a copy that come from this machine, not from the agent's work."""
 HERE = "judge"
-"""The directory in which the judge begins."""
+"""Directory in which the judge starts."""
 
 
 def too_large(workspace: Path) -> str:
-    """Return why a workspace cannot be judged, or nothing."""
+    """Return why a workspace cannot be judged, or an empty string if it can."""
     size = count = 0
     for folder, folders, files in os.walk(workspace):
         count += len(folders) + len(files)
@@ -53,9 +51,9 @@ def too_large(workspace: Path) -> str:
 
 
 def prepare(place: Path, workspace: Path, row: dict[str, Any], prompt: str) -> str:
-    """Fill the judge's directory; return why the agent's work cannot be judged, or nothing.
+    """Fill the judge's directory; return why the work cannot be judged, or an empty string if it can.
 
-    The copy holds files, directories and links that stay within it. Another link could lead a judge to the answer.
+    The copy holds files, directories, and links that stay within it. Other links could expose the answer.
     """
     for each in (HERE, "home", "tmp", "workspace"):
         (place / each).mkdir()
@@ -66,7 +64,7 @@ def prepare(place: Path, workspace: Path, row: dict[str, Any], prompt: str) -> s
         if why := too_large(workspace):
             return why
         unpack(base64.b64decode(packed(workspace)), place / "workspace")
-    except (OSError, RecursionError) as error:  # what nobody may read, or is nested too deeply
+    except (OSError, RecursionError) as error:  # unreadable files, or directories nested too deeply
         if isinstance(error, OSError) and error.errno in OURS:
             raise
         return str(error)
@@ -75,19 +73,19 @@ def prepare(place: Path, workspace: Path, row: dict[str, Any], prompt: str) -> s
 
 @dataclass(eq=False)
 class Solution:
-    """The sandbox in which a judge runs the solution: it is opened by the first request."""
+    """Sandbox in which a judge runs the solution; the first request opens it."""
 
     workspace: Path
     seconds: float
-    """Left for all programs together, so that a slow solution fails its tests before the judge is out of time."""
+    """Seconds left for all programs together, so that a slow solution fails before the judge's time is over."""
     fault: str = ""
-    """Why the sandbox failed, which says nothing about the agent."""
+    """Why the sandbox failed, which is no fault of the agent; empty if it did not fail."""
     session: Session | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @asynccontextmanager
     async def served(self, path: Path) -> AsyncIterator[None]:
-        """Answer at a socket: a request is {"argv", "stdin", "seconds"} as JSON, its answer a `Ran` as JSON."""
+        """Serve a socket: requests are JSON of {"argv", "stdin", "seconds"}, answers are JSON of a `Ran`."""
         answering = list[asyncio.Task[None]]()
 
         def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Agents that are started here: a process for every episode, in a workspace of its own, and what it leaves there."""
+"""Agents started by this process: one child process and one workspace per episode, and the rewards afterwards."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ from slipstream.linux import LINUX
 from slipstream.rewards.functions import WHOLE, rewards_of
 from slipstream.sandbox import processes
 
-SAID = 4096
-"""Most bytes of what an agent prints that are kept: the last ones."""
+OUTPUT_BYTES = 4096
+"""Number of last bytes of an agent's output that are kept."""
 REWARD = "reward.json"
 VERDICT = "verdict.json"
 LARGEST = 1 << 20
-"""Most bytes of that."""
+"""Most bytes of a file with rewards."""
 MORTAL = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--") if LINUX else ()
-"""Before a command that is to end with whoever started it."""
-TOLD = "ground_truth"
-"""The part of its row that the judge is told, and the agent is not."""
+"""Command prefix that ends the process when its parent ends."""
+JUDGE_ONLY = "ground_truth"
+"""Field of the row that only the judge gets, not the agent."""
 JUDGING = 0.5
-"""The share of `step_seconds` in which the solution may run while it is judged; the judge has the rest."""
+"""Share of `step_seconds` in which the judge may run the solution; the judge itself has the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
     command: tuple[str, ...]
-    """Placeholders are {base_url}, {session}, {workspace}, {prompt} and {prompt_file}."""
+    """Command line, with the placeholders {base_url}, {session}, {workspace}, {prompt} and {prompt_file}."""
     workspace: str | None
-    """A directory of which every episode has a copy."""
+    """Directory that is copied for every episode. None: the workspace starts empty."""
     verify: tuple[str, ...] | None
-    """The judge: a program that is run apart from the workspace when the agent has ended."""
+    """Command of the judge, which runs after the agent. None: the agent writes its own rewards."""
     walled: bool = False
-    """Each of the two is in a sandbox of its own. From the agent's only the gateway is reached."""
+    """Run agent and judge in separate sandboxes. The agent's sandbox can reach only the gateway."""
 
 
 class Programs:
     def __init__(self, agent: Agent, *, socket: str = "", seconds: float = 600.0, step_seconds: float = 60.0) -> None:
-        """`socket`: of the gateway, for agents in a sandbox; `seconds` of computing, for each process of theirs;
-        `step_seconds` for the judge."""
+        """Limit each sandboxed process to `seconds` of CPU time, and the judge to `step_seconds`."""
         self.agent, self.socket, self.seconds, self.step_seconds = agent, socket, seconds, step_seconds
 
     @asynccontextmanager
@@ -72,11 +71,11 @@ class Programs:
             await beside(removed, place)
 
     def close(self) -> None:
-        """There is nothing to end: every process has, with its episode."""
+        """Do nothing: every process has ended with its episode."""
 
 
 async def beside(work: Any, *given: Any) -> Any:
-    """In a thread, and not half of it."""
+    """Run a function in a thread; wait for its end even if the caller is cancelled."""
     task = asyncio.ensure_future(asyncio.to_thread(work, *given))
     try:
         return await asyncio.shield(task)
@@ -86,7 +85,7 @@ async def beside(work: Any, *given: Any) -> Any:
 
 
 def removed(place: Path) -> None:
-    """By a program: what agents leave may be nested too deeply for `shutil.rmtree`."""
+    """Remove a directory with `rm`, because it may be nested too deeply for `shutil.rmtree`."""
     subprocess.run(["rm", "-rf", "--", place], check=False, stderr=subprocess.DEVNULL)
 
 
@@ -100,9 +99,9 @@ class Program:
     walls: Walls | None
     process: asyncio.subprocess.Process | None = None
     home: str = ""
-    """Of that process, and of no other program's."""
+    """HOME of the process; no other program has the same."""
     reading: list[asyncio.Task[None]] = field(default_factory=list)
-    said: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
+    output: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
 
     @property
     def agent(self) -> Agent:
@@ -110,7 +109,7 @@ class Program:
 
     @property
     def url(self) -> str:
-        """As the agent sees it."""
+        """Session's base URL as the agent sees it."""
         path = urlsplit(self.base_url).path
         return self.base_url if self.walls is None else f"http://127.0.0.1:{PORT}{path}"
 
@@ -120,7 +119,7 @@ class Program:
 
     @property
     def prompt(self) -> str:
-        """As text: what was asked last."""
+        """Text of the prompt, or of its last message."""
         asked = self.row["prompt"]
         return asked if isinstance(asked, str) else str(asked[-1]["content"])
 
@@ -131,14 +130,14 @@ class Program:
             shutil.copytree(self.agent.workspace, self.workspace, symlinks=True)
         for each in ("home", "tmp"):
             (self.place / each).mkdir()
-        told = {name: value for name, value in self.row.items() if name != TOLD}
-        (self.workspace / "task.json").write_text(json.dumps(told, ensure_ascii=False), "utf-8", "replace")
+        visible = {name: value for name, value in self.row.items() if name != JUDGE_ONLY}
+        (self.workspace / "task.json").write_text(json.dumps(visible, ensure_ascii=False), "utf-8", "replace")
         (self.place / "prompt.txt").write_text(self.prompt, "utf-8", "replace")
         if self.walls is not None:
             self.walls.give(self.place)
 
     async def start(self, command: Sequence[str], place: Path, cwd: str, more: dict[str, str], socket: str) -> None:
-        """Start a program that has `place`, and begins in its directory `cwd`."""
+        """Start a program in directory `cwd` of `place`, which also holds its HOME."""
         given = {
             "base_url": self.url,
             "session": self.session,
@@ -158,13 +157,13 @@ class Program:
         except SandboxError as error:
             raise EnvironmentFailed("error", str(error).removeprefix("sandbox: ")) from None
         assert self.process.stdout is not None and self.process.stderr is not None
-        for each in self.said:
+        for each in self.output:
             each.clear()
-        streams = zip((self.process.stdout, self.process.stderr), self.said, strict=True)
+        streams = zip((self.process.stdout, self.process.stderr), self.output, strict=True)
         self.reading = [asyncio.create_task(_read(stream, into)) for stream, into in streams]
 
     def _environment(self) -> dict[str, str]:
-        """What the agent is told."""
+        """Return the agent's environment variables that describe its session."""
         return {
             "OPENAI_BASE_URL": self.url,
             "OPENAI_API_BASE": self.url,
@@ -176,7 +175,7 @@ class Program:
         }
 
     async def ended(self) -> str:
-        """Wait until it has; why it failed, or nothing."""
+        """Wait until the program ends; return the reason if it failed, else an empty string."""
         assert self.process is not None
         code = await self.process.wait()
         await self.end()
@@ -186,16 +185,15 @@ class Program:
         return f"{how}{self._last()}"
 
     def _last(self) -> str:
-        """The last line that it said."""
-        for said in reversed(self.said):
-            if lines := said.decode(errors="replace").split("\n"):
+        for output in reversed(self.output):
+            if lines := output.decode(errors="replace").split("\n"):
                 for line in reversed(lines):
                     if line.strip():
                         return f": {line.strip()[:200]}"
         return ""
 
     async def end(self) -> None:
-        """End it and all that it started."""
+        """End the program and all its child processes."""
         if self.process is None:
             return
         processes.kill(self.process)
@@ -209,7 +207,7 @@ class Program:
         processes.release(self.process)
 
     async def rewards(self) -> dict[str, float]:
-        """Return what the judge says of the agent's work; without a judge, what the agent says."""
+        """Return the judge's rewards, or without a judge the rewards that the agent wrote."""
         verify = self.agent.verify
         if verify is None:
             return rewards_in(self.workspace / REWARD, REWARD, missing={})
@@ -220,9 +218,9 @@ class Program:
             solution = judging.Solution(place / "workspace", JUDGING * self.kind.step_seconds)
             async with solution.served(place / "solution"):
                 if self.walls is not None:
-                    self.walls = Walls.new()  # another user than the agent was
+                    self.walls = Walls.new()  # a user other than the agent's
                     await beside(self.walls.give, place)
-                told = {
+                variables = {
                     "PYTHONSAFEPATH": "1",
                     "PYTHONNOUSERSITE": "1",
                     "PYTHONDONTWRITEBYTECODE": "1",
@@ -231,7 +229,7 @@ class Program:
                     "SLIPSTREAM_SOLUTION": str(place / "solution"),
                     "SLIPSTREAM_VERDICT": str(place / VERDICT),
                 }
-                await self.start(verify, place, judging.HERE, told, str(place / "solution"))
+                await self.start(verify, place, judging.HERE, variables, str(place / "solution"))
                 why = await self.ended()
             if solution.fault or why:
                 cause = "crash" if why.startswith("killed") else "error"
@@ -243,7 +241,7 @@ class Program:
 
 
 def environment_of(place: Path) -> dict[str, str]:
-    """Variables of every program here: nothing of ours, where keys may be."""
+    """Return the environment variables of every program; this process's own may hold keys and are not passed on."""
     return {
         "PATH": os.environ.get("PATH", processes.PATH),
         "LANG": "C.UTF-8",
@@ -253,7 +251,7 @@ def environment_of(place: Path) -> dict[str, str]:
 
 
 def filled(text: str, given: dict[str, str]) -> str:
-    """Each placeholder once: what comes in is as it is."""
+    """Replace placeholders in a text; inserted values are not searched for placeholders."""
     for name, value in given.items():
         before, mark, after = text.partition(f"{{{name}}}")
         if mark:
@@ -261,13 +259,13 @@ def filled(text: str, given: dict[str, str]) -> str:
     return text
 
 
-def rewards_in(file: Path, said: str, *, missing: dict[str, float] | None) -> dict[str, float]:
-    """Read rewards, as a number or several by name; nothing but a regular file is read."""
+def rewards_in(file: Path, source: str, *, missing: dict[str, float] | None) -> dict[str, float]:
+    """Read rewards, a number or several by name, from a regular file; return `missing` if there is none."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as opened:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError("is no file")
+                raise ValueError("is not a regular file")
             content = opened.read(LARGEST + 1)
         if len(content) > LARGEST:
             raise ValueError(f"has more than {LARGEST} bytes")
@@ -276,13 +274,13 @@ def rewards_in(file: Path, said: str, *, missing: dict[str, float] | None) -> di
         if missing is not None:
             return missing
         why = "is missing: write rewards as JSON into the file $SLIPSTREAM_VERDICT (an exit status is no verdict)"
-        raise EnvironmentFailed("error", f"{said} {why}") from None
-    except Exception as error:  # whatever is wrong with it is theirs
-        raise EnvironmentFailed("error", f"{said}: {first_line(error)}") from None
+        raise EnvironmentFailed("error", f"{source} {why}") from None
+    except Exception as error:  # any error in the file is an error of the program that wrote it
+        raise EnvironmentFailed("error", f"{source}: {first_line(error)}") from None
 
 
 async def _read(stream: asyncio.StreamReader, into: bytearray) -> None:
-    """To its end, whatever it says; the last of it is kept."""
+    """Read a stream to its end, and keep the last OUTPUT_BYTES bytes."""
     while part := await stream.read(1 << 16):
         into += part
-        del into[:-SAID]
+        del into[:-OUTPUT_BYTES]

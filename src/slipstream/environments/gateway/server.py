@@ -1,6 +1,6 @@
-"""Sessions behind HTTP: who asks is known by the path, and keeps nobody from the others.
+"""HTTP server of the agents' sessions. The path of a request names its session, and sessions do not share state.
 
-POST /sessions/ID/v1/chat/completions       messages in and out, streamed if asked for
+POST /sessions/ID/v1/chat/completions       messages in and out, optionally streamed
 POST /sessions/ID/inference/v1/generate     token ids in and out, with their log-probs
 GET  /sessions/ID/v1/models
 """
@@ -33,11 +33,11 @@ from slipstream.environments.gateway.web import as_json, while_there
 from slipstream.errors import ConfigError, first_line
 
 STREAM = 10.0
-"""Seconds after which a stream says that it still waits."""
+"""Seconds between keep-alive lines of a stream that waits for its answer."""
 BODY, ROUND = 32 << 20, 1 << 20
-"""Most bytes of a request, and of what is in it beside its conversation."""
+"""Most bytes of a request, and most bytes of its parts other than the conversation."""
 REMEMBERED = 10_000
-"""Sessions that are closed, of which it is known that they were there."""
+"""Number of closed sessions that are remembered, to answer 410 and not 404."""
 
 
 def tell(line: str) -> None:
@@ -54,18 +54,18 @@ class Server:
         say: Callable[[str], object] = tell,
         walled: bool = False,
     ) -> None:
-        """`name`: of the model. The port is taken at once, and answered when it is started; `walled`: so is a socket
-        for agents that have no network."""
+        """Bind the port that `started` will serve; `walled` adds a socket for agents without a network."""
         self.name, self.guests, self.say = name, guests, say
         self.sessions: dict[str, Session] = {}
         self.closed = deque[str](maxlen=REMEMBERED)
         self.imposed = set[str]()
-        """What agents say of sampling, in vain, that a person was told of."""
+        """Sampling parameters of agents that are ignored and were already reported."""
         try:
             self.socket = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"environment.gateway.listen: {host}:{port} cannot be had: {first_line(error)}") from None
-        # connections inherit it; uvicorn writes the head and the body of an answer apart
+            why = first_line(error)
+            raise ConfigError(f"environment.gateway.listen: cannot listen at {host}:{port}: {why}") from None
+        # connections inherit the option; uvicorn writes head and body of an answer separately
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.place = Path(tempfile.mkdtemp(prefix="slipstream-gateway-")) if walled else None
         self.listening: uvicorn.Server | None = None
@@ -77,7 +77,7 @@ class Server:
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def started(self) -> None:
-        """On the loop that runs; one that is over has left the port to it."""
+        """Serve on the running event loop; if an earlier loop served, stop there first."""
         if self.loop is asyncio.get_running_loop():
             return
         self._end()
@@ -86,7 +86,7 @@ class Server:
             sockets.append(socket.socket(socket.AF_UNIX))
             Path(self.walled_at).unlink(missing_ok=True)
             sockets[1].bind(self.walled_at)
-            self.place.chmod(0o711)  # whoever an agent is; to be answered takes the name of a session
+            self.place.chmod(0o711)  # any user may connect: a request needs the secret name of a session
             Path(self.walled_at).chmod(0o666)
         self.listening = await web.listening(self.app(), sockets)
 
@@ -95,13 +95,13 @@ class Server:
         return str(self.place / "socket") if self.place is not None else ""
 
     def open(self, session: Session) -> str:
-        """The session's name, which nobody guesses."""
+        """Register a session, and return its secret name."""
         name = secrets.token_urlsafe(24)
         self.sessions[name] = session
         return name
 
     def shut(self, name: str) -> None:
-        """Whoever asks for it from now on is told that it was closed."""
+        """Close a session; later requests for it get status 410."""
         if (session := self.sessions.pop(name, None)) is not None:
             session.close()
             self.closed.append(name)
@@ -121,7 +121,7 @@ class Server:
         if self.listening is not None:
             web.end(self.listening)
 
-    # --- what is answered ---------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def app(self) -> Starlette:
         at, posts = "/sessions/{session}", ["POST"]
@@ -137,14 +137,14 @@ class Server:
             ]
         served = "; ".join(f"{'GET' if each.endpoint == self._models else 'POST'} {each.path}" for each in routes)
 
-        async def told(request: Request, error: Exception) -> Response:
+        async def answer_error(request: Request, error: Exception) -> Response:
             if isinstance(error, HTTPException):
                 here = f"{request.method} {request.url.path[:200]}"
-                error = Refused(error.status_code, f"nothing is served at {here}; there is {served}")
-            return web.told(error) if not isinstance(error, ClientDisconnect) else Response()  # which nobody reads
+                error = Refused(error.status_code, f"nothing is served at {here}; the routes are {served}")
+            return web.error_response(error) if not isinstance(error, ClientDisconnect) else Response()
 
         kinds: tuple[type[Exception], ...] = (Refused, Failed, HTTPException, ClientDisconnect, Exception)
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, told))
+        return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, answer_error))
 
     async def _chat(self, request: Request) -> Response:
         session, body, chat = await self._asked(request, wire.chat_of)
@@ -152,7 +152,7 @@ class Server:
         if not chat.stream:
             return as_json(wire.completion(await while_there(request, asked), chat))
         waiting = asyncio.ensure_future(asked)
-        try:  # what is refused, is so before a stream begins
+        try:  # refuse a request before its stream begins, to send an error status
             await while_there(request, asyncio.wait([waiting], timeout=STREAM))
         except asyncio.CancelledError:
             waiting.cancel()
@@ -169,14 +169,14 @@ class Server:
         return as_json(wire.generated(await while_there(request, asked)))
 
     async def _asked(self, request: Request, parse: Callable[[bytes], Any]) -> tuple[Session, bytes, Any]:
-        """Return the session of a request, its body, and what that says."""
+        """Return the session of a request, its body, and the parsed body."""
         session = self._session(request)
-        most = min(BODY, ROUND + 6 * session.holds)  # JSON may need six bytes for one
+        most = min(BODY, ROUND + 6 * session.holds)  # JSON may need six bytes for one byte of text
         body = await web.read(request, most, partial(over, session, status=413))
         found = await beside(len(body), parse, body)
-        for name in set(found.imposed) - self.imposed:  # once, of each
+        for name in set(found.imposed) - self.imposed:  # reported once for each parameter
             self.imposed.add(name)
-            self.say(f"gateway: an agent asks for a {name} of its own, in vain: [sampler] says how the student draws")
+            self.say(f"gateway: an agent sends {name}, which is ignored: the [sampler] section sets how to sample")
         return session, body, found
 
     async def _models(self, request: Request) -> Response:
@@ -212,7 +212,7 @@ async def _events(chat: wire.Chat, waiting: asyncio.Future[Answer]) -> AsyncIter
         try:
             answer = waiting.result()
         except (Refused, Failed) as error:
-            yield wire.event(wire.error(web.said(error)))
+            yield wire.event(wire.error(web.as_refused(error)))
             yield wire.DONE
         else:
             for chunk in wire.chunks(answer, chat):

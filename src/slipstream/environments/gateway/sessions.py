@@ -1,13 +1,12 @@
-"""One episode of an agent that asks for completions: its calls, as lineages.
+"""Session of one agent: its requests for completions are turns of an episode, recorded as lineages.
 
-A call whose conversation goes on from one that was answered here is a further turn of the same lineage: what was
-sampled stays the ids that it was, and what is new is appended. Any other opens a branch: a subagent, an edited history,
-other tools. Whatever came before the first token that a branch samples is its prompt, so that every sampled token is
-trained once. What an agent sends back is compared with what it was told, so thinking, which it never sees, stays.
+A request that continues an answered conversation is the next turn of the same lineage. Sampled ids are kept, and only
+new tokens are appended. Any other request opens a branch, for example a subagent, an edited history, or other tools.
+All tokens before the first sampled token of a branch are its prompt, so every sampled token is trained once. Messages
+are compared with those that the agent received. Agents never receive thinking, so thinking tokens stay in the lineage.
 
-The draws of a branch follow from the seed of the episode and from what the branch begins with, and go on with the
-tokens that it samples: not from when its calls came, nor from what runs beside it. One that begins with the prompt of
-the episode has the draws of an episode without a gateway.
+Random numbers of a branch depend on the episode's seed, the branch's prompt and the position. They do not depend on the
+time of requests or on other branches. A branch that starts with the episode's prompt samples as without a gateway.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
 
 SHORT = 16 << 10
-"""Most bytes that are parsed or tokenised on the event loop."""
+"""Most bytes that are parsed or tokenized on the event loop."""
 THREAD = ThreadPoolExecutor(1, "gateway")
-"""Parses and tokenises what is long: one request after the other, so that memory is bounded, too."""
+"""Thread that parses and tokenizes long requests, one after the other to bound the memory."""
 T = TypeVar("T")
 
 
 class Speaks(Protocol):
-    """From messages to tokens, and from tokens to replies."""
+    """Converter from messages to tokens, and from tokens to replies."""
 
     stop_ids: frozenset[int]
 
@@ -57,7 +56,7 @@ class Speaks(Protocol):
 
 
 class Refused(Exception):
-    """A call that gets no completion; `code` is the API's word for why."""
+    """Error of a request that gets no completion; `code` is the API's error code."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -65,15 +64,15 @@ class Refused(Exception):
 
 
 class Failed(Exception):
-    """The sampler did: no fault of the agent's."""
+    """Error of the sampler, which does not count against the agent."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     number: int
-    """Of the call, in its session."""
+    """Number of the call in its session."""
     read: int
-    """Tokens of its prompt."""
+    """Tokens of the call's prompt."""
     ids: Ints
     logp: Floats
     text: str
@@ -85,9 +84,9 @@ class Answer:
 class Bounds:
     turns: int
     turn_tokens: int | None
-    """The longest turn; what is left of the conversation without it."""
+    """Most tokens of a turn. None: only the remaining tokens of the conversation limit a turn."""
     vocabulary: int
-    """What the model has embeddings for."""
+    """Number of token ids that the model has embeddings for."""
 
 
 class Session:
@@ -98,43 +97,43 @@ class Session:
         self.sampling, self.bounds = sampling, bounds
         self.branches: list[Branch] = []
         self.places: dict[bytes, Place] = {}
-        """By the digest of the conversation."""
+        """States of conversations, by the digest of their messages."""
         self.opened = Counter[bytes]()
         self.begun = 0
-        """Calls so far, those that are running among them."""
+        """Number of calls, including running ones."""
         self.counts = Counter[str]()
         self.stopped: Finish | None = None
-        """The limit at which the latest call ended, or could not begin."""
+        """Limit at which the latest call ended or was refused; None if it met no limit."""
         self.closed = False
         self.answers: dict[bytes, list[asyncio.Task[Answer]]] = {}
-        """By the digest of the request; equal requests have answers of their own."""
+        """Tasks of answers by the digest of the request; equal requests that are no retries have separate answers."""
         self.lost = set[asyncio.Task[Answer]]()
-        """Answers whose client went away before they were there."""
+        """Tasks whose client disconnected before the answer was ready."""
         self.running = 0
         self.since = self.began = asyncio.get_running_loop().time()
         self.busy = 0.0
         """Seconds in which a call was running."""
         self.going = asyncio.Event()
-        """Cleared while nothing may be drawn: who was to be handed over waits to be gone on with."""
+        """Cleared while the episode is released, so that no tokens are sampled."""
         self.going.set()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Has the error of a sampler that failed."""
+        """Receives the error if the sampler fails."""
 
     @property
     def room(self) -> int:
-        """How long a conversation may be: as much longer than the row's prompt as an episode may be."""
+        """Most tokens of a conversation: those of the row's prompt, and those that an episode may add."""
         return len(self.prompt.tokens) + self.sampling.max_tokens
 
     @property
     def holds(self) -> int:
-        """Return how many bytes of text a conversation can have at most: each token is one of the longest."""
+        """Most bytes of text of a conversation, if each token were the longest one."""
         return self.room * self.renderer.longest
 
     async def answered(self, digest: bytes, again: bool, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        """Return the answer to a request. A retry has the answer of the request that it repeats.
+        """Return the answer to a request. A retry gets the answer of the request that it repeats.
 
-        A request is a retry if its client says so (`again`), or if an equal one lost its client before it was answered.
-        Any other equal request has an answer of its own. Cancelling this wait does not cancel the call.
+        A request is a retry if its client marks it (`again`), or if the client of an equal request disconnected before
+        the answer. Other equal requests get separate answers. Cancelling this wait does not cancel the call.
         """
         if self.closed:
             raise Refused(410, "this session is closed", code="session_closed")
@@ -143,22 +142,21 @@ class Session:
         task = next((each for each in known if each in self.lost), known[-1] if again and known else None)
         if task is None:
             task = asyncio.get_running_loop().create_task(call())
-            task.add_done_callback(_heard)
+            task.add_done_callback(_mark_retrieved)
             known.append(task)
         self.lost.discard(task)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise Refused(410, "this session was closed meanwhile", code="session_closed") from None
+                raise Refused(410, "this session was closed before the answer", code="session_closed") from None
             self.lost.add(task)
             raise
 
     async def chat(self, messages: Sequence[Message], tools: Tools = (), most: int | None = None) -> Answer:
-        """`messages`: role and content, both text, and of the assistant's also tool_calls, whose arguments are
-        objects."""
+        """Answer a chat request. Messages have text as role and content; tool_calls have objects as arguments."""
         if (size := size_of(messages, tools)) > self.holds:
-            raise over(self, f"this conversation has {size} bytes, and {self.room} tokens have at most {self.holds}")
+            raise over(self, f"this conversation has {size} bytes, more than {self.room} tokens can hold: {self.holds}")
         digests = chained(messages, tools)
         place = self._place(digests, messages)
         try:
@@ -173,18 +171,19 @@ class Session:
         number, turn = await self._drawn(branch, seen, most)
         answer = self._read(number, branch, turn, tools)
         there = Place(branch, len(branch.ids), len(messages) + 1, turn.tokens)
-        self.places.setdefault(digest(digests[-1], canonical(_told(answer))), there)
+        self.places.setdefault(digest(digests[-1], canonical(_assistant_message(answer))), there)
         return answer
 
     async def generate(self, ids: Ints, most: int | None = None) -> Answer:
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= self.bounds.vocabulary:
-            raise Refused(400, f"needs ids from 0 to {self.bounds.vocabulary - 1}, at least one", param="token_ids")
+            top = self.bounds.vocabulary - 1
+            raise Refused(400, f"token_ids: write at least one id, each from 0 to {top}", param="token_ids")
         branch, seen = self._branch(ids)
         number, turn = await self._drawn(branch, seen, most)
         return self._read(number, branch, turn, ())
 
     def _place(self, digests: Sequence[bytes], messages: Sequence[Message]) -> Place | None:
-        """The latest turn of which this conversation is a continuation, with nothing said by the assistant since."""
+        """Return the latest turn that this conversation continues without later assistant messages, or None."""
         for n in range(len(messages), 0, -1):
             if n < len(messages) and (place := self.places.get(digests[n])) is not None:
                 return place
@@ -198,7 +197,7 @@ class Session:
         return self._open(joined(place.branch.ids[: place.length], tail))
 
     def _branch(self, ids: Ints) -> tuple[Branch, Ints]:
-        """The longest that these ids go on from, or a new one."""
+        """Return the longest branch that these ids continue, or a new branch, and the ids after it."""
         for branch in sorted(self.branches, key=lambda branch: -len(branch.ids)):
             known = len(branch.ids)
             if not branch.busy and branch.parts and np.array_equal(ids[:known], branch.ids):
@@ -214,12 +213,12 @@ class Session:
         return Branch(ids, seed), ids[:0]
 
     async def _drawn(self, branch: Branch, seen: Ints, most: int | None) -> tuple[int, Rollout]:
-        """One more turn of a branch."""
+        """Sample one more turn of a branch; return its number and its rollout."""
         room = self.room - len(branch.ids) - len(seen)
         if self.begun >= self.bounds.turns:
-            raise over(self, f"this session has had all of its {self.bounds.turns} calls (environment.turns)", "turns")
+            raise over(self, f"this session has used all of its {self.bounds.turns} calls (environment.turns)", "turns")
         if room <= 0:
-            raise over(self, f"this conversation has {self.room - room} tokens, and may have {self.room - 1}")
+            raise over(self, f"this conversation has {self.room - room} tokens; at most {self.room - 1} are allowed")
         if not branch.parts:
             self.opened[named(branch.ids)] += 1
             self.branches.append(branch)
@@ -282,19 +281,19 @@ class Session:
         self.running += more
 
     def close(self) -> None:
-        """What is running ends, and nothing is answered any more."""
+        """Cancel running calls, and refuse all further requests."""
         self.closed = True
         for task in chain.from_iterable(self.answers.values()):
             task.cancel()
         if self.failure.done():
-            self.failure.exception()  # it was told, or nobody asks
+            self.failure.exception()  # marks the error as retrieved
 
     def rollouts(self, finish: Finish, stride: int, rewards: Mapping[str, float]) -> list[Rollout]:
-        """Its lineages, the one whose turn was the last at the end; their places in a group are `stride` apart."""
+        """Return the lineages, ordered by their latest turn; their indices in the group are `stride` apart."""
         counted = {name: float(self.counts[name]) for name in ("turns", "calls", "invalid")}
         spent = asyncio.get_running_loop().time() - self.began - self.busy
-        said = sorted((branch for branch in self.branches if branch.parts), key=lambda branch: branch.latest)
-        outcome = {**rewards, **counted, "branches": float(len(said)), "seconds": max(spent, 0.0)}
+        sampled = sorted((branch for branch in self.branches if branch.parts), key=lambda branch: branch.latest)
+        outcome = {**rewards, **counted, "branches": float(len(sampled)), "seconds": max(spent, 0.0)}
         rows = [
             lineage(
                 replace(self.prompt, tokens=branch.prompt),
@@ -304,38 +303,37 @@ class Session:
                 branch=number,
                 outcome=outcome,
             )
-            for number, branch in enumerate(said)
+            for number, branch in enumerate(sampled)
         ]
         return [replace(row, episode=self.index) for row in rows]
 
 
-def _heard(task: asyncio.Task[Answer]) -> None:
-    """Its error is told to who asked, if anybody still does."""
+def _mark_retrieved(task: asyncio.Task[Answer]) -> None:
+    """Mark a task's error as retrieved: a waiting client gets the error itself."""
     if not task.cancelled():
         task.exception()
 
 
 def over(session: Session, why: str, limit: Finish = "length", status: int = 400) -> Refused:
-    """Agents stop at this one, and try again after most others. Many know it by these words, and not by its code."""
+    """Return the refusal of a request over a limit, worded so that agents recognize it and do not retry."""
     session.stopped = limit
-    said = f"this model's maximum context length is reached: {why}"
-    return Refused(status, said, code="context_length_exceeded", param="messages")
+    message = f"this model's maximum context length is reached: {why}"
+    return Refused(status, message, code="context_length_exceeded", param="messages")
 
 
 def size_of(messages: Sequence[Message], tools: Tools = ()) -> int:
-    """Return the bytes of text in a conversation."""
     texts = [text for message in messages for text in (message["content"], message.get("name", ""))]
     texts += [json.dumps(each, ensure_ascii=False) for each in (*(m.get("tool_calls") or "" for m in messages), *tools)]
     return sum(len(text.encode("utf-8", "replace")) for text in texts)
 
 
 async def beside(size: int, work: Callable[..., T], *given: Any) -> T:
-    """Run what takes long in the gateway's only thread for it, so that the event loop goes on; small work at once."""
+    """Run small work at once, and large work in the gateway's thread so that it does not block the event loop."""
     if size <= SHORT:
         return work(*given)
     return await asyncio.get_running_loop().run_in_executor(THREAD, partial(work, *given))
 
 
-def _told(answer: Answer) -> Message:
+def _assistant_message(answer: Answer) -> Message:
     calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in answer.calls]
     return {"role": "assistant", "content": answer.text, "tool_calls": calls}

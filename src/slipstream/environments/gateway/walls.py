@@ -1,8 +1,8 @@
-"""An agent inside walls: it sees its workspace, its own program and /usr, and reaches the gateway and nothing else.
+"""Sandbox of an agent, which sees its workspace, its program and /usr, and can reach only the gateway.
 
-The program is shown with the installation around it: a virtual environment, and the Python that this stands on. So are
-the files that its command names. Tools that it runs are inside the same walls. Run by root, an agent has a user of its
-own, to whom its workspace is given.
+The sandbox includes the program's installation (a virtual environment and its base Python) and files that the command
+names. Tools that the agent starts run in the same sandbox. If the run is started by root, the agent gets a user of its
+own, who owns the workspace.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from slipstream.sandbox.base import Limits
 from slipstream.sandbox.bubblewrap import NOBODY, Bubblewrap, another_user
 
 PORT = 8008
-"""Of the gateway, as seen from inside, where no other port leads anywhere."""
+"""Port of the gateway inside the sandbox; no other port can be reached."""
 SOCKET, BRIDGE = "/run/gateway", "/run/bridge.py"
 MOST = Limits(memory=8 << 30, disk=4 << 30, processes=512)
-"""For each process of an agent; its number of processes holds for all of them."""
+"""Limits of each process of an agent; `processes` limits all of them together."""
 ALONE = [
     *("--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),
     *("--hostname", "sandbox", "--die-with-parent", "--new-session", "--proc", "/proc", "--dev", "/dev"),
@@ -36,15 +36,15 @@ NOBODYS = ["--unshare-user", "--uid", NOBODY, "--gid", NOBODY, "--cap-drop", "AL
 class Walls:
     sandbox: Bubblewrap
     user: int | None
-    """Under root, whom the agent is."""
+    """User id of the agent if the run is started by root, else None."""
 
     @classmethod
     def new(cls) -> Walls:
-        """ConfigError if there can be none here."""
+        """Create a sandbox; raise ConfigError if this machine does not support it."""
         return cls(Bubblewrap(), another_user())
 
     def give(self, place: Path) -> None:
-        """All that is there to the agent."""
+        """Make the agent's user the owner of a directory and all its contents."""
         if self.user is not None:
             for folder, _, files in os.walk(place):
                 for each in (folder, *(os.path.join(folder, file) for file in files)):  # noqa: PTH118 (there are many)
@@ -61,10 +61,10 @@ class Walls:
         socket: str,
         seconds: float,
     ) -> Iterator[tuple[list[str], list[int]]]:
-        """Yield a command inside them, and the descriptors that it needs to begin.
+        """Yield the sandboxed command, and the file descriptors that it inherits.
 
-        `named` is the command as it is in the config; it begins in `cwd` of `place`, which alone it may write to. What
-        listens at `socket` is all that it reaches.
+        `named` is the command as the config has it. The command starts in `cwd` of `place`, the only directory that it
+        may write to. It can connect only to `socket`.
         """
         programs, shown = seen(named)
         path = ":".join([*programs, self.sandbox.path])
@@ -88,7 +88,7 @@ class Walls:
 
 
 def above(places: Sequence[str]) -> list[str]:
-    """The directories in which these are, through which everybody may go."""
+    """Return bwrap options that create the parent directories of these paths, accessible to all users."""
     found = {str(each) for place in places for each in list(Path(place).parents)[:-1]} - {"/tmp", "/usr"}
     return [word for each in sorted(found) for word in ("--perms", "0755", "--dir", each)]
 
@@ -101,7 +101,7 @@ def become(user: int) -> list[str]:
 
 
 def seen(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Where programs are that a command names, and what of this machine it needs beside /usr."""
+    """Return the directories of programs that a command names, and the paths outside /usr that it needs."""
     programs, shown = list[str](), dict[str, None]()
     for word in command:
         found = shutil.which(word) or (word if word.startswith("/") and Path(word).exists() else None)
@@ -116,7 +116,7 @@ def seen(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def installation(program: Path) -> list[Path]:
-    """The installation of a program, and that on which a virtual environment stands."""
+    """Return the installation of a program, and for a virtual environment also that of its base Python."""
     top, settings = program.parent.parent, program.parent.parent / "pyvenv.cfg"
     if settings.is_file():
         lines = (line.partition("=") for line in settings.read_text("utf-8").splitlines())
@@ -127,5 +127,5 @@ def installation(program: Path) -> list[Path]:
 
 
 def _usual(place: str) -> bool:
-    """Part of what every sandbox shows; nobody shows all of a machine."""
+    """Return true for paths that every sandbox includes, and for /, which no sandbox includes."""
     return place == "/" or place.startswith(("/usr", "/bin", "/sbin", "/lib"))

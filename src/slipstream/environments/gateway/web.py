@@ -1,4 +1,4 @@
-"""HTTP below the gateway's routes: who may ask, bodies of bounded size, clients that go away, and uvicorn."""
+"""HTTP layer below the gateway's routes: access checks, limits of bodies, lost clients, and the uvicorn server."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HEAD = 64 << 10
 ARRIVES = 60.0
 """Seconds in which the body of a request must arrive."""
 IDLE = 600
-"""Seconds in which a connection may say nothing between two requests."""
+"""Most seconds between two requests of a connection."""
 LINGERS = 2.0
-"""Seconds in which the rest of a request that is too large is thrown away: a client that is cut off reads no answer."""
+"""Seconds in which the rest of a too large request is discarded; if cut off, a client would not read the answer."""
 SOON = 0.05
-"""Seconds in which an answer may come before it is watched whether its client is still there."""
+"""Seconds of a request after which a task starts to watch whether the client disconnects."""
 CONNECTIONS = 4096
-"""Most connections at a time. One more ends one that waits for a request."""
+"""Most connections at a time. Another connection closes one that is idle."""
 OPTIONS: dict[str, Any] = {
     "log_config": None,
     "log_level": "critical",
@@ -42,7 +42,6 @@ OPTIONS: dict[str, Any] = {
     "timeout_keep_alive": IDLE,
     "h11_max_incomplete_event_size": HEAD,
 }
-"""Of uvicorn."""
 HERE = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])(:\d{1,5})?")
 """Host headers that name this machine."""
 T = TypeVar("T")
@@ -55,10 +54,10 @@ def guarded(app: ASGIApp) -> ASGIApp:
         headers = dict(scope["headers"])
         host, why = headers.get(b"host", b"").decode("latin-1"), ""
         if not HERE.fullmatch(host):
-            why = f"the Host header is {host[:100]!r}: write the address that this gateway has on its own machine"
+            why = f"the Host header is {host[:100]!r}: write 127.0.0.1 or localhost"
         elif b"origin" in headers:
-            why = "the Origin header says that this is a page of a browser, which is not served"
-        await (told(Refused(403, why, code="forbidden")) if why else app)(scope, receive, send)
+            why = "the request has an Origin header: pages in a browser are not served"
+        await (error_response(Refused(403, why, code="forbidden")) if why else app)(scope, receive, send)
 
     return guard
 
@@ -83,9 +82,9 @@ async def read(request: Request, most: int, too_large: Callable[[str], Refused])
 
 
 def named(request: Request, body: bytes) -> tuple[bytes, bool]:
-    """Return the digest of a request, and whether its client says that it is a retry.
+    """Return the digest of a request, and whether its client marks it as a retry.
 
-    Clients of OpenAI count their retries in a header. An idempotency key names one request, however often it is sent.
+    OpenAI's clients count retries in a header. A repeated idempotency key also marks a retry.
     """
     path, key = request.url.path, request.headers.get("idempotency-key", "")
     again = bool(key) or bool(request.headers.get("x-stainless-retry-count", "").strip("0 "))
@@ -118,23 +117,23 @@ def as_json(body: bytes, status: int = 200) -> Response:
     return Response(body, status, headers, media_type="application/json")
 
 
-def told(error: Exception) -> Response:
-    found = said(error)
+def error_response(error: Exception) -> Response:
+    found = as_refused(error)
     return as_json(wire.dumped(wire.error(found)), found.status)
 
 
-def said(error: Exception) -> Refused:
+def as_refused(error: Exception) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, Failed):
-        return Refused(500, "the sampler failed; the run says why", code="sampler_failed")
-    # a defect of the gateway, which ends one call and no other
+        return Refused(500, "the sampler failed; the output of the run shows why", code="sampler_failed")
+    # a defect of the gateway fails this request only
     asyncio.get_running_loop().call_exception_handler({"message": "gateway", "exception": error})
     return Refused(500, f"the gateway failed: {type(error).__name__}", code="gateway_failed")
 
 
 class Bounded(H11Protocol):
-    """A connection of uvicorn's, of which there are so many at a time."""
+    """Connection of uvicorn that keeps the number of connections within CONNECTIONS."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -145,7 +144,7 @@ class Bounded(H11Protocol):
 
 
 async def listening(app: ASGIApp, sockets: Sequence[socket.socket]) -> uvicorn.Server:
-    """Answer requests on these sockets from now on, on the event loop that runs. Signals stay the run's to heed."""
+    """Start to serve these sockets on the running event loop, without uvicorn's signal handlers."""
     config = uvicorn.Config(guarded(app), http=Bounded, ws="none", lifespan="off", **OPTIONS)
     config.load()
     found = uvicorn.Server(config)
@@ -155,7 +154,7 @@ async def listening(app: ASGIApp, sockets: Sequence[socket.socket]) -> uvicorn.S
 
 
 def end(server: uvicorn.Server) -> None:
-    """Stop at once: nobody is answered any more."""
+    """Stop at once, without answers to open requests."""
     for each in server.servers:
         each.close()
     if not server.servers[0].get_loop().is_closed():

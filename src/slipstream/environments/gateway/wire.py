@@ -1,4 +1,4 @@
-"""The chat API as bytes: what a request says, or what of it cannot be served, and what an answer looks like."""
+"""JSON of the chat API: parse requests, refuse options that are not supported, and format answers."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ NOTHING: dict[str, Any] = {
     )
     for name in names.split()
 }
-"""Values of parameters that change the answer elsewhere and ask for nothing; so does null, for any parameter."""
+"""Parameters that are not supported, with the only accepted value: the default. Null is accepted for any parameter."""
 INSTEAD = {
     "n": "send the request n times",
-    "logprobs": "/inference/v1/generate tells them",
+    "logprobs": "/inference/v1/generate returns them",
     "chat_template_kwargs": "write data.template_args in the run's config",
     "response_format": "a grammar changes what the student is learning from",
 }
-"""For a refused parameter, what the client should do instead."""
+"""Advice in the refusal of a parameter."""
 HARMLESS = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("prediction", "request_id", "priority", "cache_salt", "stream_options", "model"),
 }
-"""Parameters that change nothing here, whatever their value."""
+"""Parameters that are accepted and ignored."""
 IMPOSED = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""Parameters that say how to draw, which is not the agent's to say."""
+"""Sampling parameters that the run's config sets; values of an agent are ignored."""
 CHAT = {"messages", "tools", "tool_choice", "max_completion_tokens", "max_tokens", "stream"}
 GENERATE = {"token_ids", "sampling_params", "stream"}
 SAMPLING = {"max_tokens", "logprobs", "stop_token_ids", "detokenize"}
 SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
-"""Parameters that are served, by where they stand; among those of token ids are some that concern text alone."""
+"""Supported parameters of each kind of request, and of `sampling_params`; some affect only text and are ignored."""
 LONGEST = 1 << 22
-"""Most tokens that can be asked for, or sent."""
+"""Most tokens that a request may ask for or send."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +61,9 @@ class Chat:
     model: str
     stream: bool
     usage: bool
-    """A stream ends with what it cost."""
+    """A stream ends with the token usage."""
     imposed: tuple[str, ...]
-    """What it says of sampling, in vain."""
+    """Sampling parameters of the request, which are ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +82,21 @@ def loaded(body: bytes | str) -> dict[str, Any]:
     try:
         found = json.loads(body, parse_float=finite, parse_constant=finite)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {first_line(error)}", code="invalid_json") from None
+        raise Refused(400, f"the body is not JSON: {first_line(error)}", code="invalid_json") from None
     if not isinstance(found, dict):
-        raise Refused(400, "the body is no JSON object", code="invalid_json")
+        raise Refused(400, "the body is not a JSON object", code="invalid_json")
     return found
 
 
 def check_options(given: dict[str, Any], served: set[str], at: str = "") -> None:
-    """Refuse by its name every parameter that is not served, unless its value asks for nothing."""
+    """Refuse parameters that are not supported, unless they have their default value."""
     for name, value in given.items():
         nothing = NOTHING.get(name)
         if value is None or name in served or name in HARMLESS or name in IMPOSED:
             continue
         if nothing is None or value != nothing or isinstance(value, bool) != isinstance(nothing, bool):
             instead = INSTEAD.get(name, "leave it out")
-            raise wrong(f"{at}{name}"[:100], f"{json.dumps(value)[:60]} is not served; {instead}")
+            raise wrong(f"{at}{name}"[:100], f"{json.dumps(value)[:60]} is not supported; {instead}")
 
 
 # --- requests ---------------------------------------------------------------------------------------------------------
@@ -107,10 +107,10 @@ def chat_of(body: bytes) -> Chat:
     check_options(given, CHAT)
     choice = given.get("tool_choice")
     if choice not in (None, "auto", "none"):
-        raise wrong("tool_choice", 'is "auto" or "none": the student decides')
+        raise wrong("tool_choice", 'must be "auto" or "none": the student decides')
     stream = given.get("stream", False)
     if not isinstance(stream, bool | None):
-        raise wrong("stream", "is true or false")
+        raise wrong("stream", "must be true or false")
     options = given.get("stream_options")
     return Chat(
         messages=_messages(given.get("messages")),
@@ -128,53 +128,53 @@ def tokens_of(body: bytes) -> Tokens:
     check_options(given, GENERATE)
     ids, sampling = given.get("token_ids"), given.get("sampling_params") or {}
     if not isinstance(ids, list) or not ids or len(ids) > LONGEST or not all(type(each) is int for each in ids):
-        raise wrong("token_ids", "is a list of token ids, at least one")
+        raise wrong("token_ids", "must be a list of at least one token id")
     if max(ids) >= 1 << 31 or min(ids) < 0:
-        raise wrong("token_ids", "is a list of token ids, and none is negative or beyond 2^31")
+        raise wrong("token_ids", "must be a list of token ids from 0 to 2^31 - 1")
     if not isinstance(sampling, dict):
-        raise wrong("sampling_params", "is an object")
+        raise wrong("sampling_params", "must be an object")
     check_options(sampling, SAMPLING, "sampling_params.")
     if sampling.get("logprobs") not in (None, 0, 1):
-        raise wrong("sampling_params.logprobs", "is 1: the answer has the log-prob of each token that was drawn")
+        raise wrong("sampling_params.logprobs", "must be 1: the answer has the log-prob of each sampled token")
     stops = sampling.get("stop_token_ids") or []
     if not isinstance(stops, list) or not all(type(each) is int for each in stops):
-        raise wrong("sampling_params.stop_token_ids", "is a list of token ids")
+        raise wrong("sampling_params.stop_token_ids", "must be a list of token ids")
     if given.get("stream") not in (None, False):
-        raise wrong("stream", "is not served here; leave it out")
+        raise wrong("stream", "is not supported here; leave it out")
     imposed = tuple(name for name in IMPOSED if sampling.get(name) is not None)
     return Tokens(ids=np.array(ids, np.int32), most=_most(sampling, "max_tokens"), stops=stops, imposed=imposed)
 
 
 def check_stops(asked: Collection[int], stop_ids: Collection[int]) -> None:
-    """Refuse stop tokens other than those that end a turn of the student anyway."""
+    """Refuse stop tokens other than those that always end a turn of the student."""
     if not set(asked) <= set(stop_ids):
-        raise wrong("sampling_params.stop_token_ids", f"the student's turns end at {sorted(stop_ids)}, and at no other")
+        raise wrong("sampling_params.stop_token_ids", f"the student's turns end only at {sorted(stop_ids)}")
 
 
 def _most(given: dict[str, Any], *names: str) -> int | None:
     for name in names:
         if (most := given.get(name)) is not None:
             if type(most) is not int or most < 1:
-                raise wrong(name, "is a number of tokens, at least 1")
+                raise wrong(name, "must be a number of tokens, at least 1")
             return int(min(most, LONGEST))
     return None
 
 
 def _messages(given: Any) -> list[Message]:
     if not isinstance(given, list) or not given:
-        raise wrong("messages", "is a list of messages, at least one")
+        raise wrong("messages", "must be a list of at least one message")
     found = [_message(f"messages[{n}]", each) for n, each in enumerate(given)]
     if found[-1]["role"] == "assistant":
-        raise wrong(f"messages[{len(found) - 1}]", "is the assistant's: what it began is not completed here")
+        raise wrong(f"messages[{len(found) - 1}]", "must not be the assistant's: a message is not continued")
     return found
 
 
 def _message(at: str, given: Any) -> Message:
     if not isinstance(given, dict):
-        raise wrong(at, "is no object")
+        raise wrong(at, "must be an object")
     role = ROLES.get(given["role"]) if isinstance(given.get("role"), str) else None
     if role is None:
-        raise wrong(f"{at}.role", f"is none of {', '.join(ROLES)}")
+        raise wrong(f"{at}.role", f"must be one of {', '.join(ROLES)}")
     calls = _calls(at, given.get("tool_calls")) if role == "assistant" else []
     message: Message = {"role": role, "content": _content(f"{at}.content", given.get("content"))}
     if role == "tool" and isinstance(given.get("name"), str):
@@ -186,12 +186,12 @@ def _content(at: str, given: Any) -> str:
     if given is None or isinstance(given, str):
         return given or ""
     if not isinstance(given, list):
-        raise wrong(at, "is neither text nor a list of parts")
+        raise wrong(at, "must be text or a list of parts")
     texts = []
     for n, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise wrong(f"{at}[{n}].type", f"is {json.dumps(kind)[:60]}, and only text is served")
+            raise wrong(f"{at}[{n}].type", f"is {json.dumps(kind)[:60]}, but only text is supported")
         texts.append(part["text"])
     return "".join(texts)
 
@@ -200,19 +200,19 @@ def _calls(at: str, given: Any) -> list[dict[str, Any]]:
     if given is None:
         return []
     if not isinstance(given, list):
-        raise wrong(f"{at}.tool_calls", "is no list")
+        raise wrong(f"{at}.tool_calls", "must be a list")
     found = []
     for n, each in enumerate(given):
         function = each.get("function") if isinstance(each, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong(f"{at}.tool_calls[{n}]", "has no function with a name")
-        said = function.get("arguments")
+        written = function.get("arguments")
         try:
-            arguments = loaded(said) if isinstance(said, str) else said
+            arguments = loaded(written) if isinstance(written, str) else written
         except Refused:
             arguments = None
         if not isinstance(arguments, dict):
-            raise wrong(f"{at}.tool_calls[{n}].function.arguments", "is no JSON object")
+            raise wrong(f"{at}.tool_calls[{n}].function.arguments", "must be a JSON object")
         found.append({"function": {"name": function["name"], "arguments": arguments}})
     return found
 
@@ -221,14 +221,14 @@ def _tools(given: Any) -> list[dict[str, Any]]:
     if given is None:
         return []
     if not isinstance(given, list):
-        raise wrong("tools", "is no list")
+        raise wrong("tools", "must be a list")
     for n, each in enumerate(given):
         function = each.get("function") if isinstance(each, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(f"tools[{n}]", "is no function with a name")
+            raise wrong(f"tools[{n}]", "must be a function with a name")
         parameters = function.get("parameters")
         if parameters is not None and not _is_schema(parameters):
-            raise wrong(f"tools[{n}].function.parameters", "is no JSON schema of an object")
+            raise wrong(f"tools[{n}].function.parameters", "must be a JSON schema of an object")
     return given
 
 
@@ -248,18 +248,18 @@ def completion(answer: Answer, chat: Chat) -> bytes:
     return dumped(
         {
             **_head(answer, chat, "chat.completion"),
-            "choices": [{"index": 0, "message": _said(answer), "logprobs": None, "finish_reason": answer.finish}],
+            "choices": [{"index": 0, "message": _message_of(answer), "logprobs": None, "finish_reason": answer.finish}],
             "usage": _usage(answer),
         }
     )
 
 
 def chunks(answer: Answer, chat: Chat) -> Iterator[bytes]:
-    """The same as a stream of events: what was said in one, as all of it is there."""
+    """Yield the completion as a stream of events; one event holds the whole message, which is already complete."""
     head = _head(answer, chat, "chat.completion.chunk")
-    said = _said(answer)
-    calls = [{"index": n, **call} for n, call in enumerate(said.get("tool_calls", ()))]
-    delta = {"role": "assistant", "content": said["content"]} | ({"tool_calls": calls} if calls else {})
+    message = _message_of(answer)
+    calls = [{"index": n, **call} for n, call in enumerate(message.get("tool_calls", ()))]
+    delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
     for each, finish in ((delta, None), ({}, answer.finish)):
         yield event({**head, "choices": [{"index": 0, "delta": each, "logprobs": None, "finish_reason": finish}]})
     if chat.usage:
@@ -269,7 +269,7 @@ def chunks(answer: Answer, chat: Chat) -> Iterator[bytes]:
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": the answer is being written\n\n"
-"""What keeps a stream alive, and no client reads."""
+"""Comment that keeps a stream alive; clients ignore it."""
 
 
 def event(found: Any) -> bytes:
@@ -277,7 +277,7 @@ def event(found: Any) -> bytes:
 
 
 def generated(answer: Answer) -> bytes:
-    """Ids, and the log-prob of each under the distribution that drew it."""
+    """Return token ids as JSON, with the log-prob of each under the distribution that sampled it."""
     rows = zip(answer.ids.tolist(), answer.logp.tolist(), strict=True)
     logprobs = [{"token": f"token_id:{id}", "logprob": logp, "bytes": None, "top_logprobs": []} for id, logp in rows]
     return dumped(
@@ -310,12 +310,12 @@ def _head(answer: Answer, chat: Chat, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": 0, "model": chat.model}
 
 
-def _said(answer: Answer) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": "assistant", "content": answer.text or None if answer.calls else answer.text}
-    return said | ({"tool_calls": _told(answer.number, answer.calls)} if answer.calls else {})
+def _message_of(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text or None if answer.calls else answer.text}
+    return message | ({"tool_calls": _tool_calls(answer.number, answer.calls)} if answer.calls else {})
 
 
-def _told(number: int, calls: Sequence[Call]) -> list[dict[str, Any]]:
+def _tool_calls(number: int, calls: Sequence[Call]) -> list[dict[str, Any]]:
     return [
         {
             "id": f"call_{number}_{n}",
@@ -327,5 +327,5 @@ def _told(number: int, calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
-    said = len(answer.ids)
-    return {"prompt_tokens": answer.read, "completion_tokens": said, "total_tokens": answer.read + said}
+    sampled = len(answer.ids)
+    return {"prompt_tokens": answer.read, "completion_tokens": sampled, "total_tokens": answer.read + sampled}
