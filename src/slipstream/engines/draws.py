@@ -1,8 +1,8 @@
 """Token sampling as a pure function of (seed, position, column) and the distribution.
 
 Random numbers are counter-based. Therefore a response does not depend on its neighbours in the batch. Draws (extra
-tokens sampled at the same position) do not change the emitted token. This file guarantees invariant 4: a log-prob
-belongs to the distribution that was sampled from, after temperature, min-p, top-k and top-p.
+tokens sampled at the same position) do not change the emitted token. Guarantor of invariant 4: a log-prob belongs
+to the distribution that was sampled from, after temperature, min-p, top-k and top-p.
 
 Shapes: N rows, M draws, V vocabulary.
 """

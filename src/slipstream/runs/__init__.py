@@ -1,1 +1,1 @@
-"""A run from its start to its end: opening engines, training, stopping, resuming, and its display."""
+"""Life of a run: open engines, train, stop, resume, restart after a crash, and display progress."""

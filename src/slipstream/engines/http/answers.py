@@ -2,7 +2,8 @@
 
 `prompt_logprobs` has a row for each sent token except the first. A row holds the log-prob of this token and of the k
 most likely tokens, which may include it. Some servers return no rows, rows of another request, or rows shifted by one.
-Therefore each row must hold the sent token, and the requested number of others. `engines/score_checks` checks the numbers.
+Therefore each row must hold the sent token, and the requested number of others. `engines/score_checks` checks the
+numbers.
 
 Shapes: N requested positions, K top-k.
 """

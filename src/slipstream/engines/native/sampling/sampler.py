@@ -5,7 +5,7 @@ admitted with the same prompt share one prefill. Active rows fill slots 0..n−1
 the holes. A sequence that may continue is parked behind them until its slot is needed or the weights change.
 
 One thread owns all state. The event loop only appends to `waiting` and `publishing` and cancels futures; the thread
-looks at these between two tokens. So weights change and requests leave exactly at a token boundary. This guarantees
+looks at these between two tokens. So weights change and requests leave exactly at a token boundary. Guarantor of
 invariant 3: every token has the version of the weights that drew it.
 
 Shapes: N rows of a step, Q prompt positions, M draws, V vocabulary; those of the tape are in its own file.
