@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.reporting.report.findings import estimate
+from slipstream.reporting.report.titles import estimate
 from slipstream.studies.results import Sweep
 from slipstream.studies.statistics import CLEAR, Estimate, difference
 from slipstream.studies.statistics import estimate as over_seeds

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from slipstream.estimators.ratio import importance_ratio, truncate
-from slipstream.reporting.report.findings import estimate
+from slipstream.reporting.report.titles import estimate
 from slipstream.studies.statistics import Verdict, verdict
 from slipstream.studies.statistics import estimate as over_seeds
 

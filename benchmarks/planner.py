@@ -35,7 +35,7 @@ from slipstream.planning.costs import Costs
 from slipstream.planning.measure import measured
 from slipstream.planning.simulate import WARMUP, Forecast, Split, Work, ahead, forecast, told
 from slipstream.run_dir.writing import RunLog, read_lines
-from slipstream.runs.start import nursery, opened, planned_on
+from slipstream.runs.start import opened, planned_on, process_launcher
 from slipstream.runtimes.places import cpu_seconds
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ def config(arm: dict[str, Any], *, updates: int, seed: int) -> Config:
 
 def costs_here(seed: int) -> Costs:
     wanted = config(ARMS["async(4)"], updates=10, seed=seed)
-    with nursery(wanted) as born:
+    with process_launcher(wanted) as born:
         made = planned_on(QUIET, wanted, born)
         with opened(made, born, QUIET) as engines:
             return measured(made, engines, say=lambda _: None)
@@ -84,7 +84,7 @@ class Found:
 def run(wanted: Config, updates: int) -> Found:
     beyond = ahead(wanted.schedule, Work.of(wanted))
     wanted = wanted.model_copy(update={"updates": WARMUP + updates + beyond})
-    with tempfile.TemporaryDirectory() as path, nursery(wanted) as born:
+    with tempfile.TemporaryDirectory() as path, process_launcher(wanted) as born:
         made = planned_on(QUIET, wanted, born)
         with (
             opened(made, born, QUIET) as engines,

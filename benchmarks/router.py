@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from frontier import ACTIONS, KINDS, LOST, NO_WAY_BACK, STATES, leads
-from slipstream.reporting.report.findings import estimate
+from slipstream.reporting.report.titles import estimate
 from slipstream.studies.statistics import estimate as over_seeds
 
 EXPERTS, LENGTHS, SHARES, SIZES, KL, SEEDS = (2, 8, 32), (64, 256, 1024), (0.001, 0.01, 0.1), (0.1, 1.0), 1e-3, 5

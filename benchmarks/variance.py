@@ -37,7 +37,7 @@ from slipstream.data.arithmetic import problems
 from slipstream.estimators.divergence import dense, reverse_kl_topk
 from slipstream.estimators.surrogate import mc_reverse_kl
 from slipstream.models.resolve import model_path
-from slipstream.reporting.report.findings import estimate
+from slipstream.reporting.report.titles import estimate
 from slipstream.studies.statistics import estimate as over_seeds
 
 AGES, DRAWS = (0, 16, 64), (1, 4, 16, 64)

@@ -1,7 +1,7 @@
 """Kill and stop the processes of a real run: `python tests/chaos.py --job tools --faults 100`.
 
 `slipstream train` learns while its processes are killed (SIGKILL) and stopped (SIGSTOP): engines, graders, hosts of
-environments, the nursery, and the coordinator, after whose death `slipstream resume` goes on. `--job` says what is
+environments, the launcher, and the coordinator, after whose death `slipstream resume` goes on. `--job` says what is
 trained: `arithmetic`, `tools` (the same in an environment with tools), `scale` (arithmetic while `slipstream scale`
 changes the number of workers) or `ranks` (arithmetic with two learner ranks). At the end the laws are checked and
 printed, one line for each. The accuracy is compared with that of a run without faults. `test_chaos.py` runs short
@@ -36,7 +36,7 @@ from support.coordinators import Coordinators, below, semaphores
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 VICTIMS = {
-    "local": ("coordinator", "nursery", "learner", "sampler", "scorer", "grader"),
+    "local": ("coordinator", "launcher", "learner", "sampler", "scorer", "grader"),
     "ray": ("coordinator", "actor", "grader"),
 }
 HEARTBEAT, EVERY, TAU, GROUPS, PROMPTS = 5.0, 3, 2, 16, 400

@@ -18,8 +18,8 @@ from slipstream.config.base import Section
 from slipstream.config.file import bounds, describe, fields, members
 from slipstream.config.schema import Config
 from slipstream.estimators.catalogue import INTRODUCTIONS, TITLES, Entry, catalogue
-from slipstream.reporting.advice.answer import Weight
-from slipstream.reporting.advice.readings import CHANCE, FEW, WINDOW
+from slipstream.reporting.advice.measurements import CHANCE, FEW, WINDOW
+from slipstream.reporting.advice.rules import Weight
 from slipstream.reporting.advice.tree import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"

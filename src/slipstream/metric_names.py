@@ -69,7 +69,7 @@ class Term:
 
 
 LEARNER, LOSS, FROZEN = "engines/native/learning/learner.py", "objective/loss.py", "objective/frozen.py"
-NOISE, FIRST_LOOK = "engines/native/learning/noise.py", "engines/native/learning/first_look.py"
+NOISE, FIRST_LOOK = "engines/native/learning/gradient_noise.py", "engines/native/learning/evidence.py"
 PASSES, METRICS, ACCOUNT = "engines/native/learning/passes.py", "metrics.py", "pipeline/ledger.py"
 SURROGATE, POLICY, BATCH = "estimators/surrogate.py", "estimators/policy/__init__.py", "estimators/policy/batch.py"
 DIVERGENCE, DISTILLATION = "estimators/divergence.py", "objective/distillation.py"
@@ -104,7 +104,7 @@ VOCABULARY: dict[str, tuple[Term, ...]] = {
             "gradient/cosine",
             "cosine of the gradients of the fresher and the staler half of the first step's samples, with [guards.gac]",
             "as in a run with a small tau",
-            "engines/native/learning/ages.py",
+            "engines/native/learning/gradient_cosine.py",
         ),
         Term("lr", "learning rate of the update, after the guards' factors", "–", LEARNER),
         Term("distill/loss", "distillation loss per trained token, before loss.weight", "falls", LOSS),

@@ -23,7 +23,7 @@ from slipstream.errors import RunDirError
 from slipstream.metrics import standard_error
 from slipstream.models.resolve import check_reachable
 from slipstream.pipeline.run import Run
-from slipstream.reporting.terminal.readings import readings
+from slipstream.reporting.terminal.metric_formats import readings
 from slipstream.run_dir.atomic_files import alone_in, append
 from slipstream.run_dir.writing import RunLog, read_lines
 from slipstream.simulation import virtual_clock as virtual

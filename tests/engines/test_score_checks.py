@@ -38,7 +38,7 @@ from slipstream.pipeline.control.health import (
 )
 from slipstream.pipeline.run import Run
 from slipstream.pipeline.stages import Recheck
-from slipstream.pipeline.watchdog import Silence
+from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.protocols import Engines, Graded, Scorer
 from slipstream.records import Group, Handle, Scored, header_of
 from slipstream.reporting.terminal.watch import Watched
@@ -498,7 +498,7 @@ def test_whoever_does_not_answer_is_named_after_ten_seconds_and_then_ever_more_s
 
     async def work() -> None:
         clock = asyncio.get_running_loop().time
-        silence = Silence("teacher main", lambda line: said.append((clock(), line)))
+        silence = ResponseWatch("teacher main", lambda line: said.append((clock(), line)))
 
         async def ask(seconds: float) -> None:
             with silence.waiting():

@@ -18,7 +18,7 @@ import pytest
 
 from slipstream.agents.mini import DONE, Sandboxed
 from slipstream.agents.workspace import packed, put, take, unpack, within
-from slipstream.environments.gateway.programs import Agent
+from slipstream.environments.gateway.agent_processes import Agent
 from slipstream.errors import ConfigError, SandboxError
 from slipstream.plan.environment import check_agent
 from slipstream.sandbox import sandbox_of
@@ -203,7 +203,7 @@ def test_an_agent_without_a_workspace_is_told() -> None:
 def test_an_agent_dies_with_whoever_started_it(tmp_path: Path) -> None:
     code = f"""
 import asyncio, sys
-from slipstream.environments.gateway.programs import Agent, Programs
+from slipstream.environments.gateway.agent_processes import Agent, Programs
 
 async def main():
     agent = Agent(command=("sh", "-c", "echo $$ > {tmp_path}/pid; sleep 600"), workspace=None, verify=None)

@@ -27,8 +27,8 @@ import slipstream
 from slipstream.cli import main
 from slipstream.config.file import load, parse
 from slipstream.environments.episodes import Limits
+from slipstream.environments.gateway.agent_processes import Agent, Programs, filled
 from slipstream.environments.gateway.agents import Agents
-from slipstream.environments.gateway.programs import Agent, Programs, filled
 from slipstream.environments.gateway.server import Server
 from slipstream.environments.gateway.sessions import Bounds
 from slipstream.errors import ConfigError

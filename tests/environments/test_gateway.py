@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from slipstream.environments import Message, Reply
 from slipstream.environments.gateway import server, web
 from slipstream.environments.gateway.agents import Agents
-from slipstream.environments.gateway.guests import Guests
+from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.gateway.server import Server
 from slipstream.environments.gateway.sessions import Bounds, Session
 from slipstream.protocols import Sampling
@@ -624,7 +624,7 @@ def by_tokens(base_url: str, turns: int) -> None:
 
 
 def guests(policy: Any, bounds: Bounds, **given: Any) -> Agents:
-    players = Guests("the token")
+    players = ExternalAgents("the token")
     served = Server("toy", guests=players, say=lambda line: None)
     times = {"seconds": 60.0, "step_seconds": 10.0, "at_once": 100} | given
     return Agents(policy, Spoken(), players, served, bounds, **times)
@@ -725,7 +725,7 @@ def test_who_is_handed_over_goes_on_here_and_begins_again_elsewhere(
     here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut at any token: the records are those of an episode that was never interrupted."""
-    monkeypatch.setattr("slipstream.environments.gateway.guests.POLL", 0.1)
+    monkeypatch.setattr("slipstream.environments.gateway.external_agents.POLL", 0.1)
     sampling, bounds = Sampling(max_tokens=40, group=3, draws=4), Bounds(turns=9, turn_tokens=4, vocabulary=7)
     expected = through(by_chat, sampling, 3, 9)
     policies = list[Any]()

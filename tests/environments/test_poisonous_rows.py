@@ -18,7 +18,7 @@ from slipstream.environments import Reply
 from slipstream.environments.episodes import TRIES, Episodes, Limits
 from slipstream.environments.hosts import APART, Episode, HostProcess, Hosts, Wanted
 from slipstream.errors import EngineError, EnvironmentFailed, Suspected
-from slipstream.pipeline.retries import DOWN, GivenUp, Tries
+from slipstream.pipeline.retries import DOWN, GivenUp, Retries
 from slipstream.protocols import Sampling
 from slipstream.records import Handle, Prompt, derive_seed
 from slipstream.run_dir.writing import read_lines
@@ -223,7 +223,7 @@ def test_calls_that_began_before_a_success_do_not_say_that_the_stage_is_down() -
     """Of calls that begin together those that fail may all end last."""
 
     async def work() -> None:
-        tries, held = Tries("rollout"), asyncio.Event()
+        tries, held = Retries("rollout"), asyncio.Event()
 
         async def fail(waits: bool) -> None:
             if waits:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from slipstream.environments import Message
 from slipstream.environments.chat.renderer import Renderer
+from slipstream.environments.gateway.chat_json import chat_of, completion, dumped
 from slipstream.environments.gateway.sessions import Answer, Bounds, Failed, Refused, Session
-from slipstream.environments.gateway.wire import chat_of, completion, dumped
 from slipstream.protocols import Sampling
 from slipstream.records import Prompt, Rollout
 from support.gateways import LOOK, STOPS, VOCABULARY, Babble, renderer

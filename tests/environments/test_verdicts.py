@@ -15,7 +15,7 @@ import pytest
 
 from slipstream.config.environment import GatewayConfig
 from slipstream.environments.gateway import judging
-from slipstream.environments.gateway.programs import Agent, Programs
+from slipstream.environments.gateway.agent_processes import Agent, Programs
 from slipstream.errors import ConfigError, EnvironmentFailed
 from slipstream.plan.engines import agent_of
 from slipstream.plan.environment import check_agent

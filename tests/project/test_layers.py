@@ -254,7 +254,7 @@ def later():
     assert ours(imports(tree, loaded_only=True)) == set()
     assert theirs(imports(tree, loaded_only=True)) == {"torch"}
     assert place("protocols.Handle", LINE) == "protocols"
-    assert {"runs.start", "runtimes.worker", "estimators", "errors"} <= loaded("runs.start")
+    assert {"runs.start", "runtimes.launcher", "estimators", "errors"} <= loaded("runs.start")
     assert {"runtimes.build", "engines.weights"} <= loaded("runtimes.inline")
     assert has_config(ast.parse("from slipstream.config.schema import Config, LearnerConfig"))
     assert has_config(ast.parse("def f():\n    return made.config.learner"))

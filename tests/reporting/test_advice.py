@@ -17,10 +17,11 @@ from slipstream.cli import main, split_overrides
 from slipstream.config.file import parse, to_toml
 from slipstream.metric_names import find
 from slipstream.objective.method import method_of
-from slipstream.reporting.advice import readings, running
-from slipstream.reporting.advice.answer import answered, changed, legal
+from slipstream.reporting.advice import measurements as readings
+from slipstream.reporting.advice import running
+from slipstream.reporting.advice.measurements import Case, Level, level
 from slipstream.reporting.advice.read import read
-from slipstream.reporting.advice.readings import Case, Level, level
+from slipstream.reporting.advice.rules import answered, changed, legal
 from slipstream.reporting.advice.tree import BY_NAME, RULES, Advice, advise
 from support.advice_examples import (
     ALONE,

@@ -15,7 +15,7 @@ import pytest
 from slipstream.config.file import parse, to_toml
 from slipstream.objective.frozen import present
 from slipstream.plan.plan import plan
-from slipstream.reporting.advice.answer import changed
+from slipstream.reporting.advice.rules import changed
 from slipstream.reporting.advice.tree import advise
 from support.advice_examples import EXAMPLES
 

@@ -23,9 +23,9 @@ from slipstream.reporting.terminal.charts import (
     watched_rows,
 )
 from slipstream.reporting.terminal.layout import Block, allot, beside, stack
+from slipstream.reporting.terminal.metric_formats import band_of, listed, watched
 from slipstream.reporting.terminal.panel import View, inline, page, screen
-from slipstream.reporting.terminal.progress import TURN, Course, Turning
-from slipstream.reporting.terminal.readings import band_of, listed, watched
+from slipstream.reporting.terminal.progress import TURN, RunProgress, SampleSelector
 from slipstream.reporting.terminal.samples import SEEN, printable, said
 
 LINE = {
@@ -66,8 +66,8 @@ KEYS = "q quit"
 SIZES = [(60, 15), (60, 24), (80, 24), (100, 30), (119, 40), (120, 20), (160, 50), (250, 70)]
 
 
-def course_of(*lines: dict[str, Any]) -> Course:
-    course = Course()
+def course_of(*lines: dict[str, Any]) -> RunProgress:
+    course = RunProgress()
     for line in lines:
         numbers = course.recall(line)
         if line["kind"] == "train":
@@ -178,7 +178,7 @@ def test_a_page_has_everything() -> None:
 
 
 def test_before_anything_is_known_a_frame_says_so() -> None:
-    empty = view(course=Course(), update=0, elapsed=3.0, left=None, state="waiting", doing="for the first update")
+    empty = view(course=RunProgress(), update=0, elapsed=3.0, left=None, state="waiting", doing="for the first update")
     lines = shown(screen(View(**vars(empty) | {"quotes": (), "news": ()}), 60, 15), 60)
     assert lines[0].endswith("update 0/40  3 s") and lines[1] == "waiting: for the first update"
     assert lines[2:-1] == [""] * 12
@@ -266,7 +266,7 @@ def test_a_stage_was_busy_for_its_share_of_the_time_and_a_publish_for_its_second
     """Updates of 10 and 30 s: rollout (1 · 10 + 0.5 · 30) / 40; a publish of 1 s in each."""
     found = dict(stages(course_of(LINE, LINE | {"seconds/update": 30.0, "busy/rollout": 0.5})))
     assert found == {"rollout": 0.625, "score": 0.5, "learn": 0.25, "publish": 0.05}
-    assert stages(Course()) == []
+    assert stages(RunProgress()) == []
     bars = [("rollout", 1.0), ("score", 0.5), ("learn", 0.0), ("publish", 0.04)]
     assert [line.plain for line in stage_bars(bars, 60, 1)] == ["rollout 100%   score 50%   learn 0%   publish 4%"]
     assert [line.plain for line in stage_bars(bars, 24, 4)] == [
@@ -281,7 +281,7 @@ def test_lags_are_counted_in_powers_of_two() -> None:
     """10 tokens of lag 0, 30 of 2 and 40 of 5: (60 + 200) / 80 on average."""
     assert lags(course_of(LINE)) == "lag 3.2, at most 5:  0 ▃  1 ▁  2-3 ▆  4-7 █"
     assert lags(course_of(LINE, LINE)) == lags(course_of(LINE))
-    assert lags(Course()) == ""
+    assert lags(RunProgress()) == ""
 
 
 def test_what_was_lost_is_told_with_its_reasons() -> None:
@@ -297,7 +297,7 @@ def test_what_was_lost_is_told_with_its_reasons() -> None:
 def test_what_the_learner_waited_for_is_a_share_of_the_time() -> None:
     assert waits(course_of(LINE)) == "the learner waited 40% for data, 5% for a publish"
     assert waits(course_of(LINE | {"seconds/data": 0.0, "seconds/weights": 0.0})) == "the learner waited for nothing"
-    assert waits(Course()) == ""
+    assert waits(RunProgress()) == ""
 
 
 def test_what_is_watched_has_its_order_and_what_is_zero_is_not_listed() -> None:
@@ -340,7 +340,7 @@ def test_what_a_terminal_would_obey_is_written_out() -> None:
 
 def test_samples_turn_by_themselves_until_somebody_leafs_through_them() -> None:
     now = [0.0]
-    turning = Turning(lambda: now[0])
+    turning = SampleSelector(lambda: now[0])
     assert turning.now() is None
     quotes = [quote(i) for i in range(4)]
     turning.gather(quotes, newest=quotes[2:])

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from slipstream.cli import main
-from slipstream.reporting.report import arms, chapters, page, quotes, sections
+from slipstream.reporting.report import findings_page as chapters
+from slipstream.reporting.report import page, sections
+from slipstream.reporting.report import samples_html as quotes
+from slipstream.reporting.report import study_figures as arms
 from slipstream.reporting.report.figures import Figure
 from slipstream.reporting.report.page import Html, Page, Section, as_json, document
 from slipstream.run_dir.writing import read_lines

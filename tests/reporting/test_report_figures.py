@@ -14,8 +14,8 @@ from slipstream.config.file import parse
 from slipstream.metric_names import above, below
 from slipstream.reporting.report import charts, figures, panels, points, timeline
 from slipstream.reporting.report.figures import Series
-from slipstream.reporting.report.findings import Change, change, course, duration, estimate, inside, shown
 from slipstream.reporting.report.runs import Reading, changed, distinguished, read, standard_error
+from slipstream.reporting.report.titles import Change, change, course, duration, estimate, inside, shown
 from support.written_runs import write_run
 
 WORDS = {

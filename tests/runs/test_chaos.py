@@ -17,7 +17,7 @@ STORY = [
     Fault(12, "scorer", STOP, 0.3),
     Fault(15, "learner", KILL, 0.6),
     Fault(18, "coordinator", STOP, 0.1),
-    Fault(20, "nursery", KILL, 0.4),
+    Fault(20, "launcher", KILL, 0.4),
     Fault(22, "sampler", STOP, 0.9),
 ]
 

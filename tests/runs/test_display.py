@@ -14,8 +14,8 @@ from rich.console import Console
 from slipstream.config.file import parse
 from slipstream.pipeline.admission import Admission
 from slipstream.pipeline.schedules import schedule_of
+from slipstream.reporting.terminal.metric_formats import from_to, hours, readings
 from slipstream.reporting.terminal.progress import BLOCKS, POINTS, TURN, Curve, sparkline
-from slipstream.reporting.terminal.readings import from_to, hours, readings
 from slipstream.reporting.terminal.samples import SAMPLE_LINES, middle_out
 from slipstream.runs.display import Progress, waiting
 

@@ -136,7 +136,7 @@ def test_workers_come_and_go_while_a_run_goes_on(
     assert scale("sampler=99999").startswith("error: 100002 engines are more than ")
     scale("sampler=-1", "teacher.main=1")
     until("sampler: 1 working (sampler)\nteacher.main: 1 working (scorer)\n")
-    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in below(pids["nursery"])]
+    names = [Path(f"/proc/{pid}/comm").read_text().strip() for pid in below(pids["launcher"])]
     assert sorted(names) == ["learner", "sampler", "scorer"]
     os.kill(pids["coordinator"], signal.SIGINT)
     assert coordinators.end() == 130
@@ -159,7 +159,7 @@ def test_nothing_is_left_of_a_run_that_is_done_or_refused(coordinators: Coordina
         ("coordinator", signal.SIGTERM, 143, "terminated"),
         ("coordinator", signal.SIGHUP, 129, "hung up"),
         ("coordinator", signal.SIGKILL, -signal.SIGKILL, ""),
-        ("nursery", signal.SIGKILL, 2, "is gone: the process launcher, its parent process, was killed"),
+        ("launcher", signal.SIGKILL, 2, "is gone: the process launcher, its parent process, was killed"),
         ("learner", signal.SIGKILL, 2, "has no checkpoint to go on from: it was stopped before the first"),
         ("sampler", signal.SIGKILL, 2, "the last sampler died: sampler (pid"),
         ("scorer", signal.SIGTERM, 2, "is gone: killed by SIGTERM"),
@@ -169,7 +169,7 @@ def test_nothing_is_left_however_a_run_ends(
     coordinators: Coordinators, victim: str, number: int, status: int, says: str
 ) -> None:
     pids = coordinators.running("--runtime.restarts", "0")
-    assert pids.keys() == {"coordinator", "nursery", "learner", "sampler", "scorer", "grader"}
+    assert pids.keys() == {"coordinator", "launcher", "learner", "sampler", "scorer", "grader"}
     shared = set[str]().union(*map(semaphores, pids.values()))
     assert not listening() & set[str]().union(*map(open_files, pids.values())), "nobody can connect to any of them"
     # a terminal sends Ctrl-C and its end to the whole group of processes, and others to one of them
@@ -184,7 +184,7 @@ def test_nothing_is_left_however_a_run_ends(
 
 def test_who_was_stopped_does_not_outlive_a_run_that_is_killed(coordinators: Coordinators) -> None:
     pids = coordinators.running()
-    for victim in ("grader", "sampler", "nursery"):
+    for victim in ("grader", "sampler", "launcher"):
         os.kill(pids[victim], signal.SIGSTOP)
     os.kill(pids["coordinator"], signal.SIGKILL)
     assert coordinators.end() == -signal.SIGKILL
@@ -240,16 +240,16 @@ def test_a_run_that_is_told_again_and_again_to_stop_ends_without_a_word_of_tasks
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", ["sampler", "scorer", "learner", "nursery"])
+@pytest.mark.parametrize("victim", ["sampler", "scorer", "learner", "launcher"])
 def test_a_run_outlives_its_engines_and_nothing_is_left_of_any(
     coordinators: Coordinators, victim: str, how: signal.Signals
 ) -> None:
-    if (victim, how) == ("nursery", signal.SIGSTOP):
+    if (victim, how) == ("launcher", signal.SIGSTOP):
         pytest.skip("nobody needs it until somebody dies")
     pids = coordinators.running("--checkpoint.every", "2", "--runtime.heartbeat", "5")
     wait_for(coordinators, (coordinators.home / "run" / "checkpoints" / "2").exists)
     os.kill(pids[victim], how)
-    again = "learner" if victim == "nursery" else victim
+    again = "learner" if victim == "launcher" else victim
     wait_for(coordinators, lambda: any(f"restarts/{again}" in line for line in updates_of(coordinators)))
     os.kill(pids["coordinator"], signal.SIGTERM)
     assert coordinators.end() == 143, coordinators.output()

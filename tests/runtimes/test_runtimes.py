@@ -40,9 +40,9 @@ from slipstream.runtimes import channel, inline, local
 from slipstream.runtimes import ray as on_ray
 from slipstream.runtimes.channel import Channel, Mapped, Packed
 from slipstream.runtimes.exchange import Body, RemoteWorker
-from slipstream.runtimes.local import Nursery
+from slipstream.runtimes.launcher import Birth
+from slipstream.runtimes.local import ProcessLauncher
 from slipstream.runtimes.places import Place, RemoteLearner, RemoteSampler, RemoteScorer, Staff, cpu_seconds, gpus_each
-from slipstream.runtimes.worker import Birth
 from support import plain_engines
 from support.coordinators import open_files
 from support.plain_engines import (
@@ -135,7 +135,7 @@ def test_a_run_has_the_losses_of_one_process_and_all_its_processes_end(
             assert ray.util.get_node_ip_address() == "127.0.0.1", "Ray's ports run code for whoever can reach them"
         else:
             assert len(said) == 1 and said[0].startswith("loading student")
-            assert len(started) <= 5, "three engines, the nursery and a grader"
+            assert len(started) <= 5, "three engines, the launcher and a grader"
     finally:
         engines.close()
     assert found == pytest.approx(real.losses, rel=1e-5)
@@ -176,12 +176,12 @@ def test_what_a_killed_run_left_of_ray_is_removed_by_the_next_and_what_is_in_use
     )
 
 
-# --- one nursery and one Ray for the rest -----------------------------------------------------------------------------
+# --- one launcher and one Ray for the rest ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as made:
+def process_launcher() -> Iterator[ProcessLauncher]:
+    with ProcessLauncher() as made:
         yield made
 
 
@@ -233,8 +233,8 @@ class Processes:
 def opened(request: pytest.FixtureRequest) -> Iterator[Processes]:
     with ExitStack() as stack:
         if request.param == "local":
-            nursery = request.getfixturevalue("nursery")
-            yield Processes("local", partial(local.start, nursery=nursery, stack=stack, say=silent))
+            launcher = request.getfixturevalue("launcher")
+            yield Processes("local", partial(local.start, launcher=launcher, stack=stack, say=silent))
         else:
             request.getfixturevalue("cluster")
             yield Processes("ray", partial(on_ray.start, stack=stack, cpus=0, say=silent))
@@ -304,10 +304,10 @@ def test_an_error_comes_back_as_itself_with_what_happened_there(opened: Processe
     assert type(refused.value) is ConfigError
 
 
-def test_what_cannot_be_sent_fails_the_call_that_sends_it_and_no_other(nursery: Nursery) -> None:
+def test_what_cannot_be_sent_fails_the_call_that_sends_it_and_no_other(launcher: ProcessLauncher) -> None:
     with ExitStack() as stack:
         worker: Any
-        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent).places
+        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], launcher, stack, say=silent).places
 
         async def main() -> list[Any]:
             calls = worker.call("count"), worker.call("score", (i for i in "ab")), worker.cpu_seconds()
@@ -337,7 +337,7 @@ def test_a_worker_that_died_fails_its_calls_now_and_later(opened: Processes) -> 
 def test_no_engine_inherits_the_key_of_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_KEY", "secret")
     monkeypatch.setenv("OTHER", "here")
-    with Nursery(["TEACHER_KEY", "NOT_SET"]) as made, ExitStack() as stack:
+    with ProcessLauncher(["TEACHER_KEY", "NOT_SET"]) as made, ExitStack() as stack:
         (worker,) = local.start([Place(RemoteScorer, "w", 1, Environment)], made, stack, say=silent).places
         assert asyncio.run(worker.call("read", "TEACHER_KEY")) is None
         assert asyncio.run(worker.call("read", "OTHER")) == "here"
@@ -435,7 +435,7 @@ def test_workers_are_hired_and_dismissed_while_others_work(opened: Processes) ->
     asyncio.run(main())
 
 
-def test_who_comes_gets_gpus_that_nobody_has(nursery: Nursery) -> None:
+def test_who_comes_gets_gpus_that_nobody_has(launcher: ProcessLauncher) -> None:
     places = [Place(RemoteSampler, f"sampler-{i}", 1, Environment) for i in range(2)]
 
     async def main(staff: Staff) -> list[str]:
@@ -451,7 +451,7 @@ def test_who_comes_gets_gpus_that_nobody_has(nursery: Nursery) -> None:
         return [first, await worker.call("read", "CUDA_VISIBLE_DEVICES")]
 
     with ExitStack() as stack:
-        staff = local.start(places, nursery, stack, gpus=["a", "b", "c"], say=silent)
+        staff = local.start(places, launcher, stack, gpus=["a", "b", "c"], say=silent)
         assert asyncio.run(main(staff)) == ["c", "a"]
 
 
@@ -499,15 +499,15 @@ def test_a_run_whose_only_sampler_and_scorer_are_lost_trains_the_same(
     assert len(gaps) == 3 and min(event["dur"] for event in gaps) > 1e6, "after a pause"
 
 
-def test_a_worker_says_with_what_status_it_left(nursery: Nursery) -> None:
+def test_a_worker_says_with_what_status_it_left(launcher: ProcessLauncher) -> None:
     with ExitStack() as stack:
-        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], nursery, stack, say=silent).places
+        (worker,) = local.start([Place(RemoteScorer, "w", 1, Broken)], launcher, stack, say=silent).places
         with pytest.raises(WorkerDied, match=r"^w \(pid \d+\) is gone: exit status 3$"):
             asyncio.run(worker.call("leave"))
 
 
-def test_a_nursery_that_hangs_is_killed_like_an_engine() -> None:
-    with Nursery(heartbeat=0.5) as made:
+def test_a_launcher_that_hangs_is_killed_like_an_engine() -> None:
+    with ProcessLauncher(heartbeat=0.5) as made:
         assert made.gpus() == []
         os.kill(made.pid, signal.SIGSTOP)
         with pytest.raises(EngineError, match="the process launcher, which forks them, is gone"):
@@ -515,16 +515,16 @@ def test_a_nursery_that_hangs_is_killed_like_an_engine() -> None:
         assert made.gone
 
 
-def test_a_plan_is_made_in_another_nursery_when_one_is_killed(real: Any) -> None:
-    with Nursery() as made:
+def test_a_plan_is_made_in_another_launcher_when_one_is_killed(real: Any) -> None:
+    with ProcessLauncher() as made:
         os.kill(made.pid, signal.SIGKILL)
         found = planned_there(partial(plan, real.config), made, say=silent)
         assert made.gone and found.method == plan(real.config).method
 
 
-def test_how_a_process_ended_is_known_however_close_its_end_is_to_the_question(nursery: Nursery) -> None:
+def test_how_a_process_ended_is_known_however_close_its_end_is_to_the_question(launcher: ProcessLauncher) -> None:
     for _ in range(40):
-        link = nursery.born(Birth("w", 1, str(Path.cwd()), ""))
+        link = launcher.born(Birth("w", 1, str(Path.cwd()), ""))
         assert link.ended() == "killed by SIGKILL"
         link.channel.close()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.config.file import parse
 from slipstream.config.schema import Config
-from slipstream.reporting.advice.readings import Case
+from slipstream.reporting.advice.measurements import Case
 
 Value = float | Callable[[int], float] | None
 """Of a metric: always, or by the update; none where it is not there."""

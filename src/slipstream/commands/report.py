@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.errors import ConfigError, RunDirError
-from slipstream.reporting.report import arms
 from slipstream.reporting.report import sections as of_runs
 from slipstream.reporting.report import study as of_study
-from slipstream.reporting.report.chapters import chapter
+from slipstream.reporting.report import study_figures as arms
+from slipstream.reporting.report.findings_page import chapter
 from slipstream.reporting.report.page import Page, document
 from slipstream.reporting.report.runs import read
 from slipstream.run_dir.atomic_files import check_regular, private, write_atomic, writing

@@ -168,7 +168,7 @@ class Canaries:
         except (SlipstreamError, *DEFECTS) as error:
             if not isinstance(error, RecordsLost):
                 raise
-        except Exception as error:  # an engine may raise anything, as in `Tries`
+        except Exception as error:  # an engine may raise anything, as in `Retries`
             self.say(f"{worker.name} did not answer its canary request, which will be repeated: {first_line(error)}")
         worker.unproven = True
         return None

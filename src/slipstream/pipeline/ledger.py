@@ -27,7 +27,7 @@ from slipstream.records import Batch, Group, Header, Prompt
 from slipstream.run_dir.writing import RunLog
 
 
-class Account:
+class Ledger:
     def __init__(
         self, log: RunLog, trace: Trace, admission: Admission, restarts: Restarts, steered: Callable[[], Metrics]
     ) -> None:

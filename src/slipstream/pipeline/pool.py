@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from slipstream.errors import AllDied, EngineError, ModelError, WorkerDied, first_line
 from slipstream.pipeline.restarts import Restarts
-from slipstream.pipeline.retries import DEFECTS, Tries
+from slipstream.pipeline.retries import DEFECTS, Retries
 from slipstream.pipeline.trace import Trace, Track
 from slipstream.protocols import Engines
 
@@ -67,7 +67,7 @@ class Pool(Generic[E]):
         self.kind, self.stage, self.name = kind, stage, name
         self.trace, self.say, self.tasks = trace, say, tasks
         self.engines, self.restarts = engines, restarts
-        self.tries = Tries(work or stage, say=say)
+        self.tries = Retries(work or stage, say=say)
         self.workers = dict.fromkeys(
             Worker(engine, trace.track(stage, name))
             for engine, name in zip(workers, names(name, len(workers)), strict=True)

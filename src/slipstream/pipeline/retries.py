@@ -26,7 +26,7 @@ class GivenUp(Exception):
     """The error of a call that failed at every try, or that a retry cannot help."""
 
 
-class Tries:
+class Retries:
     """Retries, with growing pauses, of the calls to one stage or one teacher.
 
     A call that fails at every try is given up together with its group. Several in a row mean that the stage is down,

@@ -36,7 +36,7 @@ from slipstream.pipeline.control.guards import Guards
 from slipstream.pipeline.control.health import Health
 from slipstream.pipeline.control.scaling import Room, asked, check_room
 from slipstream.pipeline.evaluate import answers, summary
-from slipstream.pipeline.ledger import Account
+from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.pool import Pool, Worker, scorer_name
 from slipstream.pipeline.publish import MovingTeacher, Samplers
 from slipstream.pipeline.restarts import Restarts
@@ -54,7 +54,7 @@ from slipstream.pipeline.stages import (
     watch,
 )
 from slipstream.pipeline.trace import Trace
-from slipstream.pipeline.watchdog import Silence
+from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.protocols import Engines, Sampler, Sampling, of_teacher
 from slipstream.records import Attempts, Group, Handle, Prompt, unfinished
 from slipstream.run_dir.formats import resumable
@@ -294,7 +294,7 @@ class Run:
             admission=self.admission,
             prompt=self.prompts.at,
             sampling=rollout_sampling(self.config),
-            account=Account(self.log, trace, self.admission, self.restarts, self._control_metrics),
+            account=Ledger(self.log, trace, self.admission, self.restarts, self._control_metrics),
             trace=trace,
             tasks=tasks,
             health=self.health,
@@ -304,7 +304,7 @@ class Run:
                 for name, teacher in self.config.teachers.items()
             },
             silence={
-                name: Silence(f"teacher {name}", self.say)
+                name: ResponseWatch(f"teacher {name}", self.say)
                 for name, teacher in self.config.teachers.items()
                 if teacher.base_url is not None
             },

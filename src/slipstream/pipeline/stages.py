@@ -30,12 +30,12 @@ from slipstream.pipeline.canary_rounds import Canaries
 from slipstream.pipeline.control import canary
 from slipstream.pipeline.control.buffer_refresh import Buffer
 from slipstream.pipeline.control.health import Health
-from slipstream.pipeline.ledger import Account
+from slipstream.pipeline.ledger import Ledger
 from slipstream.pipeline.pool import Pool, Worker
 from slipstream.pipeline.publish import MovingTeacher, Samplers, publish_metrics
 from slipstream.pipeline.retries import GivenUp
 from slipstream.pipeline.trace import Trace, Track
-from slipstream.pipeline.watchdog import Silence
+from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.protocols import (
     Fingerprint,
     Learner,
@@ -103,7 +103,7 @@ class Flow:
     admission: Admission
     prompt: Callable[[int], Prompt]
     sampling: Sampling
-    account: Account
+    account: Ledger
     trace: Trace
     tasks: asyncio.TaskGroup
     passes: Steps
@@ -118,8 +118,8 @@ class Flow:
     health: Health
     buffer: Buffer | None
     recheck: Mapping[str, Recheck]
-    silence: Mapping[str, Silence]
-    """Silence of each teacher behind an endpoint, by its name."""
+    silence: Mapping[str, ResponseWatch]
+    """ResponseWatch of each teacher behind an endpoint, by its name."""
     after_publish: Callable[[], Awaitable[None]]
     """Called when every sampler has the newest weights, before a group starts under them."""
     held: dict[int, Group] = field(default_factory=dict)

@@ -10,7 +10,7 @@ FIRST = 10.0
 """Seconds without an answer until the first warning; the time doubles with each further warning."""
 
 
-class Silence:
+class ResponseWatch:
     """The time without an answer of an endpoint with many open requests; any answer ends it."""
 
     def __init__(self, who: str, say: Callable[[str], None]) -> None:

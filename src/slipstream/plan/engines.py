@@ -19,7 +19,7 @@ from slipstream.engines.native.config import vocabulary_of, width_of
 from slipstream.engines.sampling_options import rollout_sampling
 from slipstream.engines.vllm.core import Settings
 from slipstream.environments.episodes import Limits
-from slipstream.environments.gateway.programs import Agent
+from slipstream.environments.gateway.agent_processes import Agent
 from slipstream.environments.hosts import Wanted
 from slipstream.errors import ConfigError
 from slipstream.objective.method import Method

@@ -9,9 +9,9 @@ from typing import Any
 
 from slipstream.data.tokenizers import Tokenizer, stop_ids
 from slipstream.engines.native.config import generation_of
+from slipstream.environments.gateway.agent_processes import Agent
+from slipstream.environments.gateway.agent_sandbox import AgentSandbox
 from slipstream.environments.gateway.judging import too_large
-from slipstream.environments.gateway.programs import Agent
-from slipstream.environments.gateway.walls import Walls
 from slipstream.environments.hosts import schemas
 from slipstream.errors import ConfigError
 from slipstream.plan.engines import EnvironmentPlan
@@ -39,7 +39,7 @@ def tools_of(env: EnvironmentPlan | None, tokenizer: Tokenizer, model: str, say:
 def check_agent(agent: Agent) -> None:
     """Raise ConfigError unless the agent's programs and workspace exist."""
     if agent.walled:
-        Walls.new()
+        AgentSandbox.new()
     if agent.workspace is not None and not Path(agent.workspace).is_dir():
         raise ConfigError(f"environment.gateway.workspace = {agent.workspace!r} is no directory")
     if agent.verify and agent.workspace is not None and (why := too_large(Path(agent.workspace))):

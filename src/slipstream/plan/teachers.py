@@ -15,7 +15,7 @@ from slipstream.data.tokenizers import Tokenizer, check_fits, check_same_vocabul
 from slipstream.engines.http.check import Wanted, check
 from slipstream.engines.native.config import context_length, load_config, vocabulary_of
 from slipstream.errors import ConfigError, DataError, ModelError, did_you_mean
-from slipstream.pipeline.watchdog import Silence
+from slipstream.pipeline.watchdog import ResponseWatch
 from slipstream.plan.ends import EndProbe, check_same_end, end_probes, template_end
 from slipstream.plan.engines import endpoint_of
 from slipstream.records import Ints
@@ -179,6 +179,6 @@ async def ask_endpoints(config: Config, tokenizer: Tokenizer, prompts: Prompts, 
         longest = max(map(len, tokens)) + longest_answer(config, teacher)
         some = [*tokens[0][:PROBED].tolist(), *tokens[-1][:2].tolist()]
         need = Wanted(tokens=some, highest=highest, longest=longest, k=asks.k)
-        with Silence(f"teacher {name}", say).waiting():
+        with ResponseWatch(f"teacher {name}", say).waiting():
             found = await check(endpoint, need)
         say(found)

@@ -13,9 +13,9 @@ from rich.live import Live
 from rich.text import Text
 
 from slipstream.pipeline.admission import Admission
+from slipstream.reporting.terminal.metric_formats import listed, readings
 from slipstream.reporting.terminal.panel import View, inline
-from slipstream.reporting.terminal.progress import Course, Turning
-from slipstream.reporting.terminal.readings import listed, readings
+from slipstream.reporting.terminal.progress import RunProgress, SampleSelector
 
 
 class Progress:
@@ -36,7 +36,7 @@ class Progress:
         self.console, self.updates, self.title, self.evaluates = console, updates, title, evaluates
         self.admission, self.clock = admission, clock
         self.start = self.update = admission.version
-        self.course, self.turning = Course(), Turning(clock)
+        self.course, self.turning = RunProgress(), SampleSelector(clock)
         self.began = self.updated = clock()
         self.live = Live(get_renderable=self.panel, console=console, refresh_per_second=2) if is_live(console) else None
 

@@ -14,7 +14,7 @@ from slipstream.errors import WorkerDied
 from slipstream.plan.plan import Plan
 from slipstream.runtimes import local
 from slipstream.runtimes.exchange import RemoteWorker
-from slipstream.runtimes.local import Nursery
+from slipstream.runtimes.local import ProcessLauncher
 from slipstream.runtimes.places import Place
 
 
@@ -38,22 +38,22 @@ class Sealed:
         return pickle.loads, (self.packed,)
 
 
-def planned(make: Callable[[], Plan], home: Nursery | ExitStack, *, say: Callable[[str], None]) -> Plan:
+def planned(make: Callable[[], Plan], home: ProcessLauncher | ExitStack, *, say: Callable[[str], None]) -> Plan:
     """Make the plan; if `home` is a process launcher, make it in a new process and seal the plan's tokenizer."""
-    if not isinstance(home, Nursery):
+    if not isinstance(home, ProcessLauncher):
         return make()
     try:
         return _planned_in(home, make, say)
     except WorkerDied:
         if not home.gone:
             raise
-        with home.another() as nursery:
-            return _planned_in(nursery, make, say)
+        with home.another() as launcher:
+            return _planned_in(launcher, make, say)
 
 
-def _planned_in(nursery: Nursery, make: Callable[[], Plan], say: Callable[[str], None]) -> Plan:
+def _planned_in(launcher: ProcessLauncher, make: Callable[[], Plan], say: Callable[[str], None]) -> Plan:
     with ExitStack() as stack:
-        (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], nursery, stack, say=say).places
+        (planner,) = local.start([Place(RemoteWorker, "planner", 1, Planner)], launcher, stack, say=say).places
         found: tuple[Plan, bytes] = asyncio.run(planner.call("plan", make, TAKEN))
     made, tokenizer = found
     return replace(made, tokenizer=Sealed(tokenizer))

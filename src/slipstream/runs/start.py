@@ -29,7 +29,7 @@ from slipstream.plan.engines import EnvironmentPlan
 from slipstream.plan.plan import Plan, check_sizes, fast_checks, plan
 from slipstream.protocols import Engines
 from slipstream.records import Group
-from slipstream.reporting.terminal.readings import from_to
+from slipstream.reporting.terminal.metric_formats import from_to
 from slipstream.run_dir.atomic_files import alone_in, private
 from slipstream.run_dir.formats import resumable
 from slipstream.run_dir.reading import RunDir
@@ -46,11 +46,11 @@ from slipstream.runs.control_socket import scale_server
 from slipstream.runs.display import Progress, waiting
 from slipstream.runs.planner_process import planned
 from slipstream.runtimes import local
-from slipstream.runtimes.local import Nursery
+from slipstream.runtimes.local import ProcessLauncher
 
 TOKEN = "gateway.token"
 """Name of the file, in a run directory, that has the access token of the gateway."""
-Home = Nursery | ExitStack
+Home = ProcessLauncher | ExitStack
 """Owner of resources that engines need and that survive a restart of the engines."""
 Part = Callable[[Restarts], None]
 """Function that runs a run from its start or a checkpoint until it ends or the learner dies."""
@@ -93,7 +93,7 @@ def train(config: Config, console: Console, *, name: str, checks: bool = True, c
     path = run_path(config, name)
     check_free(path)
     fast_checks(config)
-    with private(), nursery(config) as launcher, ExitStack() as lock:
+    with private(), process_launcher(config) as launcher, ExitStack() as lock:
         made = planned_on(console, config, launcher)
 
         def begin(restarts: Restarts) -> None:
@@ -146,7 +146,7 @@ def resume(
         config, meant = RunDir(path).config_with(("updates", str(updates))), (*meant, "updates")
     check_unchanged(path, config, meant=meant)  # before user code is imported
     fast_checks(config)
-    with private(), nursery(config) as launcher, alone_in(path):
+    with private(), process_launcher(config) as launcher, alone_in(path):
         checkpoint = newest(path, number, proof=config.health.proof, say=line_printer(console))
         check_lines(path, checkpoint.mark)
         made = planned_on(console, config, launcher)
@@ -226,10 +226,10 @@ def config_of_stopped(path: Path, *, number: int | None, updates: int | None) ->
     return config
 
 
-def nursery(config: Config) -> AbstractContextManager[Home]:
+def process_launcher(config: Config) -> AbstractContextManager[Home]:
     """Return the launcher from which local engines are forked; open it before this process starts any thread."""
     secrets = [teacher.api_key_env for teacher in config.teachers.values() if teacher.api_key_env is not None]
-    return Nursery(secrets, config.runtime.heartbeat) if config.runtime.kind == "local" else ExitStack()
+    return ProcessLauncher(secrets, config.runtime.heartbeat) if config.runtime.kind == "local" else ExitStack()
 
 
 @contextmanager
@@ -251,8 +251,8 @@ def open_engines(made: Plan, launcher: Home, console: Console) -> Engines:
     with waiting(console, "starting engines") as still:
         match made.engines.runtime.kind:
             case "local":
-                assert isinstance(launcher, Nursery)
-                return local.open_engines(made.engines, made.tokenizer, nursery=launcher, say=say, still=still)
+                assert isinstance(launcher, ProcessLauncher)
+                return local.open_engines(made.engines, made.tokenizer, launcher=launcher, say=say, still=still)
             case "ray":
                 from slipstream.runtimes.ray import open_engines as open_on_ray
 

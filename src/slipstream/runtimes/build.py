@@ -22,9 +22,9 @@ from slipstream.engines.vllm.sampler import VllmSampler
 from slipstream.engines.vllm.scorer import VllmScorer
 from slipstream.environments.chat.renderer import Renderer
 from slipstream.environments.episodes import Episodes
+from slipstream.environments.gateway.agent_processes import Programs
 from slipstream.environments.gateway.agents import Agents
-from slipstream.environments.gateway.guests import Guests
-from slipstream.environments.gateway.programs import Programs
+from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.gateway.sessions import Bounds
 from slipstream.environments.hosts import Hosts
 from slipstream.plan.engines import (
@@ -70,7 +70,11 @@ def build_agents(plan: SamplerPlan, there: EnvironmentPlan, gateway: GatewayPlan
     """Build a gateway for external agents; bind the port first, so that an occupied port fails before models load."""
     from slipstream.environments.gateway.server import Server  # needs an optional dependency
 
-    guests, agent, seconds = Guests(gateway.token, there.limits.step_seconds / 2), gateway.agent, there.limits.seconds
+    guests, agent, seconds = (
+        ExternalAgents(gateway.token, there.limits.step_seconds / 2),
+        gateway.agent,
+        there.limits.seconds,
+    )
     with ExitStack() as stack:
         outside, walled = guests if agent is None else None, agent is not None and agent.walled
         server = Server(gateway.name, gateway.host, gateway.port, outside, walled=walled)

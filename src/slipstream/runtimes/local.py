@@ -36,8 +36,8 @@ from slipstream.plan.engines import EnginesPlan
 from slipstream.protocols import Engines
 from slipstream.runtimes.channel import Channel, Parcel
 from slipstream.runtimes.exchange import GOODBYE, HEARTBEAT, Answer, Body, Call, RemoteWorker, map_references
+from slipstream.runtimes.launcher import GPUS, Birth, run_launcher
 from slipstream.runtimes.places import Place, Say, Staff, construct, engines_from, gpus_each, loading_message, places
-from slipstream.runtimes.worker import GPUS, Birth, run_launcher
 
 BARE = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of the launcher: its imports must not start threads; engines set their own numbers."""
@@ -45,7 +45,7 @@ HEARD = 120.0
 """Seconds in which the launcher must have imported everything and answered."""
 
 
-class Nursery:
+class ProcessLauncher:
     """Process launcher: the process from which engines are forked (`worker.run_launcher`).
 
     The launcher is a fork of this process if this process has only one thread, otherwise a new process. It starts to
@@ -65,8 +65,8 @@ class Nursery:
         """True until the first request: the launcher may still be importing, and has no child."""
         theirs.close()
 
-    def another(self) -> Nursery:
-        return Nursery(self.secrets, self.heartbeat)
+    def another(self) -> ProcessLauncher:
+        return ProcessLauncher(self.secrets, self.heartbeat)
 
     def born(self, birth: Birth) -> LocalLink:
         """Start an engine's process, and return the link to it."""
@@ -110,7 +110,7 @@ class Nursery:
         self.patience = self.heartbeat
         return answer
 
-    def __enter__(self) -> Nursery:
+    def __enter__(self) -> ProcessLauncher:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -154,7 +154,7 @@ def fork_launcher(theirs: Connection, ours: Connection, secrets: Collection[str]
 def spawn_launcher(theirs: Connection, secrets: Collection[str]) -> Popen[bytes]:
     environment = BARE | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return Popen(
-        [sys.executable, "-m", "slipstream.runtimes.worker", str(theirs.fileno())],
+        [sys.executable, "-m", "slipstream.runtimes.launcher", str(theirs.fileno())],
         pass_fds=[theirs.fileno()],
         stdin=DEVNULL,
         start_new_session=True,
@@ -163,8 +163,8 @@ def spawn_launcher(theirs: Connection, secrets: Collection[str]) -> Popen[bytes]
 
 
 class LocalLink:
-    def __init__(self, ours: socket, pid: int, nursery: Nursery) -> None:
-        self.channel, self.pid, self.nursery = Channel(ours, self._on_answer), pid, nursery
+    def __init__(self, ours: socket, pid: int, launcher: ProcessLauncher) -> None:
+        self.channel, self.pid, self.launcher = Channel(ours, self._on_answer), pid, launcher
         self.started = False
         """True once the engine is built; only such engines are closed."""
         self.ending = ""
@@ -215,23 +215,28 @@ class LocalLink:
             os.kill(self.pid, signal.SIGKILL)
 
     def ended(self) -> str:
-        self.ending = self.ending or self.nursery.ended(self.pid)
+        self.ending = self.ending or self.launcher.ended(self.pid)
         return self.ending
 
 
 def open_engines(
-    plan: EnginesPlan, tokenizer: Tokenizer, *, nursery: Nursery | None = None, say: Say = print, still: Say = str
+    plan: EnginesPlan,
+    tokenizer: Tokenizer,
+    *,
+    launcher: ProcessLauncher | None = None,
+    say: Say = print,
+    still: Say = str,
 ) -> Engines:
     """Open all engines; start a launcher if none is given or if the given one is gone."""
     wanted = places(plan, tokenizer)
     with ExitStack() as stack:
-        if nursery is None or nursery.gone:
-            nursery = stack.enter_context(nursery.another() if nursery else Nursery())
-        gpus = nursery.gpus()
+        if launcher is None or launcher.gone:
+            launcher = stack.enter_context(launcher.another() if launcher else ProcessLauncher())
+        gpus = launcher.gpus()
         each = gpus_each(plan.runtime.device, sum(place.computes for place in wanted), len(gpus), say)
         say(loading_message(plan))
         staff = start(
-            wanted, nursery, stack, gpus=gpus if each else [], heartbeat=plan.runtime.heartbeat, say=say, still=still
+            wanted, launcher, stack, gpus=gpus if each else [], heartbeat=plan.runtime.heartbeat, say=say, still=still
         )
         return engines_from(plan, staff, stack.pop_all().close)
 
@@ -245,7 +250,7 @@ def check_gpus(plan: EnginesPlan, tokenizer: Tokenizer, say: Say) -> None:
 
 def start(
     wanted: Sequence[Place],
-    nursery: Nursery,
+    launcher: ProcessLauncher,
     stack: ExitStack,
     *,
     gpus: Sequence[str] | None = None,
@@ -254,7 +259,7 @@ def start(
     still: Say = str,
 ) -> Staff:
     """Start all engines at once. Each gets GPUs of its own, also for its replacement; `gpus` None: all see all GPUs."""
-    where = meeting(nursery, stack, say) if any(place.meets for place in wanted) else None
+    where = meeting(launcher, stack, say) if any(place.meets for place in wanted) else None
     links: list[LocalLink] = []
     stack.callback(stop, links)
     free, own = deque(gpus or []), dict[str, list[str]]()
@@ -265,7 +270,7 @@ def start(
                 raise EngineError(f"no GPU is free for {place.name}")
             own[place.name] = [free.popleft() for _ in range(place.computes if gpus else 0)]
         visible = None if gpus is None else ",".join(own[place.name])
-        links.append(nursery.born(Birth(place.name, place.threads, str(Path.cwd()), visible)))
+        links.append(launcher.born(Birth(place.name, place.threads, str(Path.cwd()), visible)))
         return place.kind(place.name, links[-1], heartbeat)
 
     def buried(place: Place) -> None:
@@ -279,9 +284,9 @@ def start(
     return staff
 
 
-def meeting(nursery: Nursery, stack: ExitStack, say: Say) -> tuple[str, int]:
+def meeting(launcher: ProcessLauncher, stack: ExitStack, say: Say) -> tuple[str, int]:
     """Start a process that serves the rendezvous of ranks and ends after them; return its address."""
-    (worker,) = start([Place(RemoteWorker, "meeting", 1, partial(construct, "Meet"))], nursery, stack, say=say).places
+    (worker,) = start([Place(RemoteWorker, "meeting", 1, partial(construct, "Meet"))], launcher, stack, say=say).places
     where: tuple[str, int] = asyncio.run(worker.call("where"))
     return where
 

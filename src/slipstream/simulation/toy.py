@@ -21,8 +21,8 @@ from torch import Tensor
 
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.engines.draws import draw, kept_ids, process, uniforms
-from slipstream.engines.quotes import as_numbers, quote
 from slipstream.engines.record_files import read_groups, write_groups
+from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.score_checks import Probed, scored
 from slipstream.engines.weights import checksum, combined, view_of
 from slipstream.errors import NonFiniteError

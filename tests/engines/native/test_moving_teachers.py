@@ -34,7 +34,7 @@ from slipstream.engines.native.learning.learner import NativeLearner
 from slipstream.engines.native.lora import with_adapters
 from slipstream.engines.native.model import LanguageModel, load_model
 from slipstream.engines.native.scorer import NativeScorer
-from slipstream.engines.quotes import as_numbers
+from slipstream.engines.sample_lines import as_numbers
 from slipstream.engines.score_checks import failed
 from slipstream.engines.weights import export_weights, load_weights, raw
 from slipstream.errors import ConfigError, ModelError, RunDirError, WorkerDied

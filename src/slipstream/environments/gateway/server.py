@@ -26,8 +26,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from slipstream.environments.gateway import web, wire
-from slipstream.environments.gateway.guests import Guests
+from slipstream.environments.gateway import chat_json as wire
+from slipstream.environments.gateway import web
+from slipstream.environments.gateway.external_agents import ExternalAgents
 from slipstream.environments.gateway.sessions import Answer, Failed, Refused, Session, beside, over
 from slipstream.environments.gateway.web import as_json, while_there
 from slipstream.errors import ConfigError, first_line
@@ -50,7 +51,7 @@ class Server:
         name: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        guests: Guests | None = None,
+        guests: ExternalAgents | None = None,
         say: Callable[[str], object] = tell,
         walled: bool = False,
     ) -> None:
@@ -190,7 +191,7 @@ class Server:
         body = await web.read(request, ROUND, too_large)
         return as_json(guests.close_session(request.path_params["session"], body))
 
-    def _guests(self, request: Request) -> Guests:
+    def _guests(self, request: Request) -> ExternalAgents:
         assert self.guests is not None
         self.guests.check(request.headers.get("authorization", ""))
         return self.guests

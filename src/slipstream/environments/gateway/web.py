@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from slipstream.environments.gateway import wire
+from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway.sessions import Failed, Refused
 
 HEAD = 64 << 10

@@ -14,8 +14,8 @@ from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async, Replay, StepOff
 from slipstream.config.schema import Config
 from slipstream.estimators.tables.correction import PRESETS
-from slipstream.reporting.advice.answer import Change, Found
-from slipstream.reporting.advice.readings import Case, Level, Line, level, values_of
+from slipstream.reporting.advice.measurements import Case, Level, Line, level, values_of
+from slipstream.reporting.advice.rules import Change, Found
 
 WATCHED, DRIFTED = 0.02, 0.05
 """KL up to which drift is negligible, and KL above which it must be fixed."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import quantiles
 from typing import Any
 
-from slipstream.reporting.advice.answer import Found
-from slipstream.reporting.advice.readings import Case, values_of
+from slipstream.reporting.advice.measurements import Case, values_of
+from slipstream.reporting.advice.rules import Found
 
 MANY = 50
 """Smallest number of samples for a 10% quantile; for updates, half as many are enough."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import sqrt
 from statistics import median
 
-from slipstream.reporting.advice.answer import Change, Found
 from slipstream.reporting.advice.drift import DRIFTED, WATCHED, fresher, risen, slower, worse
-from slipstream.reporting.advice.readings import WINDOW, Case, Level, level, values_of
+from slipstream.reporting.advice.measurements import WINDOW, Case, Level, level, values_of
+from slipstream.reporting.advice.rules import Change, Found
 from slipstream.reporting.advice.teachers import ALIKE, PATIENCE
 
 SPIKE = 10.0

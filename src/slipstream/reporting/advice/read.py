@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.errors import ModelError
 from slipstream.models.resolve import file_of
-from slipstream.reporting.advice.readings import Case
+from slipstream.reporting.advice.measurements import Case
 from slipstream.run_dir.reading import RunDir
 
 POSITIONS = ("max_position_embeddings", "n_positions")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from slipstream.config.schedule import Async
-from slipstream.reporting.advice.answer import Change, Found
-from slipstream.reporting.advice.readings import Case, values_of
+from slipstream.reporting.advice.measurements import Case, values_of
+from slipstream.reporting.advice.rules import Change, Found
 
 WAITED = 0.5
 """Largest share of time that the learner should wait; beyond it, throughput could double."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from math import exp, hypot, sqrt
 from statistics import correlation, fmean
 
-from slipstream.reporting.advice.answer import Found
-from slipstream.reporting.advice.readings import (
+from slipstream.reporting.advice.measurements import (
     CHANCE,
     WINDOW,
     Case,
@@ -17,6 +16,7 @@ from slipstream.reporting.advice.readings import (
     level,
     values_of,
 )
+from slipstream.reporting.advice.rules import Found
 
 BELOW_ZERO = -0.05
 """Lowest mean reverse KL in nats that rounding can explain."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from slipstream.reporting.advice import drift, learning, running, teachers
 from slipstream.reporting.advice import freshness_thresholds as freshness
-from slipstream.reporting.advice.answer import WEIGHTS, Answer, Rule, answered, without
-from slipstream.reporting.advice.readings import CHANCE, WINDOW, Case
+from slipstream.reporting.advice.measurements import CHANCE, WINDOW, Case
+from slipstream.reporting.advice.rules import WEIGHTS, Answer, Rule, answered, without
 
 # rules whose findings can be symptoms of staleness, of drift, of wrong importance weights, and of high variance
 STALE = ("staleness", "variance blow-up", "moderate drift", "ratio tails", "clip saturation", "gated samples")

@@ -10,9 +10,9 @@ from statistics import stdev
 from slipstream.metric_names import below
 from slipstream.reporting.report import figures, timeline
 from slipstream.reporting.report.figures import Figure, Series
-from slipstream.reporting.report.findings import course, duration, shown
 from slipstream.reporting.report.points import mean
 from slipstream.reporting.report.runs import Reading
+from slipstream.reporting.report.titles import course, duration, shown
 
 LAGS = 32
 """Number of bars of the histogram; the last bar includes all larger lags."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 from slipstream.planning.costs import Costs
 from slipstream.planning.planner import Offer, Outlook
 from slipstream.reporting.report.figures import Figure, Series, bars
-from slipstream.reporting.report.findings import duration
 from slipstream.reporting.report.page import Page, Part, Section, folded, table
 from slipstream.reporting.report.sections import made_by
+from slipstream.reporting.report.titles import duration
 
 STAGES = {"rollout": "samplers", "score": "scorers", "learn": "learner"}
 HEIGHT = 300

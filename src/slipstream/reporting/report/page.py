@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import NewType
 
 from slipstream.reporting.report.figures import Figure, Json, plain
-from slipstream.reporting.report.quotes import visible
+from slipstream.reporting.report.samples_html import visible
 
 Html = NewType("Html", str)
 Part = Figure | Html

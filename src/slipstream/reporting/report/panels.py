@@ -12,8 +12,8 @@ from typing import NamedTuple
 from slipstream import metric_names as vocabulary
 from slipstream.reporting.report import figures
 from slipstream.reporting.report.figures import Figure, Series
-from slipstream.reporting.report.findings import course, inside
 from slipstream.reporting.report.runs import Reading
+from slipstream.reporting.report.titles import course, inside
 
 
 class Panel(NamedTuple):

@@ -15,7 +15,7 @@ from slipstream.config.file import differing
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.errors import RunDirError
 from slipstream.metrics import digest
-from slipstream.reporting.advice.readings import Case
+from slipstream.reporting.advice.measurements import Case
 from slipstream.run_dir.reading import Line, RunDir
 from slipstream.run_dir.writing import SAMPLES
 

@@ -11,14 +11,15 @@ from typing import Any
 import slipstream
 from slipstream.config.file import differing, to_toml
 from slipstream.reporting.advice.tree import advise
-from slipstream.reporting.report import charts, quotes, timeline
+from slipstream.reporting.report import charts, timeline
+from slipstream.reporting.report import samples_html as quotes
 from slipstream.reporting.report.figures import FEW
-from slipstream.reporting.report.findings import change, duration, shown
 from slipstream.reporting.report.page import Html, Page, Part, Section, folded, paragraph, table
 from slipstream.reporting.report.panels import panels
 from slipstream.reporting.report.points import window
-from slipstream.reporting.report.quotes import visible
 from slipstream.reporting.report.runs import Reading, changed
+from slipstream.reporting.report.samples_html import visible
+from slipstream.reporting.report.titles import change, duration, shown
 from slipstream.run_dir.writing import LEDGER
 
 SAMPLES = 6

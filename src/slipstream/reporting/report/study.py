@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from slipstream.reporting.report import arms
-from slipstream.reporting.report.findings import duration, estimate
+from slipstream.reporting.report import study_figures as arms
 from slipstream.reporting.report.page import Html, Page, Part, Section, folded, table
 from slipstream.reporting.report.panels import SHARE, words
 from slipstream.reporting.report.sections import made_by, written
+from slipstream.reporting.report.titles import duration, estimate
 from slipstream.studies.results import Sweep, Tried
 from slipstream.studies.statistics import Estimate
 from slipstream.studies.study import is_number

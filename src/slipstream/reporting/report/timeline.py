@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from slipstream.reporting.report.figures import Figure, Json, colour, number, numbers, plain
-from slipstream.reporting.report.findings import shown
 from slipstream.reporting.report.points import mean
 from slipstream.reporting.report.runs import Reading
+from slipstream.reporting.report.titles import shown
 from slipstream.run_dir.reading import Line
 from slipstream.run_dir.writing import TRACE
 

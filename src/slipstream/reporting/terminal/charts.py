@@ -10,8 +10,8 @@ from rich.text import Text
 
 from slipstream.metric_names import Band, label
 from slipstream.reporting.terminal.layout import Lines
-from slipstream.reporting.terminal.progress import BLOCKS, POINTS, Course, sparkline
-from slipstream.reporting.terminal.readings import SPEED, band_of, listed, named, told, watched
+from slipstream.reporting.terminal.metric_formats import SPEED, band_of, listed, named, told, watched
+from slipstream.reporting.terminal.progress import BLOCKS, POINTS, RunProgress, sparkline
 
 BESIDE = 36
 """Columns reserved for name and number next to a curve."""
@@ -38,7 +38,7 @@ class Row:
     """Healthy range that the value is outside of; None if it is inside or there is no range."""
 
 
-def watched_rows(course: Course) -> list[Row]:
+def watched_rows(course: RunProgress) -> list[Row]:
     """Return a row for each displayed metric: its name, newest value and curve."""
     rows = []
     for name in watched(course.numbers):
@@ -51,7 +51,7 @@ def watched_rows(course: Course) -> list[Row]:
     return rows
 
 
-def outside(course: Course) -> list[Row]:
+def outside(course: RunProgress) -> list[Row]:
     """Return a row for each other metric whose recent mean is outside its healthy range."""
     shown, rows = set(watched(course.numbers)), []
     for name in course.numbers:
@@ -87,7 +87,7 @@ def table(rows: Sequence[Row], width: int, longest: int) -> Lines:
 # --- time, lag and lost work ------------------------------------------------------------------------------------------
 
 
-def stages(course: Course) -> list[tuple[str, float]]:
+def stages(course: RunProgress) -> list[tuple[str, float]]:
     """Return the recent share of time in which each stage, and publishing, was busy."""
     found = [(stage, course.share(f"busy/{stage}")) for stage in STAGES if f"busy/{stage}" in course.numbers]
     if found:
@@ -110,7 +110,7 @@ def stage_bars(bars: Sequence[tuple[str, float]], width: int, lines: int) -> Lin
     return [line]
 
 
-def lags(course: Course) -> str:
+def lags(course: RunProgress) -> str:
     """Return a histogram of token lags in one line, with powers of two as buckets; empty without tokens."""
     counts = dict[int, int]()
     for lag, count in course.lags.items():
@@ -134,7 +134,7 @@ def mean_of(counts: Iterable[tuple[int, int]]) -> float:
     return sum(lag * count for lag, count in counts) / sum(count for _, count in counts)
 
 
-def waits(course: Course) -> str:
+def waits(course: RunProgress) -> str:
     """Return the causes of the learner's recent waits, with shares of time; empty without data."""
     if "seconds/data" not in course.numbers:
         return ""
@@ -145,7 +145,7 @@ def waits(course: Course) -> str:
     return f"the learner waited {', '.join(found) or 'for nothing'}"
 
 
-def lost(course: Course) -> str:
+def lost(course: RunProgress) -> str:
     numbers = course.numbers
 
     def parts(prefix: str) -> str:

@@ -25,8 +25,8 @@ from slipstream.reporting.terminal.charts import (
     watched_rows,
 )
 from slipstream.reporting.terminal.layout import MANY, Block, Lines, beside, fitting, stack
-from slipstream.reporting.terminal.progress import Course, Quote
-from slipstream.reporting.terminal.readings import hours
+from slipstream.reporting.terminal.metric_formats import hours
+from slipstream.reporting.terminal.progress import Quote, RunProgress
 from slipstream.reporting.terminal.samples import PROMPT_LINES, SAMPLE_LINES, said
 
 WIDE, BROAD = 80, 120
@@ -50,7 +50,7 @@ class View:
     """Seconds since the run began."""
     left: float | None
     doing: str
-    course: Course
+    course: RunProgress
     state: str = ""
     style: str = ""
     """Style of the state text (rich)."""

@@ -8,7 +8,7 @@ from math import isfinite
 from statistics import fmean
 from typing import Any
 
-from slipstream.reporting.terminal.readings import LATELY, SPEED, band_of, format_of
+from slipstream.reporting.terminal.metric_formats import LATELY, SPEED, band_of, format_of
 from slipstream.run_dir.writing import for_sinks
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -50,7 +50,7 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
     return "".join(BLOCKS[int((value - low) / span * (len(BLOCKS) - 1))] for value in means)
 
 
-class Course:
+class RunProgress:
     """Newest numbers, curves and recent updates. Other threads read them, so they are replaced and never mutated."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Course:
         return found
 
 
-class Turning:
+class SampleSelector:
     """Selection of the sample to show: the newest update's samples in turn, or any sample after `step`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.reporting.terminal.readings import hours
+from slipstream.reporting.terminal.metric_formats import hours
 
 SILENT, TIMES = 60.0, 10
-"""Silence that is still normal: seconds, and multiples of the usual duration of an update."""
+"""ResponseWatch that is still normal: seconds, and multiples of the usual duration of an update."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from slipstream.errors import RunDirError
 from slipstream.reporting.terminal.events import Event, of_ledger, of_updates
+from slipstream.reporting.terminal.metric_formats import listed
 from slipstream.reporting.terminal.panel import View
-from slipstream.reporting.terminal.progress import Course, Quote, Turning
-from slipstream.reporting.terminal.readings import listed
+from slipstream.reporting.terminal.progress import Quote, RunProgress, SampleSelector
 from slipstream.reporting.terminal.state import Signs, State, state_of
 from slipstream.reporting.terminal.tail import Tail
 from slipstream.run_dir.atomic_files import LOCK, held, writer
@@ -36,7 +36,7 @@ class Watched:
         number = self.run.format
         self.metrics = Tail(path / METRICS, number=number)
         self.ledger, self.samples = (Tail(path / name, back=BACK, number=number) for name in (LEDGER, SAMPLES))
-        self.turning = Turning(clock)
+        self.turning = SampleSelector(clock)
         self.quotes = deque[Quote](maxlen=KEPT)
         self.losses: Sequence[Event] = ()
         self.written: tuple[float, float] | None = None
@@ -48,7 +48,7 @@ class Watched:
         self.look()
 
     def _begin(self) -> None:
-        self.course = Course()
+        self.course = RunProgress()
         self.update: Line = {}
         self.evaluated: int | None = None
         self.changes: Sequence[Event] = ()

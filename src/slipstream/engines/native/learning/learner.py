@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from slipstream.config.schema import LearnerConfig
-from slipstream.engines.native.learning.ages import Key, cosine, halves
 from slipstream.engines.native.learning.dummy_batch import nothing
-from slipstream.engines.native.learning.first_look import Distances, FirstLook
-from slipstream.engines.native.learning.noise import Noise
+from slipstream.engines.native.learning.evidence import Distances, FirstLook
+from slipstream.engines.native.learning.gradient_cosine import Key, cosine, halves
+from slipstream.engines.native.learning.gradient_noise import Noise
 from slipstream.engines.native.learning.optimizer import make_optimizer
 from slipstream.engines.native.learning.passes import Passes, at_draws
 from slipstream.engines.native.learning.snapshots import PREVIOUS, REFERENCE, Snapshots, local
@@ -34,7 +34,7 @@ from slipstream.engines.native.model import LanguageModel
 from slipstream.engines.native.ranks import Ranks
 from slipstream.engines.native.rows import by_sample, over_tokens
 from slipstream.engines.native.scorer import with_prompt
-from slipstream.engines.quotes import as_numbers, quote
+from slipstream.engines.sample_lines import as_numbers, quote
 from slipstream.engines.weights import export_weights, fingerprint
 from slipstream.errors import NonFiniteError, RunDirError
 from slipstream.estimators.logprobs import merge_metrics

@@ -1,4 +1,4 @@
-"""Processes of the local runtime: one per engine, and the process launcher ("nursery") that forks them.
+"""Processes of the local runtime: one per engine, and the process launcher that forks them.
 
 The launcher imports once what all engines need, and computes nothing. When it forks it has no thread, GPU or lock that
 a copy could be left with. It sleeps while engines work, notices when one dies, and adopts the processes they leave
@@ -60,7 +60,7 @@ def run_launcher(control: Connection) -> None:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     engines: dict[int, BaseProcess] = {}
-    be_called("nursery")
+    be_called("launcher")
     adopt_orphans()
     wake_with_parent()
     if LINUX:
@@ -135,7 +135,7 @@ def wait_for_all() -> None:
 # --- an engine --------------------------------------------------------------------------------------------------------
 
 
-def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
+def work(birth: Birth, ours: socket, control: Connection, launcher: int) -> None:
     """Build an engine and serve it until the coordinator closes the connection."""
     control.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -143,7 +143,7 @@ def work(birth: Birth, ours: socket, control: Connection, nursery: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     be_called(birth.name)
     die_with_parent()
-    if LINUX and os.getppid() != nursery:
+    if LINUX and os.getppid() != launcher:
         return
     os.setsid()  # Linux divides cores between sessions first: each engine gets a full share
     os.environ |= {"OMP_NUM_THREADS": str(birth.threads)}

@@ -1,7 +1,7 @@
 """Markdown page of a study, and docs/findings.md, the index of such pages and of pages written by scripts.
 
 slipstream report runs/finding1 --markdown docs/findings
-python -m slipstream.reporting.report.chapters docs/findings/finding1.md … > docs/findings.md
+python -m slipstream.reporting.report.findings_page docs/findings/finding1.md … > docs/findings.md
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
-from slipstream.reporting.report import arms
-from slipstream.reporting.report.findings import duration
+from slipstream.reporting.report import study_figures as arms
 from slipstream.reporting.report.panels import words
 from slipstream.reporting.report.sections import written
 from slipstream.reporting.report.study import apart, compared, said, slopes, title_of
+from slipstream.reporting.report.titles import duration
 from slipstream.studies.results import STUDY_FILE, Sweep
 from slipstream.studies.statistics import Verdict
 

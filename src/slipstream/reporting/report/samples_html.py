@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any
 from unicodedata import category
 
-from slipstream.reporting.report.findings import shown
 from slipstream.reporting.report.runs import Reading
+from slipstream.reporting.report.titles import shown
 from slipstream.run_dir.writing import SAMPLES
 
 MOST = 1200

@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from slipstream.environments.gateway import judging
-from slipstream.environments.gateway.walls import PORT, Walls
+from slipstream.environments.gateway.agent_sandbox import PORT, AgentSandbox
 from slipstream.errors import EnvironmentFailed, SandboxError, first_line
 from slipstream.linux import LINUX
 from slipstream.rewards.functions import WHOLE, rewards_of
@@ -59,7 +59,7 @@ class Programs:
     async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Program]:
         place = Path(tempfile.mkdtemp(prefix="slipstream-agent-"))
         try:
-            walls = Walls.new() if self.agent.walled else None
+            walls = AgentSandbox.new() if self.agent.walled else None
             program = Program(self, place, row, base_url, session, walls)
             await beside(program.prepare)
             try:
@@ -96,7 +96,7 @@ class Program:
     row: dict[str, Any]
     base_url: str
     session: str
-    walls: Walls | None
+    walls: AgentSandbox | None
     process: asyncio.subprocess.Process | None = None
     home: str = ""
     """HOME of the process; no other program has the same."""
@@ -218,7 +218,7 @@ class Program:
             solution = judging.Solution(place / "workspace", JUDGING * self.kind.step_seconds)
             async with solution.served(place / "solution"):
                 if self.walls is not None:
-                    self.walls = Walls.new()  # a user other than the agent's
+                    self.walls = AgentSandbox.new()  # a user other than the agent's
                     await beside(self.walls.give, place)
                 variables = {
                     "PYTHONSAFEPATH": "1",

@@ -13,7 +13,7 @@ from slipstream.config.file import parse
 from slipstream.config.schema import Config
 from slipstream.errors import ConfigError
 from slipstream.objective.method import method_of
-from slipstream.reporting.advice.readings import Case
+from slipstream.reporting.advice.measurements import Case
 
 Weight = Literal["wrong", "speed", "watch", "tune"]
 """Severity of an answer: an error to fix, lost time only, a warning, or a suggested setting."""

@@ -33,13 +33,13 @@ NOBODYS = ["--unshare-user", "--uid", NOBODY, "--gid", NOBODY, "--cap-drop", "AL
 
 
 @dataclass(frozen=True)
-class Walls:
+class AgentSandbox:
     sandbox: Bubblewrap
     user: int | None
     """User id of the agent if the run is started by root, else None."""
 
     @classmethod
-    def new(cls) -> Walls:
+    def new(cls) -> AgentSandbox:
         """Create a sandbox; raise ConfigError if this machine does not support it."""
         return cls(Bubblewrap(), another_user())
 

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.environments.gateway import wire
+from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway.sessions import Refused
 from slipstream.rewards.functions import rewards_of
 
@@ -26,7 +26,7 @@ POLL = 20.0
 
 
 @dataclass(eq=False)
-class Guest:
+class ExternalAgent:
     offer: dict[str, Any]
     taken: asyncio.Future[None]
     closed: asyncio.Future[dict[str, float]]
@@ -45,22 +45,22 @@ class Guest:
         return self.closed.result() if self.closed.done() else {}
 
 
-class Guests:
+class ExternalAgents:
     def __init__(self, token: str, grace: float = 0.0) -> None:
         """`token`: what a program must send as a bearer token to take an episode or to close one.
 
         `grace`: seconds in which an episode whose time is over may still be closed with its rewards.
         """
         self.token, self.grace = token, grace
-        self.waiting = deque[Guest]()
-        self.playing_now: dict[str, Guest] = {}
-        self.asking = deque[asyncio.Future[Guest]]()
+        self.waiting = deque[ExternalAgent]()
+        self.playing_now: dict[str, ExternalAgent] = {}
+        self.asking = deque[asyncio.Future[ExternalAgent]]()
 
     @asynccontextmanager
-    async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[Guest]:
+    async def playing(self, row: dict[str, Any], base_url: str, session: str) -> AsyncIterator[ExternalAgent]:
         loop = asyncio.get_running_loop()
         offer = {"id": session, "base_url": base_url, "row": row}
-        guest = Guest(offer, loop.create_future(), loop.create_future(), self.grace)
+        guest = ExternalAgent(offer, loop.create_future(), loop.create_future(), self.grace)
         self._offer(guest)
         try:
             await guest.taken
@@ -71,7 +71,7 @@ class Guests:
             if guest in self.waiting:
                 self.waiting.remove(guest)
 
-    def _offer(self, guest: Guest) -> None:
+    def _offer(self, guest: ExternalAgent) -> None:
         while self.asking:
             if not (asking := self.asking.popleft()).done():
                 guest.taken.set_result(None)
@@ -91,7 +91,7 @@ class Guests:
             guest = self.waiting.popleft()
             guest.taken.set_result(None)
             return wire.dumped(guest.offer)
-        asking: asyncio.Future[Guest] = asyncio.get_running_loop().create_future()
+        asking: asyncio.Future[ExternalAgent] = asyncio.get_running_loop().create_future()
         self.asking.append(asking)
         try:
             async with asyncio.timeout(POLL):

@@ -10,11 +10,11 @@ from typing import Any
 
 from slipstream.reporting.report import figures
 from slipstream.reporting.report.figures import Figure, Json, Series
-from slipstream.reporting.report.findings import course, shown
 from slipstream.reporting.report.panels import SHARE, words
 from slipstream.reporting.report.points import bins
 from slipstream.reporting.report.runs import seconds_at
 from slipstream.reporting.report.sections import written
+from slipstream.reporting.report.titles import course, shown
 from slipstream.run_dir.reading import Line
 from slipstream.studies.results import Sweep, SweepCell, evaluated
 from slipstream.studies.study import CONDITION, is_number
