@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import GREEDY, OWN, THREADS, Beta, Dtype, Replicas, Section, Temperature, as_tuple
+from slipstream.config.engines import ENGINES
 from slipstream.config.environment import EnvironmentConfig, Where
 from slipstream.config.freshness import FreshnessConfig
 from slipstream.config.guards import GuardsConfig
@@ -414,18 +415,9 @@ class Config(Section):
         self._check_objective()
         self._check_learner()
         self._check_guards()
-        if self.sampler.engine_args and self.sampler.engine != "vllm":
-            raise ValueError('sampler.engine_args are for sampler.engine = "vllm": drop one of them')
-        if self.sampler.keep_mask and self.sampler.engine == "vllm":
-            raise ValueError(
-                'sampler.keep_mask: vLLM does not return the sampling support: write sampler.engine = "native", or '
-                "top_p = 1, top_k = 0 and min_p = 0 without keep_mask"
-            )
-        if self.sampler.on_publish == "reuse" and self.sampler.engine == "vllm":
-            raise ValueError(
-                'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write "rebuild", or '
-                'sampler.engine = "native"'
-            )
+        for feature, why in ENGINES[self.sampler.engine].sampler_refuses.items():
+            if feature in self.sampler_features:
+                raise ValueError(why)
         if group > self.sampler.slots:
             raise ValueError(f"sampler.group = {group} needs sampler.slots of at least {group}")
         self._check_environment()
@@ -591,11 +583,17 @@ class Config(Section):
             raise ValueError("learner.shared_prompt has nothing to share with sampler.group = 1: drop it")
         if learner.ranks > 1 and self.runtime.kind == "inline":
             raise ValueError('learner.ranks needs a process for each: write runtime.kind = "local"')
-        if learner.lora is not None and self.sampler.engine == "vllm":
-            raise ValueError(
-                '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
-                'sampler.engine = "native", or drop [learner.lora]'
-            )
+
+    @property
+    def sampler_features(self) -> set[str]:
+        """Return the features that this config needs of its sampler's engine, beside sampling."""
+        needed = {
+            "engine_args": bool(self.sampler.engine_args),
+            "keep_mask": self.sampler.keep_mask,
+            "reuse": self.sampler.on_publish == "reuse",
+            "lora": self.learner.lora is not None,
+        }
+        return {feature for feature, used in needed.items() if used}
 
     def _check_guards(self) -> None:
         guards, tau = self.guards, self.schedule.most

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from slipstream.config.base import OWN, Dtype, Replicas, Section
+from slipstream.config.engines import ENGINES
 from slipstream.config.losses import LOSSES, LossConfig, caches
 
 SELF = "self"
@@ -24,7 +25,6 @@ ATTEMPTS = ("best", "best_reward", "last", "last_reward")
 CONTEXT_FIELDS = ("prompt", "ground_truth", "response", *ATTEMPTS)
 ENDPOINT_OPTIONS = ("tokenizer", "api_key_env", "max_logprobs", "concurrency", "timeout")
 LOCAL_OPTIONS = ("engine", "dtype", "token_budget", "packing", "longest")
-NATIVE_OPTIONS = ("token_budget", "packing", "longest")
 
 
 class FollowConfig(Section):
@@ -183,6 +183,17 @@ class TeacherConfig(Section):
         return frozenset(name for _, name, *_ in Formatter().parse(self.context) if name is not None)
 
     @property
+    def features(self) -> set[str]:
+        """Return the features that this teacher needs of its engine, beside scoring."""
+        changed = {name for name in LOCAL_OPTIONS if getattr(self, name) != type(self).model_fields[name].default}
+        needed = {
+            "user_context": self.own_context,
+            "relabel": self.relabel != "never",
+            "follow": self.follow is not None,
+        }
+        return changed | {feature for feature, used in needed.items() if used}
+
+    @property
     def shows(self) -> tuple[str, ...]:
         """Return the context fields about earlier attempts that the teacher sees."""
         return tuple(name for name in ATTEMPTS if name in self.context_fields)
@@ -194,30 +205,24 @@ class TeacherConfig(Section):
             if getattr(self, name) != type(self).model_fields[name].default:
                 what = "a model that runs here: drop it or" if endpoint else "an endpoint: drop it, or add"
                 raise ValueError(f"{name} is for {what} base_url")
-        for name in NATIVE_OPTIONS if self.engine == "vllm" else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(f'{name} is for engine = "native": drop one of them, as vLLM makes its own passes')
+        for feature, why in ENGINES["http" if endpoint else self.engine].teacher_refuses.items():
+            if feature in self.features:
+                raise ValueError(why)
         if self.replicas == "auto" and endpoint:
             raise ValueError('replicas = "auto" is for a model that runs here: for an endpoint, set concurrency')
         if self.model == SELF and endpoint:
             raise ValueError('model = "self" runs here: drop base_url, or name the model that the endpoint serves')
         if self.model == SELF and self.context is None and self.follow is None:
             raise ValueError('model = "self" has nothing to teach before it sees more than the student: add a context')
-        if self.own_context and (endpoint or self.engine != "native"):
-            raise ValueError('a context that a function writes is for engine = "native": write a template')
         if self.own_context and self.longest is None:
             raise ValueError("longest is missing: a function writes the context, of unknown length; set longest")
         if self.follow is not None and self.model != SELF:
             raise ValueError('follow is for model = "self", whose weights come from the student: drop one of them')
-        if self.relabel != "never" and not endpoint and self.engine != "native":
-            raise ValueError('relabel is for engine = "native", or an endpoint: drop it')
         if self.relabel != "never" and self.follow is None and not self.shows:
             raise ValueError(
                 "relabel has nothing to do, because this teacher's scores never change: drop it, or add follow, or a "
                 "context of attempts, such as {best}"
             )
-        if self.follow is not None and self.engine != "native":
-            raise ValueError('follow is for engine = "native": no weights are published to a teacher in vLLM')
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -198,7 +198,7 @@ def student_of(config: Config, dtype: str) -> ModelPlan:
 def sampler_of(config: Config) -> SamplerPlan:
     sampler, drawn = config.sampler, rollout_sampling(config)
     return SamplerPlan(
-        runs=sampler_settings(config) if sampler.engine == "vllm" else student_of(config, sampler.dtype),
+        runs=SAMPLERS[sampler.engine](config),
         slots=sampler.slots,
         draws=drawn.draws,
         best=drawn.best,
@@ -265,7 +265,7 @@ def scorer_of(config: Config, name: str) -> ScorerPlan:
     teacher = config.teachers[name]
     return ScorerPlan(
         name=name,
-        runs=endpoint_of(config, name) or (scorer_settings if teacher.engine == "vllm" else teacher_of)(config, name),
+        runs=endpoint_of(config, name) or SCORERS[teacher.engine](config, name),
         asks=config.loss.asks,
         temperature=config.loss.temperature,
         token_budget=teacher.token_budget,
@@ -343,3 +343,11 @@ def snapshots_of(config: Config, method: Method) -> int:
         return config.learner.snapshots or 0
     schedule = schedule_of(config.schedule, config.groups_per_update)
     return max(schedule.reach, schedule.max_lag or 0) // schedule.publish_every + 1
+
+
+SAMPLERS: dict[str, Callable[[Config], ModelPlan | Settings]] = {
+    "native": lambda config: student_of(config, config.sampler.dtype),
+    "vllm": sampler_settings,
+}
+SCORERS: dict[str, Callable[[Config, str], ModelPlan | Settings]] = {"native": teacher_of, "vllm": scorer_settings}
+"""Function that plans a local engine, for each row of `config.engines.ENGINES` that samples or scores locally."""

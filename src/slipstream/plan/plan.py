@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
+from slipstream.config.engines import ENGINES
 from slipstream.config.schema import Config, DataConfig, SamplerConfig, TeacherConfig
 from slipstream.data.prompts import Prompts, check_there, check_told, load_rows
 from slipstream.data.sources import has_splits
@@ -126,17 +127,21 @@ def plan(config: Config, *, ask: bool = True) -> Plan:
     )
 
 
+INSTALL_CHECKS = {"vllm": check_installed}
+"""Function that raises if the package of an engine is missing, for engines that need one."""
+
+
 def fast_checks(config: Config) -> None:
     """Run the fast checks: contradictions in the config, missing packages and missing files. Nothing is loaded."""
     check_trackers(config.log.to)
     check_runtime(config)
     for model, engine in engines_here(config):
-        if engine == "vllm" and is_adapter(model):
+        if not ENGINES[engine].loads_adapters and is_adapter(model):
             raise ConfigError(f'{model} is an adapter, and vLLM takes only whole models here: write engine = "native"')
     here = {"sampler": config.sampler.engine, **{f"teachers.{n}": t.engine for n, t in config.teachers.items()}}
     for where, engine in here.items():
-        if engine == "vllm":
-            check_installed(f"{where}.engine")
+        if check := INSTALL_CHECKS.get(engine):
+            check(f"{where}.engine")
     method_of(config)
     grading.needs(config.task.reward, config.task.sandbox)
     for name, teacher in config.teachers.items():
@@ -168,7 +173,7 @@ def check_weights(config: Config) -> None:
     for model in models_here(config):
         check_complete(model)
     for teacher in config.teachers.values():
-        if teacher.engine == "vllm" and teacher.base_url is None:
+        if not ENGINES[teacher.engine].checks_weights and teacher.base_url is None:
             read_through(config.model_of(teacher))
 
 
@@ -367,7 +372,7 @@ def with_lengths(config: Config, drawn: int, scored: Mapping[str, int]) -> Confi
     """Return the config with missing lengths filled in: longest sequence of the sampler and of every teacher."""
     teachers = {
         name: teacher.model_copy(update={"longest": length_for(f"teachers.{name}", teacher.longest, scored[name])})
-        if name in scored and teacher.engine == "native"
+        if name in scored and ENGINES[teacher.engine].packs
         else teacher
         for name, teacher in config.teachers.items()
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from slipstream.config.engines import ENGINES
 from slipstream.config.schedule import Async
 from slipstream.config.schema import Config, TeacherConfig
 from slipstream.config.teacher import routed_by
@@ -99,7 +100,7 @@ def check_teachers(
         rows, tokens = [row for row, _ in seen], [tokens for _, tokens in seen]
         check_fits(rows, tokens, max_tokens=max_tokens, context=context_length(load_config(model)), model=model)
         found[name] = max(map(len, tokens)) + max_tokens
-        if teacher.engine == "native":
+        if ENGINES[teacher.engine].packs:
             check_budget(f"teachers.{name}", teacher.token_budget, found[name])
     return found, end_probes(stops, ends, tokenizer, prompts, max_tokens=config.sampler.max_tokens)
 

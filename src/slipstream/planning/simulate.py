@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.config.engines import ENGINES
 from slipstream.config.schedule import ScheduleConfig
 from slipstream.config.schema import CheckpointConfig, Config, HealthConfig, LearnerConfig, SamplerConfig, TeacherConfig
 from slipstream.data.prompts import Prompts, Row
@@ -77,7 +78,7 @@ class Work:
             group=sampler.group,
             max_tokens=sampler.max_tokens,
             slots=sampler.slots,
-            gather=sampler.slots // GATHERED if sampler.engine == "native" else 0,
+            gather=sampler.slots // GATHERED if ENGINES[sampler.engine].gathers_prompts else 0,
             minibatches=learner.minibatches,
             epochs=learner.epochs,
             rebuilds=sampler.on_publish == "rebuild",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from slipstream.config.engines import ENGINES
 from slipstream.config.losses import ReverseKLMC
 from slipstream.config.schedule import Async, Replay, StepOff
 from slipstream.config.schema import Config
@@ -54,7 +55,7 @@ def compares(config: Config) -> bool:
 
 def in_float32(config: Config) -> bool:
     learner, sampler = config.learner, config.sampler
-    return sampler.engine == "native" and {sampler.dtype, learner.compute_dtype or learner.dtype} <= {
+    return ENGINES[sampler.engine].same_code_as_learner and {sampler.dtype, learner.compute_dtype or learner.dtype} <= {
         "float32",
         "float64",
     }

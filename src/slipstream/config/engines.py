@@ -1,0 +1,62 @@
+"""Inference engines as rows: what each can do, and why it refuses a setting.
+
+The schema, the plan and the simulation read this table, so that an engine without a row cannot be mistaken for another.
+The plan of an engine is made in `plan/engines`, and its classes in `runtimes/build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+NATIVE_PASSES = 'is for engine = "native": drop one of them, as vLLM makes its own passes'
+USER_CONTEXT = 'a context that a function writes is for engine = "native": write a template'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    sampler_refuses: Mapping[str, str] = field(default_factory=dict)
+    """Error message, with the remedy, for each feature of `sampler_features` that samplers of this engine lack."""
+    teacher_refuses: Mapping[str, str] = field(default_factory=dict)
+    """Error message for each feature of `teacher_features` that teachers of this engine lack."""
+    loads_adapters: bool = True
+    """True if models that are adapter directories can run."""
+    same_code_as_learner: bool = False
+    """True if samplers use the learner's code, so that equal precision means equal log-probs."""
+    gathers_prompts: bool = False
+    """True if samplers wait for several free slots before they read new prompts."""
+    packs: bool = False
+    """True if teachers pack sequences into passes of `token_budget` tokens, up to `longest` tokens each."""
+    checks_weights: bool = False
+    """True if the engine itself refuses weights that are not finite."""
+
+
+ENGINES: dict[str, Engine] = {
+    "native": Engine(
+        sampler_refuses={"engine_args": 'sampler.engine_args are for sampler.engine = "vllm": drop one of them'},
+        same_code_as_learner=True,
+        gathers_prompts=True,
+        packs=True,
+        checks_weights=True,
+    ),
+    "vllm": Engine(
+        sampler_refuses={
+            "keep_mask": "sampler.keep_mask: vLLM does not return the sampling support: write "
+            'sampler.engine = "native", or top_p = 1, top_k = 0 and min_p = 0 without keep_mask',
+            "reuse": 'sampler.on_publish = "reuse": vLLM recomputes running responses after a publish: write '
+            '"rebuild", or sampler.engine = "native"',
+            "lora": '[learner.lora] sends adapters, and sampler.engine = "vllm" takes whole weights: write '
+            'sampler.engine = "native", or drop [learner.lora]',
+        },
+        teacher_refuses={
+            "token_budget": f"token_budget {NATIVE_PASSES}",
+            "packing": f"packing {NATIVE_PASSES}",
+            "longest": f"longest {NATIVE_PASSES}",
+            "user_context": USER_CONTEXT,
+            "relabel": 'relabel is for engine = "native", or an endpoint: drop it',
+            "follow": 'follow is for engine = "native": no weights are published to a teacher in vLLM',
+        },
+        loads_adapters=False,
+    ),
+    "http": Engine(teacher_refuses={"user_context": USER_CONTEXT}, loads_adapters=False),
+}

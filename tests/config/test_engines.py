@@ -1,0 +1,64 @@
+"""The table of engines: every engine of a config has a row, a plan and classes, and every refusal is a real one."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from slipstream.config.engines import ENGINES
+from slipstream.config.file import parse
+from slipstream.config.schema import Config, SamplerConfig
+from slipstream.config.teacher import TeacherConfig
+from slipstream.errors import ConfigError
+from slipstream.plan.engines import SAMPLERS, SCORERS
+
+BASE = {"student": "builtin:student", "teachers": {"main": {"model": "builtin:teacher"}}}
+SAMPLER: dict[str, dict[str, object]] = {
+    "engine_args": {"sampler": {"engine_args": {"seed": 1}}},
+    "keep_mask": {"sampler": {"keep_mask": True, "top_p": 0.9}},
+    "reuse": {"sampler": {"on_publish": "reuse"}},
+    "lora": {"learner": {"lora": {"rank": 2}}},
+}
+TEACHER: dict[str, dict[str, object]] = {
+    "token_budget": {"token_budget": 4096},
+    "packing": {"packing": False},
+    "longest": {"longest": 64},
+    "user_context": {"context": "./context.py:show", "longest": 64},
+    "relabel": {"relabel": "always", "context": "{prompt}{best}"},
+    "follow": {"model": "self", "follow": {"ema": 0.9}},
+}
+
+
+def test_every_engine_that_a_config_can_choose_has_a_row_and_a_plan() -> None:
+    assert set(get_args(SamplerConfig.model_fields["engine"].annotation)) == SAMPLERS.keys() < ENGINES.keys()
+    assert set(get_args(TeacherConfig.model_fields["engine"].annotation)) == SCORERS.keys() < ENGINES.keys()
+
+
+@pytest.mark.parametrize(("engine", "feature"), [(e, f) for e in SAMPLERS for f in ENGINES[e].sampler_refuses])
+def test_a_sampler_refuses_what_its_row_says(engine: str, feature: str) -> None:
+    config: dict[str, object] = {**BASE, **SAMPLER[feature]}
+    config["sampler"] = {**SAMPLER[feature].get("sampler", {}), "engine": engine}  # type: ignore[dict-item]
+    with pytest.raises(ConfigError) as refused:
+        parse(config)
+    assert ENGINES[engine].sampler_refuses[feature] in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "feature"), [(engine, feature) for engine in ENGINES for feature in ENGINES[engine].teacher_refuses]
+)
+def test_a_teacher_refuses_what_its_row_says(engine: str, feature: str) -> None:
+    chosen = {"base_url": "http://localhost:1/v1"} if engine == "http" else {"engine": engine}
+    options = {name: value for name, value in TEACHER[feature].items() if engine != "http" or name != "longest"}
+    with pytest.raises(ConfigError) as refused:
+        parse({**BASE, "teachers": {"main": {"model": "builtin:teacher", **options, **chosen}}})
+    refusals = ENGINES[engine].teacher_refuses
+    needed = [refusals[each] for each in refusals if each in {feature, *TEACHER[feature]}]
+    assert any(why in str(refused.value) for why in needed)
+
+
+def test_every_feature_of_the_table_is_one_that_a_config_can_need() -> None:
+    made = parse({**BASE, "sampler": {"keep_mask": True, "top_p": 0.9, "on_publish": "reuse"}})
+    assert isinstance(made, Config) and made.sampler_features == {"keep_mask", "reuse"}
+    assert SAMPLER.keys() == {feature for row in ENGINES.values() for feature in row.sampler_refuses}
+    assert TEACHER.keys() == {feature for row in ENGINES.values() for feature in row.teacher_refuses}
