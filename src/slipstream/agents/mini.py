@@ -37,11 +37,11 @@ class Settings:
     """Directory of commands: relative to the workspace, or an absolute path in the sandbox; "" is the workspace."""
     env: dict[str, str] = field(default_factory=dict)
     timeout: float = 30.0
-    """Most seconds of a command."""
+    """Maximum seconds of a command."""
     memory: int = 1024
-    """Most MiB of memory of a command."""
+    """Maximum MiB of memory of a command."""
     disk: int = 256
-    """Most MiB of the workspace."""
+    """Maximum MiB of the workspace."""
     processes: int = 64
 
     @property

@@ -44,7 +44,7 @@ from slipstream.runs.start import announce_gateway
 COLUMNS = {field.name for field in fields(Asked)} & DataConfig.model_fields.keys()
 """Fields of `Asked` that section [data] of a config has, too."""
 WIDEST = 160
-"""Least width in columns of the console that prints the table."""
+"""Minimum width in columns of the console that prints the table."""
 OF_RUNS = ("template_args", "longest", "slots", "threads", "graders", "timeout")
 """Fields of `Asked` that no command-line option sets."""
 

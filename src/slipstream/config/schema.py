@@ -300,7 +300,8 @@ class HealthConfig(Section):
     window: int = Field(50, ge=5)
     """Number of preceding updates that define the usual values."""
     kl: float = Field(0.05, ge=0)
-    """Tolerance in nats by which the mean reverse KL to a teacher may be below 0, beyond chance. No KL is negative."""
+    """Largest amount in nats by which the measured reverse KL to a teacher may be below 0, in addition to its standard
+    errors. A true KL is never negative."""
     invalid: float = Field(0.1, ge=0, le=1)
     """Share of unusable responses above which a teacher counts as failing. The same limit holds for the share of
     rechecked groups whose two scores differ."""

@@ -102,11 +102,11 @@ class Limits:
     turns: int
     calls: int
     turn_tokens: int | None
-    """Most tokens of a turn. None: only the remaining tokens of the episode limit a turn."""
+    """Maximum tokens of a turn. None: only the remaining tokens of the episode limit a turn."""
     seconds: float
-    """Most seconds of an episode."""
+    """Maximum seconds of an episode."""
     step_seconds: float
-    """Most seconds in which an environment may start, answer once, or close."""
+    """Maximum seconds in which an environment may start, answer once, or close."""
 
 
 class Left(Exception):

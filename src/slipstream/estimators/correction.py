@@ -151,7 +151,7 @@ def _largest_kl(kl_BT: Tensor | None, valid_BT: Tensor) -> Tensor:
 def _negative_row_gap(
     rollout_BT: Tensor, current_BT: Tensor | None, advantages_BT: Tensor | None, valid_BT: Tensor
 ) -> Tensor:
-    """Return for tokens of bad rows the row's mean of log π_rollout − log π_θ, and −∞ for other rows."""
+    """Return the row mean of log π_rollout − log π_θ for rows with a negative sum of advantages, and −∞ for others."""
     if advantages_BT is None or current_BT is None:
         raise ValueError(
             "rejection mode 'negative_seq' needs advantages and the policy as it is now: "

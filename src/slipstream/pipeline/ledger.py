@@ -163,7 +163,7 @@ class Ledger:
             self.log.samples(quotes, update=update)
 
     def updated(self, batch: Batch, numbers: Metrics, seconds: Metrics) -> Metrics:
-        """Write and return the metrics of an update, with the use of workers since the end of the previous one."""
+        """Write and return the metrics of an update, with the share of time each worker was busy since the last update."""
         admission, samples, lately = self.admission, sample_metrics(batch.headers), self.trace.lately()
         wall = max(lately.seconds, 1e-9)
         self.lengths.append(samples["length/mean"])

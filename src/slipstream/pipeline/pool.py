@@ -148,7 +148,7 @@ class Pool(Generic[E]):
             self._end_later(worker)
 
     def close(self) -> None:
-        """Cancel the start and the end of workers."""
+        """Cancel the tasks that start and end workers."""
         for task in (*self.coming.values(), *self.leaving.values()):
             task.cancel()
 

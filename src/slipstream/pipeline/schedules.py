@@ -40,7 +40,7 @@ class Schedule:
     order: Literal["mixture", "completion", "submission"] = "mixture"
     """Order in which scored groups are learned from; `admission` explains the mixture."""
     max_lag: int | None = None
-    """Most updates between a group's first token and the update that learns from it; None for no bound."""
+    """Maximum updates between a group's first token and the update that learns from it; None for no bound."""
     on_old: Literal["wait", "restart", "drop"] = "wait"
     """Action that keeps max_lag: updates wait for old groups, or groups that are too old restart or are dropped."""
 

@@ -58,7 +58,7 @@ class Need:
 
     @property
     def counted(self) -> float:
-        """Bytes without estimates."""
+        """Sum of the bytes that are known exactly: all but the estimates."""
         return sum(value for name, value in self.parts.items() if not name.startswith("~"))
 
     def __str__(self) -> str:

@@ -43,9 +43,9 @@ from slipstream.sandbox.cgroups import in_force, writable
 TOO_FAST = 0.1
 """Learning rate from which on a warning is given, as training of any model would diverge."""
 SAMPLE = 1 << 10
-"""Least number of bytes that a sample in flight needs."""
+"""Minimum number of bytes that a sample in flight needs."""
 PROCESS, OPEN_FILES, PER_CPU = 50 << 20, 4, 32
-"""Least memory of a process in bytes; open files per engine process; most engines, and threads of one, per CPU."""
+"""Minimum memory of a process in bytes; open files per engine process; most engines, and threads of one, per CPU."""
 
 
 @dataclass(frozen=True)

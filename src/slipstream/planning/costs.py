@@ -47,7 +47,7 @@ class PassCost(Section):
 
 class ScoreCost(PassCost):
     apart: Seconds = 0.0
-    """Least seconds between two passes, unless `enough` tokens wait."""
+    """Minimum seconds between two passes, unless `enough` tokens wait."""
     enough: int = Field(1, ge=1)
     """Number of waiting response tokens with which a pass begins at once."""
 

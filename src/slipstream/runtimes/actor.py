@@ -28,7 +28,7 @@ from slipstream.errors import RecordsLost, WorkerDied, first_line
 from slipstream.runtimes.exchange import CANCEL, GOODBYE, PING, Answer, Body, Call, Host, RemoteWorker, map_references
 
 TICK = 0.02
-"""Least seconds between two exchanges of a busy worker; an exchange costs about 1 ms on each side."""
+"""Minimum seconds between two exchanges of a busy worker; an exchange costs about 1 ms on each side."""
 
 
 class Actor:

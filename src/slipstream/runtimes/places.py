@@ -31,7 +31,7 @@ from slipstream.runtimes.ranked import RankedLearner
 
 Say = Callable[[str], object]
 SHOWN = 5
-"""Most names in a line that lists many."""
+"""Maximum names in a line that lists many."""
 
 
 class RemoteSampler(RemoteWorker):

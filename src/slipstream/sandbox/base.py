@@ -22,11 +22,11 @@ LONGEST = 100_000
 class Limits:
     seconds: float = 10.0
     memory: int = 512 * MiB
-    """Bytes, for each process and for all processes together."""
+    """Maximum memory in bytes, of each process and of all processes together."""
     disk: int = 64 * MiB
-    """Bytes, for the working directory and for each file."""
+    """Maximum bytes of the working directory, and of each file."""
     output: int = 64 << 10
-    """Bytes, for standard output and for standard error each."""
+    """Maximum bytes of standard output, and of standard error."""
     processes: int = 32
     """Largest number of processes and threads at a time."""
 

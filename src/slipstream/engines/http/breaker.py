@@ -22,7 +22,7 @@ LIMIT = 5
 PAUSES = (1.0, 30.0)
 """Seconds before the first probe request, and most seconds between two probe requests."""
 OUTAGE = 120.0
-"""Most seconds that a call waits for the end of an outage."""
+"""Maximum seconds that a call waits for the end of an outage."""
 SPREAD = 0.2
 """Seconds over which calls that waited for the same time are randomly spread."""
 

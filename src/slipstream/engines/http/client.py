@@ -33,7 +33,7 @@ CONNECT = 10.0
 IDLE = 4.0
 """Seconds for which an idle connection is kept, less than the 5 s after which servers close it without notice."""
 SHOWN = 200
-"""Most characters of an answer in an error message."""
+"""Maximum characters of an answer in an error message."""
 NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 """OpenSSL's error names if the server uses plain HTTP."""
 SPARE = 1 << 20

@@ -22,7 +22,7 @@ SIZES = (
 )
 """Fields of config.json that must be positive, where they hold one integer."""
 PASSES_APART, ENOUGH = 0.05, 8
-"""Least seconds between two passes of a scorer, unless more than token_budget / ENOUGH tokens wait."""
+"""Minimum seconds between two passes of a scorer, unless more than token_budget / ENOUGH tokens wait."""
 GATHERED = 8
 """A native sampler fills its free slots when at least 1 / GATHERED of all slots are free."""
 

@@ -212,7 +212,7 @@ class NativeScorer(Probed):
         return seen, failures
 
     def _earlier(self, scores: Mapping[int, Scored]) -> dict[int, Then]:
-        """Return what reproduces the earlier scores, where the weights of that version are kept."""
+        """Return the head and the hidden states behind each earlier score whose teacher weights are still kept."""
         found = dict[int, Then]()
         for version in {each.teacher_version for each in scores.values()}:
             same_version = {i: old for i, old in scores.items() if old.teacher_version == version}

@@ -45,7 +45,7 @@ OURS = {
 """Arguments that engine_args may not hold, with the config key that sets them; "" if they cannot be changed."""
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_CACHE = 4 << 30
-"""Most bytes of a KV cache on a CPU, unless engine_args.kv_cache_memory_bytes is set."""
+"""Maximum bytes of a KV cache on a CPU, unless engine_args.kv_cache_memory_bytes is set."""
 BLOCK = 128
 """Tokens of a block of the KV cache on a CPU."""
 IMPLIED = {"deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}}

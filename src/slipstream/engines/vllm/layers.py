@@ -31,7 +31,7 @@ from slipstream.engines.native.files import empty_model
 from slipstream.engines.weights import checksum, raw
 
 PROBED = 256
-"""Most columns of a packed weight that are compared with the loaded weight."""
+"""Maximum columns of a packed weight that are compared with the loaded weight."""
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
 PLAIN = (UnquantizedMoeBackend.CPU, UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that keep the checkpoint's layout of experts, except for packing on CPUs."""

@@ -29,7 +29,7 @@ OUTPUT_BYTES = 4096
 REWARD = "reward.json"
 VERDICT = "verdict.json"
 LARGEST = 1 << 20
-"""Most bytes of a file with rewards."""
+"""Maximum bytes of a file with rewards."""
 MORTAL = ("/usr/bin/setpriv", "--pdeathsig", "KILL", "--") if LINUX else ()
 """Command prefix that ends the process when its parent ends."""
 JUDGE_ONLY = "ground_truth"

@@ -50,7 +50,7 @@ SAMPLING = {"max_tokens", "logprobs", "stop_token_ids", "detokenize"}
 SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"}
 """Supported parameters of each kind of request, and of `sampling_params`; some affect only text and are ignored."""
 LONGEST = 1 << 22
-"""Most tokens that a request may ask for or send."""
+"""Maximum tokens that a request may ask for or send."""
 
 
 @dataclass(frozen=True, kw_only=True)

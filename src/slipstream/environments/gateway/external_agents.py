@@ -22,7 +22,7 @@ from slipstream.environments.gateway.sessions import Refused
 from slipstream.rewards.functions import rewards_of
 
 POLL = 20.0
-"""Most seconds that a request for an episode waits."""
+"""Maximum seconds that a request for an episode waits."""
 
 
 @dataclass(eq=False)

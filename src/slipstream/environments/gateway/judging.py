@@ -28,9 +28,9 @@ from slipstream.sandbox import sandbox_of
 from slipstream.sandbox.base import Limits, MiB, Ran, Session
 
 LARGEST = 256 * MiB
-"""Most bytes of a workspace that is judged."""
+"""Maximum bytes of a workspace that is judged."""
 FILES = 50_000
-"""Most files and directories of a workspace that is judged."""
+"""Maximum files and directories of a workspace that is judged."""
 LIMITS = Limits(seconds=60.0, memory=1024 * MiB, disk=1024 * MiB, output=MiB, processes=64)
 """Limits of the solution's sandbox; `disk` is larger than any workspace that is judged."""
 OURS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.EIO)

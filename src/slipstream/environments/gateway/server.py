@@ -36,7 +36,7 @@ from slipstream.errors import ConfigError, first_line
 STREAM = 10.0
 """Seconds between keep-alive lines of a stream that waits for its answer."""
 BODY, ROUND = 32 << 20, 1 << 20
-"""Most bytes of a request, and most bytes of its parts other than the conversation."""
+"""Maximum bytes of a request, and of its parts other than the conversation."""
 REMEMBERED = 10_000
 """Number of closed sessions that are remembered, to answer 410 and not 404."""
 

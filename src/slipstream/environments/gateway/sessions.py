@@ -30,7 +30,7 @@ from slipstream.protocols import Sampler, Sampling
 from slipstream.records import Finish, Floats, Handle, Ints, Prompt, Rollout, derive_seed, lineage, unfinished
 
 SHORT = 16 << 10
-"""Most bytes that are parsed or tokenized on the event loop."""
+"""Maximum bytes that are parsed or tokenized on the event loop."""
 THREAD = ThreadPoolExecutor(1, "gateway")
 """Thread that parses and tokenizes long requests, one after the other to bound the memory."""
 T = TypeVar("T")
@@ -84,7 +84,7 @@ class Answer:
 class Bounds:
     turns: int
     turn_tokens: int | None
-    """Most tokens of a turn. None: only the remaining tokens of the conversation limit a turn."""
+    """Maximum tokens of a turn. None: only the remaining tokens of the conversation limit a turn."""
     vocabulary: int
     """Number of token ids that the model has embeddings for."""
 
@@ -121,12 +121,12 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Most tokens of a conversation: those of the row's prompt, and those that an episode may add."""
+        """Maximum tokens of a conversation: those of the row's prompt, and those that an episode may add."""
         return len(self.prompt.tokens) + self.sampling.max_tokens
 
     @property
     def holds(self) -> int:
-        """Most bytes of text of a conversation, if each token were the longest one."""
+        """Maximum bytes of text of a conversation, if each token were the longest one."""
         return self.room * self.renderer.longest
 
     async def answered(self, digest: bytes, again: bool, call: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:

@@ -21,17 +21,17 @@ from slipstream.environments.gateway import chat_json as wire
 from slipstream.environments.gateway.sessions import Failed, Refused
 
 HEAD = 64 << 10
-"""Most bytes of a request's headers."""
+"""Maximum bytes of a request's headers."""
 ARRIVES = 60.0
 """Seconds in which the body of a request must arrive."""
 IDLE = 600
-"""Most seconds between two requests of a connection."""
+"""Maximum seconds between two requests of a connection."""
 LINGERS = 2.0
 """Seconds in which the rest of a too large request is discarded; if cut off, a client would not read the answer."""
 SOON = 0.05
 """Seconds of a request after which a task starts to watch whether the client disconnects."""
 CONNECTIONS = 4096
-"""Most connections at a time. Another connection closes one that is idle."""
+"""Maximum connections at a time. Another connection closes one that is idle."""
 OPTIONS: dict[str, Any] = {
     "log_config": None,
     "log_level": "critical",

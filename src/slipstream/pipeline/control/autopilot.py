@@ -26,7 +26,7 @@ Line = Mapping[str, float]
 FIRST = 1
 """Initial tau."""
 WINDOW, LONGEST = 5, 20
-"""Fewest and most updates with one tau before a decision; at the most, a trial is judged despite noise."""
+"""Minimum and maximum updates with one tau before a decision; at the most, a trial is judged despite noise."""
 SHORT = 0.02
 """Share of the time spent waiting for groups above which the learner has too few."""
 BOLD = 4
@@ -109,7 +109,7 @@ class Autopilot:
         return (self.ahead + 1) * self.often / self.every - 1
 
     def look(self, line: Line) -> str:
-        """Take the metrics of an update; return what changes from now on and why, or an empty string."""
+        """Process the metrics of an update; return what changes from now on and why, or an empty string."""
         self.update += 1
         if self.update == self.memory:
             self.memory *= 2

@@ -80,7 +80,7 @@ class Autoscale:
         self.trial: Trial | None = None
 
     def look(self, seen: Seen, room: Room) -> Change | None:
-        """Take the measurements of an update; return the change of sizes, or None."""
+        """Process the metrics of an update; return new numbers of workers, or None for no change."""
         self.update += 1
         if self.update == self.memory:
             self.memory *= 2

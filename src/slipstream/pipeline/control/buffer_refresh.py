@@ -70,7 +70,7 @@ class Buffer:
         """Tokens discarded by refreshes."""
 
     def look(self, weighed: Sequence[Weighed]) -> Metrics:
-        """Learn drift and coverage from the samples of an update, and return their freshness metrics."""
+        """Record the drift of the samples of an update, and return the freshness metrics of the update."""
         known = [each for each in weighed if isfinite(each.roll)]
         by_lag: dict[int, list[float]] = {}
         for each in known:

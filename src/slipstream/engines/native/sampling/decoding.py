@@ -35,7 +35,7 @@ CONTINUED_STATES = 64
 ROUNDING_FACTOR = 8.0
 """Allowed error as a multiple of the largest error that embeddings with rounding errors cause."""
 PASS_TOKENS = 1 << 15
-"""Most tokens of one pass; a longer sequence has a pass to itself."""
+"""Maximum tokens of one pass; a longer sequence has a pass to itself."""
 ROWS, APART = 16, 12
 """ROWS slots are a block; a block whose longest sequence is APART positions shorter is computed separately."""
 PADDED = 1.5
